@@ -1,0 +1,82 @@
+"""The operations under the codecs: one schema each, three implementations that decode to identical values.
+
+`torch.ops.halley.*` picks `cpu` (numba) for CPU tensors and `gpu` (Triton) for CUDA tensors where these are installed, and
+`reference` (plain torch) everywhere else. The format is explained in docs/design.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from halley.kernels import reference
+from halley.kernels.reference import FLOATS, gq_sizes, meta_size
+
+__all__ = ["FLOATS", "SCHEMAS", "gq_sizes", "implementation", "meta_size"]
+
+SCHEMAS = {
+    "eb_encode": "(Tensor x, float bound, float rel, bool stochastic, int seed, bool bitmap, int capacity) -> (Tensor, Tensor)",
+    "eb_decode": "(Tensor meta, Tensor payload, int numel, ScalarType dtype, bool mask) -> Tensor",
+    "gq_encode": "(Tensor x, int bits, int group, int seed) -> Tensor",
+    "gq_decode": "(Tensor data, int numel, int bits, int group, ScalarType dtype, bool mask) -> Tensor",
+    "bits_encode": "(Tensor x, int bits) -> Tensor",
+    "bits_decode": "(Tensor data, int bits, int numel) -> Tensor",
+}
+
+
+def implementation(device: str) -> ModuleType:
+    """The module that serves tensors on `device` ("cpu", "cuda"): the fast one where its compiler is installed."""
+    name, needs = {"cpu": ("cpu", "numba"), "cuda": ("gpu", "triton")}.get(device, ("reference", "torch"))
+    if os.environ.get("HALLEY_KERNELS") == "reference" or importlib.util.find_spec(needs) is None:
+        return reference
+    return importlib.import_module(f"halley.kernels.{name}")
+
+
+def _eb_encode_fake(
+    x: Tensor, bound: float, rel: float, stochastic: bool, seed: int, bitmap: bool, capacity: int
+) -> tuple[Tensor, Tensor]:
+    size = capacity if capacity >= 0 else torch.library.get_ctx().new_dynamic_size()
+    return x.new_empty(meta_size(x.numel()), dtype=torch.uint8), x.new_empty(size, dtype=torch.uint8)
+
+
+def _decode_fake(numel: int, dtype: torch.dtype, mask: bool, like: Tensor) -> Tensor:
+    return like.new_empty(numel, dtype=torch.bool if mask else dtype)
+
+
+_FAKES = {
+    "eb_encode": _eb_encode_fake,
+    "eb_decode": lambda meta, payload, numel, dtype, mask: _decode_fake(numel, dtype, mask, meta),
+    "gq_encode": lambda x, bits, group, seed: x.new_empty(gq_sizes(x.numel(), bits, group, x.dtype)[2], dtype=torch.uint8),
+    "gq_decode": lambda data, numel, bits, group, dtype, mask: _decode_fake(numel, dtype, mask, data),
+    "bits_encode": lambda x, bits: x.new_empty((x.numel() * bits + 7) // 8, dtype=torch.uint8),
+    "bits_decode": lambda data, bits, numel: data.new_empty(numel, dtype=torch.uint8),
+}
+
+
+class _Late:
+    """Imports a device's implementation at its first call, so that `import halley` stays quick."""
+
+    def __init__(self, name: str, device: str) -> None:
+        self.name, self.device = name, device
+        self.function = self.first
+
+    def first(self, *args):
+        self.function = getattr(implementation(self.device), self.name)
+        return self.function(*args)
+
+    def __call__(self, *args):
+        return self.function(*args)
+
+
+_library = torch.library.Library("halley", "FRAGMENT")
+for _name, _schema in SCHEMAS.items():
+    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.register_fake(f"halley::{_name}", _FAKES[_name], lib=_library)
+    _library.impl(_name, _Late(_name, "cpu"), "CPU")
+    _library.impl(_name, _Late(_name, "cuda"), "CUDA")
+    _library.impl(_name, getattr(reference, _name), "CompositeExplicitAutograd")

@@ -1,0 +1,426 @@
+"""The kernels in plain torch: slow, readable, and the oracle for the other two. The format is explained in docs/design.md."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK = 64
+BLOCKS = 16
+GROUP = BLOCK * BLOCKS
+HEADER = 32
+RAW = 31
+MASK32 = 0xFFFFFFFF
+
+# dtype -> (mantissa bits, smallest exponent, extra exponent for the reciprocal multiplication)
+FLOATS = {
+    torch.float16: (10, -14, 0),
+    torch.bfloat16: (7, -126, 0),
+    torch.float32: (23, -126, 3),
+    torch.float64: (52, -1022, 3),
+}
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def meta_size(numel: int) -> int:
+    """Bytes of metadata of an error-bounded encoding of `numel` values."""
+    return HEADER + 5 * -(-numel // GROUP) + -(-numel // BLOCK)
+
+
+def random24(index: Tensor, seed: int) -> Tensor:
+    """24 random bits for each index: the hash of docs/design.md, as int64."""
+    h = ((index & MASK32) ^ (seed & MASK32)) * ((seed >> 32 & MASK32) | 1) & MASK32
+    h = (h ^ h >> 16) * 0x7FEB352D & MASK32
+    h = (h ^ h >> 15) * 0x846CA68B & MASK32
+    return (h ^ h >> 16) >> 8
+
+
+def exponent(x: Tensor) -> Tensor:
+    """floor(log2 x) of positive normal values, read from the bits."""
+    if x.dtype == torch.float64:
+        return (x.view(torch.int64) >> 52) - 1023
+    return (x.view(torch.int32) >> 23).long() - 127
+
+
+def usable_bound(bound: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bound as the kernels use it: rounded down to the computing dtype, clamped, zero where too small."""
+    work = compute_dtype(dtype)
+    eb = bound.double().clamp(max=2.0**120).to(work)
+    eb = torch.where(eb.double() > bound, torch.nextafter(eb, eb.new_zeros(())), eb)
+    return torch.where(eb < (2.0**-900 if dtype == torch.float64 else 2.0**-100), 0.0, eb)
+
+
+def shrink(eb: Tensor, code: Tensor) -> Tensor:
+    """eb_c of docs/design.md."""
+    e0 = exponent(eb) - 1
+    return torch.where(code == 0, eb * 0.5, eb - torch.ldexp(torch.ones_like(eb), e0 - code + 1))
+
+
+def bits_of(v: Tensor) -> Tensor:
+    """How many bits a non-negative integer below 2^31 needs."""
+    return torch.frexp(v.double())[1].long()
+
+
+def field_bytes(n: Tensor | int, width: Tensor) -> Tensor:
+    """Bytes that the fields of `n` values of `width` bits take."""
+    total = (width >> 3) * n
+    for b in (4, 2, 1):
+        total = total + torch.where((width & b) > 0, (n * b + 7) // 8, 0)
+    return total
+
+
+def put_fields(out: Tensor, start: Tensor, v: Tensor, n: Tensor, width: Tensor) -> None:
+    """Writes the fields of each row of v (blocks x 64, the first n valid) at byte `start` of out."""
+    column = torch.arange(BLOCK, device=v.device)
+    v = torch.where(column < n[:, None], v, 0)
+    padded = torch.cat([v, v.new_zeros(len(v), 8 * BLOCK)], 1)
+    shift = torch.zeros_like(width)
+    for b, present in [(8, width >= 8 * (i + 1)) for i in range(3)] + [(b, (width & b) > 0) for b in (4, 2, 1)]:
+        length = (n * b + 7) // 8
+        j = column[None, :]
+        byte = torch.zeros_like(v)
+        for t in range(8 // b):
+            piece = padded.gather(1, j + t * length[:, None]) >> shift[:, None] & (1 << b) - 1
+            byte |= piece << t * b
+        keep = present[:, None] & (j < length[:, None])
+        out[(start[:, None] + j)[keep]] = byte[keep].to(torch.uint8)
+        start = start + torch.where(present, length, 0)
+        shift = shift + torch.where(present, b, 0)
+
+
+def get_fields(payload: Tensor, start: Tensor, n: Tensor, width: Tensor) -> Tensor:
+    """Reads what put_fields wrote: blocks x 64, valid in the first n columns."""
+    column = torch.arange(BLOCK, device=payload.device)[None, :]
+    v = torch.zeros(len(n), BLOCK, dtype=torch.int64, device=payload.device)
+    shift = torch.zeros_like(width)
+    for b, present in [(8, width >= 8 * (i + 1)) for i in range(3)] + [(b, (width & b) > 0) for b in (4, 2, 1)]:
+        length = ((n * b + 7) // 8).clamp(min=1)
+        at = start[:, None] + column % length[:, None]
+        keep = present[:, None] & (column < n[:, None])
+        byte = torch.zeros_like(v)
+        byte[keep] = payload[at[keep]].long()
+        piece = byte >> column // length[:, None] * b & (1 << b) - 1
+        v |= torch.where(keep, piece << shift[:, None], 0)
+        start = start + torch.where(present, (n * b + 7) // 8, 0)
+        shift = shift + torch.where(present, b, 0)
+    return v
+
+
+def compact(v: Tensor, flags: Tensor) -> Tensor:
+    """Moves the flagged values of each row to its front, in order."""
+    order = torch.sort((~flags).to(torch.uint8), dim=1, stable=True).indices
+    return v.gather(1, order)
+
+
+def bound_of(x: Tensor, bound: float, rel: float) -> Tensor:
+    """min(bound, rel * range of the finite values) as the kernels use it: 0-dim."""
+    eb = torch.tensor(bound, dtype=torch.float64, device=x.device)
+    if rel != float("inf"):
+        finite = x[torch.isfinite(x)].double()
+        spread = finite.max() - finite.min() if finite.numel() else torch.zeros_like(eb)
+        eb = torch.minimum(eb, rel * spread)
+    return usable_bound(eb, x.dtype)
+
+
+def levels_of(x: Tensor, eb: Tensor, code: Tensor, stochastic: bool, seed: int) -> tuple[Tensor, Tensor]:
+    """Levels of groups x blocks x 64 values, and the half step of each group."""
+    eb_c = shrink(eb.expand(len(code)), code)[:, None, None]
+    a = x.abs()
+    if stochastic:
+        q = a * (1.0 / eb_c) + 0.5
+        k = q.floor()
+        index = torch.arange(x.numel(), device=x.device).view(x.shape)
+        k = k + (random24(index, seed) < ((q - k) * 2.0**24).long())
+        half = eb_c * 0.5
+    else:
+        k = (a * (0.5 / eb_c)).ceil()
+        half = eb_c
+    k = torch.where(a > 0, k.clamp(min=1), 0).long()
+    return torch.where(x < 0, -k, k), half
+
+
+def values_of(k: Tensor, half: Tensor, dtype: torch.dtype) -> Tensor:
+    magnitude = (2 * k.abs() - 1).to(half.dtype) * half
+    return torch.where(k == 0, 0.0, torch.where(k < 0, -magnitude, magnitude)).to(dtype)
+
+
+def eb_encode(
+    x: Tensor, bound: float, rel: float, stochastic: bool, seed: int, bitmap: bool, capacity: int
+) -> tuple[Tensor, Tensor]:
+    """Encodes flat float values under min(bound, rel * range): (meta, payload). `capacity` is ignored: the size is exact."""
+    dtype, numel, device = x.dtype, x.numel(), x.device
+    mant, emin, extra = FLOATS[dtype]
+    work = compute_dtype(dtype)
+    eb = bound_of(x, bound, rel)
+    groups, blocks = -(-numel // GROUP), -(-numel // BLOCK)
+    raw_bytes = torch.zeros(groups * GROUP, dtype=dtype, device=device)
+    raw_bytes[:numel] = x.reshape(-1)
+    v = raw_bytes.to(work).view(groups, BLOCKS, BLOCK)
+    exists = (torch.arange(groups * BLOCKS, device=device) < blocks).view(groups, BLOCKS)
+    valid = (numel - torch.arange(groups * BLOCKS, device=device).view(groups, BLOCKS) * BLOCK).clamp(0, BLOCK)
+
+    if eb == 0:
+        code = torch.zeros(groups, dtype=torch.int64, device=device)
+        k = torch.zeros(v.shape, dtype=torch.int64, device=device)
+        must_raw = (raw_bytes.view(torch.uint8).view(groups, BLOCKS, -1) != 0).any(2)
+    else:
+        fits = v.abs() < eb * 2.0**22
+        m = torch.where(fits, v.abs(), 0.0).amax((1, 2))
+        r = exponent(m + eb).clamp(min=emin) - mant - 1 + extra
+        e0 = exponent(eb) - 1
+        code = torch.where(r > e0, 0, (e0 - r + 1).clamp(max=15))
+        k, half = levels_of(torch.where(fits, v, 0.0), eb, code, stochastic, seed)
+        decoded = values_of(k, half, dtype).to(work)
+        must_raw = (~fits | ~((decoded - v).abs() <= eb)).any(2)
+        k = torch.where(must_raw[:, :, None], 0, k)
+
+    low, high = k.amin(2), k.amax(2)
+    nonzero = k != 0
+    count = nonzero.sum(2)
+    big = 1 << 30
+    low_nz = torch.where(nonzero, k, big).amin(2)
+    high_nz = torch.where(nonzero, k, -big).amax(2)
+    low_nz, high_nz = torch.where(count == 0, 1, low_nz), torch.where(count == 0, 1, high_nz)
+    raw_size = valid * x.element_size()
+    per_group = exists.sum(1)
+    chosen: dict[str, Tensor] = {}
+    for kind, base_bytes in enumerate((0, 1, 4)):
+        for_base = torch.zeros_like(low) if kind == 0 else low
+        map_base = torch.ones_like(low) if kind == 0 else low_nz
+        for_width, map_width = bits_of((high - for_base).clamp(min=0)), bits_of((high_nz - map_base).clamp(min=0))
+        for_size = field_bytes(BLOCK, for_width)
+        map_size = 8 + field_bytes(count, map_width)
+        use_map = (map_size < for_size) & bitmap
+        size = torch.where(use_map, map_size, for_size)
+        if kind == 0:
+            unfit = low < 0
+        elif kind == 1:
+            unfit = (low < -128) | ((low_nz if bitmap else low) > 127)
+        else:
+            unfit = torch.zeros_like(must_raw)
+        use_raw = must_raw | unfit | (raw_size < size)
+        size = torch.where(use_raw, raw_size, size)
+        size = torch.where(exists, size, 0)
+        total = size.sum(1) + (per_group * base_bytes + 3) // 4 * 4
+        head = torch.where(use_raw, RAW, torch.where(use_map, map_width + 32, for_width))
+        option = {
+            "total": total,
+            "kind": torch.full_like(total, kind),
+            "size": size,
+            "head": head,
+            "base": torch.where(use_map, map_base, for_base),
+        }
+        if kind == 0:
+            chosen = option
+        else:
+            better = option["total"] < chosen["total"]
+            chosen = {
+                name: torch.where(better if new.dim() == 1 else better[:, None], new, chosen[name])
+                for name, new in option.items()
+            }
+
+    units = (chosen["total"] + 3) // 4
+    offset = torch.cumsum(units, 0) - units
+    payload = torch.zeros(int(units.sum()) * 4, dtype=torch.uint8, device=device)
+    kind, head, base = chosen["kind"], chosen["head"], chosen["base"]
+    base_size = torch.where(kind == 1, (per_group + 3) // 4 * 4, torch.where(kind == 2, per_group * 4, 0))
+    slot = torch.arange(BLOCKS, device=device)
+    for kind_value, width in ((1, 1), (2, 4)):
+        keep = (kind == kind_value)[:, None] & exists
+        for byte in range(width):
+            at = (offset * 4)[:, None] + slot * width + byte
+            payload[at[keep]] = (base[keep] >> 8 * byte & 255).to(torch.uint8)
+    start = (offset * 4 + base_size)[:, None] + torch.cumsum(chosen["size"], 1) - chosen["size"]
+
+    flat = exists.view(-1)
+    start, head, base, k, valid = (t.reshape(-1, *t.shape[2:])[flat] for t in (start, head, base, k, valid))
+    is_raw, is_map, width = head == RAW, head >= 32, head & 31
+    plain = ~is_raw & ~is_map
+    full = torch.full_like(start, BLOCK)
+    put_fields(payload, start[plain], k[plain] - base[plain, None], full[plain], width[plain])
+    one = torch.ones_like(start)
+    put_fields(payload, start[is_map], (k[is_map] != 0).long(), full[is_map], one[is_map])
+    n = (k[is_map] != 0).sum(1)
+    put_fields(payload, start[is_map] + 8, compact(k[is_map], k[is_map] != 0) - base[is_map, None], n, width[is_map])
+    size = x.element_size()
+    for block in torch.nonzero(is_raw)[:, 0].tolist():
+        a, b = int(start[block]), int(valid[block]) * size
+        payload[a : a + b] = raw_bytes.view(torch.uint8)[block * BLOCK * size : block * BLOCK * size + b]
+
+    meta = torch.zeros(meta_size(numel), dtype=torch.uint8, device=device)
+    meta[:8] = (-eb if stochastic else eb).double().reshape(1).view(torch.uint8)
+    meta[8:16] = units.sum().reshape(1).view(torch.uint8)
+    meta[HEADER : HEADER + 4 * groups] = offset.to(torch.int32).view(torch.uint8)
+    meta[HEADER + 4 * groups : HEADER + 5 * groups] = (code + 16 * kind).to(torch.uint8)
+    meta[HEADER + 5 * groups :] = head.to(torch.uint8)
+    return meta, payload
+
+
+def eb_decode(meta: Tensor, payload: Tensor, numel: int, dtype: torch.dtype, mask: bool) -> Tensor:
+    """The flat values that eb_encode stored, or only whether each is not zero (bool)."""
+    device = meta.device
+    groups, blocks = -(-numel // GROUP), -(-numel // BLOCK)
+    eb = meta[:8].clone().view(torch.float64).to(compute_dtype(dtype))
+    offset = meta[HEADER : HEADER + 4 * groups].clone().view(torch.int32).long() & MASK32
+    info = meta[HEADER + 4 * groups : HEADER + 5 * groups].long()
+    head = meta[HEADER + 5 * groups :].long()
+    code, kind = info & 15, info >> 4
+    group = torch.arange(blocks, device=device) // BLOCKS
+    slot = torch.arange(blocks, device=device) % BLOCKS
+    per_group = torch.bincount(group, minlength=groups)
+    valid = (numel - torch.arange(blocks, device=device) * BLOCK).clamp(max=BLOCK)
+    is_raw, is_map, width = head == RAW, head >= 32, head & 31
+
+    base = torch.where(is_map & (kind[group] == 0), 1, 0)
+    for kind_value, size in ((1, 1), (2, 4)):
+        keep = kind[group] == kind_value
+        at = (offset[group] * 4 + slot * size)[keep]
+        value = sum((payload[at + byte].long() << 8 * byte for byte in range(size)), torch.zeros_like(at))
+        base[keep] = value - ((value >> 8 * size - 1) << 8 * size)
+    base_size = torch.where(kind == 1, (per_group + 3) // 4 * 4, torch.where(kind == 2, per_group * 4, 0))
+
+    full = torch.full_like(head, BLOCK)
+    flags = torch.zeros(blocks, BLOCK, dtype=torch.int64, device=device)
+    # A block's start is known only after the sizes before it, and a bitmap's size only after its bitmap: one slot after the other.
+    start = torch.zeros_like(head)
+    cursor = offset * 4 + base_size
+    for s in range(BLOCKS):
+        here = torch.nonzero(slot == s)[:, 0]
+        g = group[here]
+        start[here] = cursor[g]
+        maps = here[is_map[here]]
+        flags[maps] = get_fields(payload, start[maps], full[maps], torch.ones_like(maps))
+        size = torch.where(
+            is_raw[here],
+            valid[here] * dtype.itemsize,
+            torch.where(
+                is_map[here],
+                8 + field_bytes(flags[here].sum(1), width[here]),
+                field_bytes(BLOCK, width[here]),
+            ),
+        )
+        cursor[g] += size
+
+    k = torch.zeros(blocks, BLOCK, dtype=torch.int64, device=device)
+    plain = ~is_raw & ~is_map
+    k[plain] = get_fields(payload, start[plain], full[plain], width[plain]) + base[plain, None]
+    n = flags[is_map].sum(1)
+    packed = get_fields(payload, start[is_map] + 8, n, width[is_map]) + base[is_map, None]
+    rank = (torch.cumsum(flags[is_map], 1) - 1).clamp(min=0)
+    k[is_map] = torch.where(flags[is_map] > 0, packed.gather(1, rank), 0)
+
+    if eb == 0:
+        out = torch.zeros(blocks, BLOCK, dtype=dtype, device=device)
+    else:
+        half = shrink(eb.abs().expand(groups), code) * torch.where(eb < 0, 0.5, 1.0).to(eb.dtype)
+        out = values_of(k, half[group][:, None], dtype)
+    bytes_ = out.view(torch.uint8)
+    for block in torch.nonzero(is_raw)[:, 0].tolist():
+        a, b = int(start[block]), int(valid[block]) * dtype.itemsize
+        bytes_[block, :b] = payload[a : a + b]
+    flat = out.view(-1)[:numel]
+    return flat != 0 if mask else flat.clone()
+
+
+def step_up(step: Tensor, spread: Tensor, dtype: torch.dtype) -> Tensor:
+    """The step as it is stored: bf16 rounded up (fp64 as it is), normal where there is a spread at all."""
+    if dtype != torch.float64:
+        step = ((step.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
+        step = step.clamp(min=2.0**-126)
+    else:
+        step = step.clamp(min=2.0**-1022)
+    return torch.where(spread > 0, step, 0.0)
+
+
+def pack_fields(code: Tensor, bits: int) -> Tensor:
+    """One field of `bits` bits over each row: rows x n -> rows x ceil(n * bits / 8) bytes."""
+    rows, n = code.shape
+    length = -(-n * bits // 8)
+    per_byte = 8 // bits
+    padded = torch.zeros(rows, length * per_byte, dtype=torch.uint8, device=code.device)
+    padded[:, :n] = code
+    slices = padded.view(rows, per_byte, length)
+    out = slices[:, 0].clone()
+    for t in range(1, per_byte):
+        out |= slices[:, t] << t * bits
+    return out
+
+
+def unpack_fields(data: Tensor, bits: int, n: int) -> Tensor:
+    """Reads what pack_fields wrote: rows x n, uint8."""
+    pieces = [data >> t * bits & (1 << bits) - 1 for t in range(8 // bits)]
+    return torch.cat(pieces, 1)[:, :n]
+
+
+def gq_sizes(numel: int, bits: int, group: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Where the lo and step arrays start, and the size of the whole buffer, in bytes."""
+    groups = -(-numel // group)
+    codes = groups * group * bits // 8
+    lo, step = (8, 8) if dtype == torch.float64 else (4, 2)
+    return codes, codes + groups * lo, codes + groups * (lo + step)
+
+
+def gq_encode(x: Tensor, bits: int, group: int, seed: int) -> Tensor:
+    """Fixed-rate codes of flat float values, with lo and step of each group, in one buffer."""
+    dtype, numel = x.dtype, x.numel()
+    work = compute_dtype(dtype)
+    groups = -(-numel // group)
+    v = torch.zeros(groups * group, dtype=work, device=x.device)
+    v[:numel] = x.reshape(-1).to(work)
+    v = v.view(groups, group)
+    a = v.abs()
+    signed = (v < 0).any(1)
+    affine = signed if bits == 2 else torch.zeros_like(signed)
+    lo = torch.where(a > 0, a, torch.inf).amin(1)
+    lo = torch.where(affine, v.amin(1), torch.where(torch.isinf(lo), 0.0, lo))
+    hi = torch.where(affine, v.amax(1), a.amax(1))
+    n = torch.where(signed, 3.0 if bits == 2 else 2.0 ** (bits - 1) - 2, 2.0**bits - 2).to(work)
+    step = step_up(hi / n - lo / n, hi - lo, dtype)
+    step = torch.where(torch.isfinite(v).all(1), step, torch.nan)
+    inverse = torch.where(step > 0, 1.0 / step, 0.0)
+    t = (torch.where(affine[:, None], v, a) - lo[:, None]) * inverse[:, None]
+    t = torch.minimum(t.clamp(min=0.0), n[:, None]).nan_to_num(0.0)
+    q = t.floor()
+    index = torch.arange(v.numel(), device=x.device).view(v.shape)
+    q = (q + (random24(index, seed) < ((t - q) * 2.0**24).long())).long()
+    sign = (v < 0).long() << bits - 1
+    code = torch.where(affine[:, None], q, torch.where(a > 0, (q + 1) | sign, 0))
+    lo = torch.where(signed & ~affine, -lo, lo)
+    kept = step if dtype == torch.float64 else step.to(torch.bfloat16)
+    parts = (pack_fields(code.to(torch.uint8), bits), lo, kept)
+    return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
+
+
+def gq_decode(data: Tensor, numel: int, bits: int, group: int, dtype: torch.dtype, mask: bool) -> Tensor:
+    """The flat values that gq_encode stored, or only whether each is not zero (bool)."""
+    work = compute_dtype(dtype)
+    at_lo, at_step, end = gq_sizes(numel, bits, group, dtype)
+    groups = -(-numel // group)
+    code = unpack_fields(data[:at_lo].view(groups, -1), bits, group).long()
+    lo = data[at_lo:at_step].clone().view(work)
+    step = data[at_step:end].clone().view(work if dtype == torch.float64 else torch.bfloat16).to(work)
+    signed = lo < 0
+    affine = (signed if bits == 2 else torch.zeros_like(signed))[:, None]
+    magnitude = torch.where((signed[:, None] & ~affine), code & (1 << bits - 1) - 1, code)
+    q = torch.where(affine, code, magnitude - 1).to(work)
+    value = torch.where(affine, lo[:, None], lo.abs()[:, None]) + q * step[:, None]
+    limit = torch.finfo(dtype).max
+    value = value.clamp(-limit, limit)
+    value = torch.where(~affine & (magnitude == 0), 0.0, value)
+    value = torch.where(signed[:, None] & ~affine & (code >> bits - 1 > 0), -value, value)
+    value = torch.where(torch.isnan(step)[:, None], torch.nan, value)
+    flat = value.to(dtype).view(-1)[:numel]
+    return flat != 0 if mask else flat.clone()
+
+
+def bits_encode(x: Tensor, bits: int) -> Tensor:
+    """Packs flat uint8 (or bool) values below 2^bits, bits 1, 2 or 4: one field over the whole tensor."""
+    return pack_fields(x.reshape(1, -1).to(torch.uint8), bits)[0]
+
+
+def bits_decode(data: Tensor, bits: int, numel: int) -> Tensor:
+    """The flat uint8 values that bits_encode stored."""
+    return unpack_fields(data.view(1, -1), bits, numel)[0]
