@@ -152,6 +152,8 @@ def eb_encode(
 ) -> tuple[Tensor, Tensor]:
     """Encodes flat float values under min(bound, rel * range): (meta, payload). `capacity` is ignored: the size is exact."""
     dtype, numel, device = x.dtype, x.numel(), x.device
+    if numel == 0:
+        return torch.zeros(HEADER, dtype=torch.uint8, device=device), torch.zeros(0, dtype=torch.uint8, device=device)
     mant, emin, extra = FLOATS[dtype]
     work = compute_dtype(dtype)
     eb = bound_of(x, bound, rel)
@@ -262,6 +264,8 @@ def eb_encode(
 def eb_decode(meta: Tensor, payload: Tensor, numel: int, dtype: torch.dtype, mask: bool) -> Tensor:
     """The flat values that eb_encode stored, or only whether each is not zero (bool)."""
     device = meta.device
+    if numel == 0:
+        return torch.zeros(0, dtype=torch.bool if mask else dtype, device=device)
     groups, blocks = -(-numel // GROUP), -(-numel // BLOCK)
     eb = meta[:8].clone().view(torch.float64).to(compute_dtype(dtype))
     offset = meta[HEADER : HEADER + 4 * groups].clone().view(torch.int32).long() & MASK32
@@ -366,6 +370,8 @@ def gq_sizes(numel: int, bits: int, group: int, dtype: torch.dtype) -> tuple[int
 def gq_encode(x: Tensor, bits: int, group: int, seed: int) -> Tensor:
     """Fixed-rate codes of flat float values, with lo and step of each group, in one buffer."""
     dtype, numel = x.dtype, x.numel()
+    if numel == 0:
+        return torch.zeros(0, dtype=torch.uint8, device=x.device)
     work = compute_dtype(dtype)
     groups = -(-numel // group)
     v = torch.zeros(groups * group, dtype=work, device=x.device)
@@ -396,6 +402,8 @@ def gq_encode(x: Tensor, bits: int, group: int, seed: int) -> Tensor:
 
 def gq_decode(data: Tensor, numel: int, bits: int, group: int, dtype: torch.dtype, mask: bool) -> Tensor:
     """The flat values that gq_encode stored, or only whether each is not zero (bool)."""
+    if numel == 0:
+        return torch.zeros(0, dtype=torch.bool if mask else dtype, device=data.device)
     work = compute_dtype(dtype)
     at_lo, at_step, end = gq_sizes(numel, bits, group, dtype)
     groups = -(-numel // group)

@@ -1,0 +1,5 @@
+"""Policies decide, for each site, which codec with which setting."""
+
+from halley.policies.fixed import Fixed
+
+__all__ = ["Fixed"]

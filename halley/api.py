@@ -1,0 +1,209 @@
+"""What users call: attach, compress, and the handle that they get."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from halley.capture import Capture, Layer, Policy, may_push
+from halley.codecs import ErrorBounded
+from halley.codecs.late import settle_all
+from halley.policies import Fixed
+from halley.report import Report, peak_bytes, rows_of
+
+DEFAULT = Fixed(ErrorBounded(1e-2, "rel"))
+_handles: weakref.WeakKeyDictionary[nn.Module, Handle] = weakref.WeakKeyDictionary()
+
+
+def inert(*args: Any) -> None:
+    """What a copied or loaded model has in place of our hooks."""
+
+
+class _Hook:
+    """A module hook that does not travel: copies and pickles of the model get one that does nothing."""
+
+    def __init__(self, function: Callable[..., None], layer: Layer) -> None:
+        self.function = function
+        self.layer = layer
+
+    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
+        if torch.compiler.is_compiling():
+            raise RuntimeError("halley: this model was attached and then compiled; that order is not supported. Detach it first")
+        if output is None:
+            self.function(self.layer)
+        else:
+            self.function(self.layer, output)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return inert
+
+    def __reduce__(self) -> Any:
+        return (_inert, ())
+
+
+def _inert() -> Callable[..., None]:
+    return inert
+
+
+class Handle:
+    """What `attach` and `compress` return: report, state, detach."""
+
+    def __init__(self, capture: Capture, model: nn.Module | None = None, optimizer: Optimizer | None = None) -> None:
+        self._capture = capture
+        self._model = weakref.ref(model) if model is not None else None
+        self._hooks: list[Any] = []
+        self.optimizer = optimizer
+
+    @property
+    def policy(self) -> Policy:
+        return self._capture.policy
+
+    @property
+    def attached(self) -> bool:
+        """Whether the model's forward passes go through this handle."""
+        return bool(self._hooks)
+
+    def report(self) -> Report:
+        """What the last training forward pass saved, and the measured peak."""
+        settle_all()
+        capture = self._capture
+        records = capture.last
+        rows = rows_of(records)
+        device = None
+        model = self._model() if self._model is not None else None
+        if model is not None:
+            device = next(model.parameters()).device
+        elif torch.cuda.is_available():
+            device = torch.device("cuda")
+        return Report(
+            policy=repr(capture.policy),
+            saved_bytes=sum(row.saved_bytes for row in rows),
+            packed_bytes=sum(row.packed_bytes for row in rows),
+            peak_bytes=peak_bytes(device),
+            forwards=capture.step,
+            layers=rows,
+        )
+
+    def detach(self) -> None:
+        """Takes every hook off the model; what was saved before stays readable. Calling it twice does no harm."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._capture.abandon()
+        model = self._model() if self._model is not None else None
+        if model is not None and _handles.get(model) is self:
+            del _handles[model]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to make the same decisions."""
+        return {"version": 1, "step": self._capture.step, "policy": self.policy.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from `state_dict()` of an earlier run."""
+        missing = {"version", "step", "policy"} - set(state)
+        if missing:
+            raise ValueError(f"this is not a state of halley: it lacks {sorted(missing)}")
+        if state["version"] != 1:
+            raise ValueError(f"this state has version {state['version']}; this release reads version 1")
+        self.policy.load_state_dict(state["policy"])
+        self._capture.step = int(state["step"])
+
+
+def attach(
+    model: nn.Module,
+    policy: Policy | None = None,
+    optimizer: Optimizer | None = None,
+    filter: Callable[[nn.Module, str], bool] | None = None,
+) -> Handle:
+    """Keeps what autograd saves in `model` compressed from now on, in place, until `handle.detach()`.
+
+    `policy` chooses the codec for each saved tensor (default: `Fixed(ErrorBounded(1e-2, "rel"))`). `filter(module, name)` returning False leaves
+    what that layer itself saves as it is. Nothing happens in `eval()` and under `no_grad`. `optimizer` is for policies that follow the training.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"attach takes a torch.nn.Module, got {type(model).__name__}; for functions use `with halley.compress():`")
+    policy = DEFAULT if policy is None else policy
+    check_policy(policy)
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if filter is not None and not callable(filter):
+        raise TypeError(f"filter must be a function (module, name) -> bool, got {type(filter).__name__}")
+    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule) or getattr(model, "_compiled_call_impl", None) is not None:
+        raise NotImplementedError("compiled models cannot be attached yet: attach the model before torch.compile is used on it, in eager mode")
+    if next(model.parameters(), None) is None:
+        raise ValueError(f"{type(model).__name__} has no parameters, so there is no training to compress")
+    for module in model.modules():
+        if module in _handles:
+            name = type(module).__name__
+            raise ValueError(f"{name} is attached already: call detach() on its handle first, or pass the policy to that attach")
+    attached = [other for other in _handles if any(child is model for child in other.modules())]
+    if attached:
+        raise ValueError(f"{type(model).__name__} is part of a {type(attached[0]).__name__} that is attached already")
+
+    capture = Capture(policy, model)
+    handle = Handle(capture, model, optimizer)
+    layers: dict[str, Layer] = {}
+    for full_name, module in model.named_modules():
+        name = clean(full_name)
+        parent = layers.get(full_name.rpartition(".")[0]) if full_name else None
+        layer = Layer(name, module, parent, filter is None or bool(filter(module, name)))
+        layers[full_name] = layer
+        drop_inert(module)
+        handle._hooks.append(module.register_forward_pre_hook(_Hook(capture.enter, layer)))
+        handle._hooks.append(module.register_forward_hook(_Leave(capture.leave, layer), always_call=True))
+    _handles[model] = handle
+    return handle
+
+
+class _Leave(_Hook):
+    """The hook behind a module's forward; it runs after an exception too."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
+        self.function(self.layer, output)
+
+
+def drop_inert(module: nn.Module) -> None:
+    """Removes what a copied model has left of another one's hooks."""
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        for key in [key for key, hook in hooks.items() if hook is inert]:
+            del hooks[key]
+    for key in [key for key in module._forward_hooks_always_called if key not in module._forward_hooks]:
+        del module._forward_hooks_always_called[key]
+
+
+def clean(name: str) -> str:
+    """A layer's name without what wrappers put in front."""
+    return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
+
+
+def check_policy(policy: Any) -> None:
+    if not callable(getattr(policy, "choose", None)):
+        raise TypeError(f"policy must be one of halley.policies, such as Fixed(ErrorBounded(1e-2, 'rel')), got {policy!r}")
+
+
+class compress:
+    """`with halley.compress(policy) as handle:` keeps what autograd saves inside the block compressed, for code without modules."""
+
+    def __init__(self, policy: Policy | None = None) -> None:
+        policy = DEFAULT if policy is None else policy
+        check_policy(policy)
+        self._capture = Capture(policy, None)
+        self._layer = Layer("", None, None, True)
+        self._handle = Handle(self._capture)
+
+    def __enter__(self) -> Handle:
+        if self._capture.forward.frames:
+            raise RuntimeError("this compress context is entered already: make a new one for a nested block")
+        if torch.is_grad_enabled() and may_push():
+            self._capture.begin(self._layer)
+        return self._handle
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if self._capture.forward.frames:
+            self._capture.finish(None)

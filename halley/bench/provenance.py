@@ -1,0 +1,57 @@
+"""Where a figure comes from: date, command, machine and versions, as columns for a CSV."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import importlib.metadata
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+
+def cpu_name() -> str:
+    """The processor's name as the system gives it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def version(package: str) -> str:
+    """The installed version of a package, or an empty string."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def provenance() -> dict[str, str | int]:
+    """The columns that every row of a published CSV carries."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "command": shlex.join(["halley", *sys.argv[1:]]),
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **{name: version(name) for name in ("numba", "triton", "pysz", "zfpy")},
+    }
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """Writes the rows, each with the provenance of this run behind its own columns."""
+    origin = provenance()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*rows[0], *origin])
+        writer.writeheader()
+        writer.writerows({**row, **origin} for row in rows)

@@ -1,0 +1,488 @@
+"""Between autograd and the codecs: who is this tensor, was it packed already, may it be lossy.
+
+The only user of saved-tensor hooks. A site's operation and slot are not known when it saves for the first time, so the tensor is held
+for a moment: as soon as something computed from it is saved in turn, the graph behind that is read and tells. From the second forward
+pass on, sites are recognised by their place in their layer and a signature, and nothing is held.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+import weakref
+import zlib
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._C import _autograd
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from halley.cells import LATE, Cell, Record, Saved, strictest
+from halley.codecs import Codec, Lossless, Mask, Window
+from halley.codecs.base import mix
+from halley.codecs.late import settle_all
+from halley.packed import flatten
+from halley.sites import Site, need_of, operation_name, signature
+
+SMALL = 16384
+"""Tensors of fewer bytes than this pass through as they are."""
+
+ACCUMULATE = 0xFFFFFFFFFFFFFFFF
+
+
+class Policy(Protocol):
+    """What capture asks of a policy."""
+
+    def choose(self, site: Site) -> Codec: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Layer:
+    """A module of the attached model: its name, and for each call within one forward pass the sites it has."""
+
+    __slots__ = ("calls", "compress", "module", "name", "parent")
+
+    def __init__(self, name: str, module: nn.Module | None, parent: Layer | None, compress: bool) -> None:
+        self.name = name
+        self.module = weakref.ref(module) if module is not None else None
+        self.parent = parent
+        self.compress = compress
+        self.calls: list[list[Site | None]] = []
+
+
+class Frame:
+    """A layer's call in progress."""
+
+    __slots__ = ("index", "layer", "number", "sites", "sizes")
+
+    def __init__(self, layer: Layer, number: int) -> None:
+        while len(layer.calls) <= number:
+            layer.calls.append([])
+        self.layer = layer
+        self.number = number
+        self.sites = layer.calls[number]
+        self.sizes: dict[int, tuple[int, ...]] = {}
+        self.index = 0
+
+
+class Forward(threading.local):
+    """One thread's forward pass in progress."""
+
+    frames: list[Frame]
+
+    def __init__(self) -> None:
+        self.frames = []
+        self.clear()
+
+    def clear(self) -> None:
+        self.frames.clear()
+        self.calls: dict[Layer, int] = {}
+        self.cells: dict[tuple[Any, ...], tuple[StorageWeakRef, weakref.ref[Cell]]] = {}
+        self.counted: dict[int, StorageWeakRef] = {}
+        self.pending: dict[Saved, tuple[Any, Frame, int]] = {}
+        self.visited: set[int] = {ACCUMULATE}
+        self.records: list[Record] = []
+        self.weights: set[int] | None = None
+        self.outer: Any = None
+        self.step = 0
+
+
+class Capture:
+    """Packs what one model (or one `compress` context) saves."""
+
+    def __init__(self, policy: Policy, root: nn.Module | None) -> None:
+        self.policy = policy
+        self.root = weakref.ref(root) if root is not None else None
+        self.forward = Forward()
+        self.step = 0
+        self.rank = 0
+        self.last: list[Record] = []
+        self.packs = 0
+        self.hooks = (self.pack, unpack)
+
+    # -- entering and leaving ------------------------------------------------------------------------------------------
+
+    def enter(self, layer: Layer) -> None:
+        """A layer is called: name it in what follows; the outermost one switches the hooks on."""
+        forward = self.forward
+        if forward.frames:
+            top = forward.frames[-1].layer
+            if layer.parent is top or not self._stale():
+                self._push(layer)
+                return
+            self.abandon()
+        module = layer.module() if layer.module is not None else None
+        if (module is not None and not module.training) or not torch.is_grad_enabled() or not may_push():
+            return
+        self.begin(layer, sys._getframe(2))
+
+    def begin(self, layer: Layer, outer: Any = None) -> None:
+        """Switches the hooks on for this thread, until the call `outer` (a Python frame) ends."""
+        forward = self.forward
+        forward.clear()
+        forward.outer = outer
+        self.step += 1
+        forward.step = self.step
+        self.rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        self._push(layer)
+        _autograd._push_saved_tensors_default_hooks(*self.hooks)
+
+    def leave(self, layer: Layer, output: Any) -> None:
+        """A layer's call ends, by return or by exception (`output` is None then)."""
+        forward = self.forward
+        if not forward.frames or forward.frames[-1].layer is not layer:
+            return
+        if len(forward.frames) > 1:
+            forward.frames.pop()
+        else:
+            self.finish(output)
+
+    def finish(self, output: Any) -> None:
+        """The forward pass is over: settle what is still held, switch the hooks off."""
+        forward = self.forward
+        self._unhook()
+        if forward.pending:
+            stack = [output]
+            while stack:
+                item = stack.pop()
+                if isinstance(item, Tensor):
+                    self._read_graph(item.grad_fn)
+                elif isinstance(item, dict):
+                    stack.extend(item.values())
+                elif isinstance(item, list | tuple):
+                    stack.extend(item)
+                elif hasattr(item, "__dict__") and not isinstance(item, nn.Module | type):
+                    stack.extend(vars(item).values())
+        self.last = forward.records
+        forward.clear()
+        settle_all(wait=False)
+
+    def abandon(self) -> None:
+        """Forgets a forward pass that was interrupted, and takes its hooks off this thread."""
+        if self.forward.frames:
+            self._unhook()
+            self.forward.clear()
+
+    def _unhook(self) -> None:
+        top = _autograd._top_saved_tensors_default_hooks(True)
+        if top is not None and top[0] == self.hooks[0]:
+            _autograd._pop_saved_tensors_default_hooks()
+
+    def _push(self, layer: Layer) -> None:
+        forward = self.forward
+        number = forward.calls.get(layer, 0)
+        forward.calls[layer] = number + 1
+        forward.frames.append(Frame(layer, number))
+
+    def _stale(self) -> bool:
+        """Whether the call that switched the hooks on has ended without telling: Ctrl-C runs no forward hooks."""
+        frame: Any = sys._getframe(1)
+        outer = self.forward.outer
+        while frame is not None and outer is not None:
+            if frame is outer:
+                return False
+            frame = frame.f_back
+        return outer is not None
+
+    # -- packing -------------------------------------------------------------------------------------------------------
+
+    def pack(self, t: Tensor) -> Saved:
+        """Autograd saves `t`."""
+        forward = self.forward
+        frame = forward.frames[-1]
+        index = frame.index
+        frame.index = index + 1
+        saved = Saved(self)
+        if t.numel() * t.element_size() < SMALL or isinstance(t, nn.Parameter) or not frame.layer.compress or unusual(t):
+            return self._pass(saved, t)
+        frame.sizes[index] = tuple(t.shape)
+        known = frame.sites[index] if index < len(frame.sites) else None
+        if known is not None and known.signature == signature(t):
+            saved.site = known
+            if forward.pending:
+                self._read_graph(t.grad_fn)
+            self._save(saved, t, known)
+            return saved
+        if forward.pending:
+            self._read_graph(t.grad_fn)
+        self._hold(saved, t, frame, index)
+        return saved
+
+    def _pass(self, saved: Saved, t: Tensor) -> Saved:
+        saved.tensor = t.detach()
+        saved.version = t._version
+        if not (isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter)):
+            record = Record(saved.site or KEPT)
+            record.saved_bytes = record.packed_bytes = self._count(t)
+            if record.saved_bytes:
+                self.forward.records.append(record)
+        return saved
+
+    def _count(self, t: Tensor) -> int:
+        """Bytes of t's storage if this forward pass has not counted it yet, else zero."""
+        storage = t.untyped_storage()
+        counted = self.forward.counted
+        known = counted.get(storage._cdata)
+        if known is not None and not known.expired():
+            return 0
+        counted[storage._cdata] = StorageWeakRef(storage)
+        return storage.nbytes()
+
+    def _cell(self, saved: Saved, t: Tensor) -> tuple[Cell, Tensor]:
+        """The cell of the memory that `t` covers, new or shared, and that memory as a flat run."""
+        with torch.no_grad():
+            flat, layout = flatten(t.detach())
+        storage = t.untyped_storage()
+        run = (layout.size, layout.stride) if layout.copied else flat.numel()
+        key = (storage._cdata, t.storage_offset(), run, t.dtype, t._version)
+        saved.layout, saved.dtype, saved.device = layout, t.dtype, t.device
+        cells = self.forward.cells
+        found = cells.get(key)
+        # Allocators reuse addresses: an entry counts only while the storage it was made from is alive.
+        if found is not None and not found[0].expired():
+            cell = found[1]()
+            if cell is not None:
+                saved.cell = cell
+                return cell, flat
+        assert saved.site is not None
+        record = Record(saved.site)
+        self.forward.records.append(record)
+        saved.cell = cell = Cell(mix(self.forward.step, saved.site.number, self.rank), record)
+        cells[key] = (StorageWeakRef(storage), weakref.ref(cell))
+        return cell, flat
+
+    def _hold(self, saved: Saved, t: Tensor, frame: Frame, index: int) -> None:
+        """Keeps `t` as it is until the graph tells who reads it."""
+        name = f"{frame.layer.name}/{frame.number}/{index}"
+        saved.site = Site(frame.layer.name, index, signature(t), number=zlib.crc32(name.encode()))
+        saved.pending = True
+        cell, flat = self._cell(saved, t)
+        cell.record.saved_bytes += self._count(t)
+        cell.waiting += 1
+        cell.hold(flat)
+        self.forward.pending[saved] = (t.grad_fn, frame, index)
+
+    def _save(self, saved: Saved, t: Tensor, site: Site) -> None:
+        """Packs `t` for a reader whose need is known."""
+        if site.need == "weight":
+            self._pass(saved, t)
+            return
+        if site.need == "shape":
+            saved.dtype, saved.device = t.dtype, t.device
+            saved.layout = flatten(t)[1]
+            self._note_shape(site, t)
+            return
+        codec = self._want(site, t.dtype, self.forward.frames[-1])
+        if codec is None:
+            self._pass(saved, t)
+            return
+        cell, flat = self._cell(saved, t)
+        cell.record.saved_bytes += self._count(t)
+        if cell.record.site is not site:
+            cell.record.site.readers.add(site)
+        elif site.readers:
+            more = (self._want(reader, t.dtype, None) for reader in site.readers)
+            cell.wanted += [other for other in more if other is not None]
+        cell.wanted.append(codec)
+        if cell.waiting:
+            return
+        self._encode(cell, flat, saved)
+
+    def _note_shape(self, site: Site, t: Tensor) -> None:
+        """A reader that needs only the shape costs nothing, but plain autograd would have held the memory."""
+        record = Record(site)
+        record.saved_bytes = self._count(t)
+        record.codec = "shape"
+        if record.saved_bytes:
+            self.forward.records.append(record)
+
+    def _want(self, site: Site, dtype: torch.dtype, frame: Frame | None) -> Codec | None:
+        """The codec that a site's need asks for; None where there is none for the dtype."""
+        codec: Codec
+        if site.need == "mask":
+            codec = Mask()
+        elif site.need == "exact":
+            codec = Lossless(high=site.high)
+            if site.window is not None and frame is not None and site.pair in frame.sizes:
+                kernel, stride, padding, dilation = site.window
+                codec = Window(kernel, stride, padding, dilation, frame.sizes[site.pair][-len(kernel) :])
+        else:
+            codec = self.policy.choose(site)
+        return codec if codec.takes(dtype) else None
+
+    def _encode(self, cell: Cell, flat: Tensor, saved: Saved) -> None:
+        """Makes the cell satisfy all who asked, encoding from the memory at hand where it does not yet."""
+        codec = strictest(cell.wanted)
+        if cell.packed is None or not (cell.packed.codec == codec or satisfies(cell.packed.codec, codec)):
+            assert saved.layout is not None
+            with torch.no_grad():
+                cell.packed = codec.encode_flat(flat, saved.layout, cell.key, cell.record.site.hint)
+            cell.decoded = None
+            cell.record.codec = codec
+            cell.record.packed_bytes = LATE if getattr(cell.packed, "late", None) else cell.packed.nbytes
+            self.packs += 1
+        cell.held = None
+
+    # -- learning who reads --------------------------------------------------------------------------------------------
+
+    def _read_graph(self, grad_fn: Any) -> None:
+        """Walks the graph behind `grad_fn` and settles what is pending in the nodes not visited before."""
+        forward = self.forward
+        visited = forward.visited
+        stack = [grad_fn]
+        while stack and forward.pending:
+            node = stack.pop()
+            if node is None:
+                continue
+            number = node._sequence_nr()
+            if number in visited:
+                continue
+            # The node that is just being made has not saved everything yet: come back to it.
+            if node is not grad_fn:
+                visited.add(number)
+            self._read_node(node)
+            stack.extend(next_node for next_node, _ in node.next_functions)
+
+    def _read_node(self, node: Any) -> None:
+        found = [(slot, saved) for slot, saved in saved_by(node) if saved.capture is self]
+        if not found:
+            return
+        operation = operation_name(node)
+        pool = window_of(node) if "MaxPool" in operation else None
+        for slot, saved in found:
+            if not saved.pending:
+                continue
+            site, cell = saved.site, saved.cell
+            assert site is not None and cell is not None
+            grad_fn, frame, index = self.forward.pending.pop(saved)
+            saved.pending = False
+            held = cell.held
+            assert held is not None
+            module = frame.layer.module() if frame.layer.module is not None else None
+            probe = torch.empty(0, dtype=saved.dtype, requires_grad=site.signature[2])
+            site.operation, site.slot = operation, slot
+            if held.untyped_storage().data_ptr() in self._weights():
+                site.need = "weight"
+            else:
+                site.need = need_of(operation, slot, probe, grad_fn, node, module)
+            if pool is not None and site.signature[0] == torch.int64:
+                pair = next((s.site for name, s in found if name == "self" and s.site is not None), None)
+                if pair is not None:
+                    site.window, site.pair = pool, pair.index
+            if operation == "Embedding":
+                site.high = int(node._saved_weight_sym_argsize_0)
+            while len(frame.sites) <= index:
+                frame.sites.append(None)
+            frame.sites[index] = site
+            self._settle(saved, cell, held, frame)
+
+    def _settle(self, saved: Saved, cell: Cell, held: Tensor, frame: Frame) -> None:
+        """A saving's need has become known: count it, and encode when nobody is left to wait for."""
+        site = saved.site
+        assert site is not None and saved.layout is not None
+        cell.waiting -= 1
+        changed = held._version != cell.version
+        codec = self._want(site, site.signature[0], frame) if site.need not in ("weight", "shape") else None
+        if site.need == "shape":
+            saved.cell = None
+            if not cell.wanted:
+                cell.record.codec = "shape"
+        elif codec is None or changed:
+            saved.tensor, saved.version = saved.layout.restore(held), cell.version
+            saved.cell = None
+            if held.untyped_storage().data_ptr() in self._weights():
+                cell.record.saved_bytes = 0
+            if not cell.wanted:
+                cell.record.packed_bytes = cell.record.saved_bytes
+        else:
+            cell.wanted.append(codec)
+            if cell.record.site is not site:
+                cell.record.site.readers.add(site)
+        if cell.waiting == 0 and not changed:
+            if cell.wanted:
+                self._encode(cell, held, saved)
+            cell.held = None
+
+    def _weights(self) -> set[int]:
+        """Addresses of the model's parameters and buffers."""
+        if self.forward.weights is None:
+            root = self.root() if self.root is not None else None
+            tensors = [] if root is None else [*root.parameters(), *root.buffers()]
+            self.forward.weights = {t.untyped_storage().data_ptr() for t in tensors if t.layout == torch.strided}
+        return self.forward.weights
+
+    def forget(self, site: Site, node: Any) -> None:
+        """A site was read by another operation than it was learnt for: learn it again."""
+        site.signature = ()
+        warnings.warn(
+            f"halley: {site.name} was read by {node.name()}: the model's order of operations changes between steps. "
+            "This site is learnt anew.",
+            stacklevel=2,
+        )
+
+
+KEPT = Site("", -1, (), operation="(small or kept)", slot="")
+
+
+def satisfies(codec: Codec, other: Codec) -> bool:
+    """Whether what is packed serves a reader that asks for `other`; every codec but Mask keeps masks."""
+    return isinstance(other, Mask) or (not isinstance(codec, Mask) and codec.covers(other))
+
+
+def unpack(saved: Saved) -> Tensor:
+    """Autograd reads what it saved."""
+    site = saved.site
+    if site is not None and site.operation != "?":
+        node = torch._C._current_autograd_node()
+        if node is not None and saved.tensor is None and operation_name(node) != site.operation:
+            saved.capture.forget(site, node)
+    return saved.restore()
+
+
+def unusual(t: Tensor) -> bool:
+    """Tensors that are left alone: subclasses, sparse or quantized layouts, negated views, meta and functional tensors."""
+    return type(t) is not Tensor or t.layout != torch.strided or t.is_neg() or t.is_quantized or t.device.type == "meta"
+
+
+def may_push() -> bool:
+    """Whether hooks may be pushed now: never above somebody else's, never under torch.func, which refuses them."""
+    if _autograd._top_saved_tensors_default_hooks(True) is not None:
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is None
+
+
+_slots: dict[type, list[str]] = {}
+
+
+def saved_by(node: Any) -> list[tuple[str, Saved]]:
+    """(slot, Saved) for everything that a node saved through us, without unpacking it."""
+    names = _slots.get(type(node))
+    if names is None:
+        names = _slots[type(node)] = [name for name in dir(type(node)) if name.startswith("_raw_saved_")]
+    found: list[tuple[str, Saved]] = []
+    for name in names:
+        slot = name.removeprefix("_raw_saved_")
+        try:
+            raw = getattr(node, name)
+            pieces = raw if isinstance(raw, list | tuple) else (raw,)
+            data = [piece.data if piece is not None else None for piece in pieces]
+        except RuntimeError:
+            continue
+        for i, item in enumerate(data):
+            if isinstance(item, Saved):
+                found.append((slot if len(data) == 1 else f"{slot}{i}", item))
+    return found
+
+
+def window_of(node: Any) -> tuple[tuple[int, ...], ...] | None:
+    """Kernel, stride, padding and dilation of a max-pool, or None where the window is not a fixed one."""
+    try:
+        kernel = tuple(node._saved_kernel_size)
+        rest = (tuple(node._saved_stride) or kernel, tuple(node._saved_padding), tuple(node._saved_dilation))
+    except AttributeError:
+        return None
+    dimensions = 3 if "3D" in node.name() else 2
+    return tuple(v * dimensions if len(v) == 1 else v for v in (kernel, *rest))

@@ -1,0 +1,120 @@
+"""What autograd holds instead of a tensor: a Saved for each saving, and a Cell for each piece of memory that they share."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from halley.codecs import Codec, ErrorBounded, Mask
+from halley.packed import Layout, Packed, check_version
+from halley.sites import Site
+
+
+def strictest(codecs: list[Codec]) -> Codec:
+    """The codec that satisfies all who asked; bit-exact if none of those named does."""
+    wanted = [codec for codec in codecs if not isinstance(codec, Mask)] or codecs
+    for codec in wanted:
+        if all(codec is other or codec.covers(other) for other in wanted):
+            return codec
+    return ErrorBounded(0)
+
+
+LATE = -1
+"""Bytes that are not known yet: the site's hint has them once the GPU has told."""
+
+
+class Record:
+    """What one site saved in one forward pass, for the report."""
+
+    __slots__ = ("codec", "packed_bytes", "saved_bytes", "site")
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.saved_bytes = 0
+        self.packed_bytes = 0
+        self.codec: Codec | str = "kept"
+
+
+class Cell:
+    """One piece of saved memory, shared by all who saved it. Packed once, again if a stricter reader comes."""
+
+    __slots__ = ("__weakref__", "decoded", "held", "key", "lock", "packed", "record", "version", "waiting", "wanted")
+
+    def __init__(self, key: int, record: Record) -> None:
+        self.key = key
+        self.record = record
+        self.packed: Packed | None = None
+        self.held: Tensor | None = None
+        self.version = 0
+        self.waiting = 0
+        self.wanted: list[Codec] = []
+        self.decoded: tuple[StorageWeakRef, int] | None = None
+        self.lock = threading.Lock()
+
+    def hold(self, flat: Tensor) -> None:
+        """Keeps the memory itself until it is known what its readers need."""
+        self.held = flat
+        self.version = flat._version
+
+    def flat(self, mask: bool) -> Tensor:
+        """The run of memory, decoded; one decoded copy serves all who read at the same time."""
+        if self.packed is None:
+            assert self.held is not None
+            check_version(self.held, self.version)
+            return self.held
+        with self.lock:
+            if mask or isinstance(self.packed.codec, Mask):
+                return self.packed.decode_flat(mask=True)
+            if self.decoded is not None:
+                reference, numel = self.decoded
+                storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+                if storage is not None:
+                    return torch.empty(0, dtype=self.packed.dtype, device=storage.device).set_(storage, 0, (numel,), (1,))
+            flat = self.packed.decode_flat()
+            self.decoded = (StorageWeakRef(flat.untyped_storage()), flat.numel())
+            return flat
+
+
+class Saved:
+    """One saving: the tensor itself (passed through), a cell with the layout it was saved in, or only a layout."""
+
+    __slots__ = ("__weakref__", "capture", "cell", "device", "dtype", "layout", "pending", "site", "tensor", "version")
+
+    def __init__(self, capture: Any) -> None:
+        self.capture = capture
+        self.tensor: Tensor | None = None
+        self.version = 0
+        self.cell: Cell | None = None
+        self.layout: Layout | None = None
+        self.dtype: torch.dtype | None = None
+        self.device: torch.device | None = None
+        self.site: Site | None = None
+        self.pending = False
+
+    def restore(self) -> Tensor:
+        """What autograd gets back for its reader."""
+        if self.tensor is not None:
+            check_version(self.tensor, self.version)
+            return self.tensor
+        assert self.layout is not None
+        if self.cell is None:
+            return dummy(self.layout, self.dtype, self.device)
+        mask = self.site is not None and self.site.need == "mask" and not torch.is_grad_enabled()
+        flat = self.cell.flat(mask)
+        if flat.dtype != self.dtype and not mask:
+            flat = flat.to(self.dtype)
+        return self.layout.restore(flat)
+
+
+def dummy(layout: Layout, dtype: torch.dtype | None, device: torch.device | None) -> Tensor:
+    """A tensor that is asked only for its shape and memory format: one element where the format allows it."""
+    contiguous = 1
+    for extent, step in zip(reversed(layout.size), reversed(layout.stride), strict=True):
+        if extent != 1 and step != contiguous:
+            return torch.empty_strided(layout.size, layout.stride, dtype=dtype, device=device)
+        contiguous *= extent
+    return torch.zeros((), dtype=dtype, device=device).expand(layout.size)

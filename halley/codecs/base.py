@@ -1,0 +1,65 @@
+"""What every codec is: a frozen dataclass that encodes tensors and knows which other codecs' promises it keeps."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from halley.packed import Layout, Packed, flatten
+
+MASK64 = (1 << 64) - 1
+
+
+def mix(*words: int) -> int:
+    """One 64-bit hash of some integers (splitmix64), as a signed number that fits an operator's int argument."""
+    h = 0
+    for word in words:
+        h = (h ^ (word & MASK64)) + 0x9E3779B97F4A7C15 & MASK64
+        h = (h ^ h >> 30) * 0xBF58476D1CE4E5B9 & MASK64
+        h = (h ^ h >> 27) * 0x94D049BB133111EB & MASK64
+        h ^= h >> 31
+    return h - (1 << 64) if h >> 63 else h
+
+
+class Codec:
+    """Turns a tensor into a `Packed` and back. Subclasses are frozen dataclasses with `encode_flat`, `covers` and `takes`."""
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether this codec can encode tensors of `dtype`."""
+        raise NotImplementedError
+
+    def covers(self, other: Codec) -> bool:
+        """Whether what this codec restores satisfies a reader that asked for `other`."""
+        raise NotImplementedError
+
+    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
+        """Encodes a flat run of memory. `key` varies stochastic rounding, `hint` carries sizes from one step to the next."""
+        raise NotImplementedError
+
+    def encode(self, x: Tensor) -> Packed:
+        """Encodes a tensor of any size and stride; `packed.decode()` gives it back."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{type(self).__name__}.encode takes a torch.Tensor, got {type(x).__name__}")
+        if x.layout != torch.strided:
+            raise TypeError(f"{type(self).__name__}.encode takes dense tensors, got layout {x.layout}; use x.to_dense()")
+        if not self.takes(x.dtype):
+            raise TypeError(f"{type(self).__name__} cannot encode {x.dtype}; convert it, or use codecs.Lossless() for integers")
+        with torch.no_grad():
+            flat, layout = flatten(x.detach().resolve_neg())
+            return self.encode_flat(flat, layout)
+
+    def __repr__(self) -> str:
+        given = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given)})"
+
+
+class Hint:
+    """What one site's last encoding told: the share of the source's bytes that its payload needs, and all bytes kept."""
+
+    __slots__ = ("nbytes", "share")
+
+    def __init__(self) -> None:
+        self.share = 0.0
+        self.nbytes = 0

@@ -1,0 +1,94 @@
+"""ErrorBounded: levels that keep zeros and signs, packed at variable rate; the bound holds for every value."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from halley.codecs.base import Codec, Hint, mix
+from halley.codecs.late import LatePacked
+from halley.kernels import FLOATS
+from halley.packed import Layout, Packed
+
+
+def _unpack(packed: Packed, mask: bool) -> Tensor:
+    meta, payload = packed.parts
+    return torch.ops.halley.eb_decode(meta, payload, packed.numel, packed.dtype, mask)
+
+
+class ErrorBoundedPacked(LatePacked):
+    """meta and payload of docs/design.md; on a GPU the payload's size is settled later."""
+
+    __slots__ = ("numel",)
+    numel: int
+
+
+@dataclass(frozen=True, repr=False)
+class ErrorBounded(Codec):
+    """Every finite value comes back within `bound`, zeros and signs exactly, NaN and infinities bit for bit.
+
+    `mode="rel"` takes the bound relative to the tensor's range (largest minus smallest finite value). `bound=0` is bit-exact.
+    `rounding="stochastic"` is unbiased between non-zero levels: its step, and so its largest error, is the bound.
+    """
+
+    bound: float
+    mode: Literal["abs", "rel"] = "abs"
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    seed: int = 0
+    bitmap: bool | None = None
+    """Let blocks with many zeros store a bitmap and the non-zeros alone. None: on the CPU yes, on a GPU no (speed)."""
+    limit: float = math.inf
+    """A second bound, relative to the range; the smaller of the two holds."""
+
+    def __post_init__(self) -> None:
+        for name in ("bound", "limit"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"{name} must be a number, got {value!r}")
+            if math.isnan(value) or value < 0:
+                raise ValueError(f"{name} must be zero or positive, got {value}")
+        if math.isinf(self.bound):
+            raise ValueError(f"bound must be finite, got {self.bound}")
+        if self.mode not in ("abs", "rel"):
+            raise ValueError(f'mode must be "abs" or "rel", got {self.mode!r}')
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ValueError(f'rounding must be "nearest" or "stochastic", got {self.rounding!r}')
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        return dtype in FLOATS
+
+    def covers(self, other: Codec) -> bool:
+        if self.bound == 0:
+            return True
+        if not isinstance(other, ErrorBounded):
+            return False
+        return (
+            self.mode == other.mode
+            and self.bound <= other.bound
+            and self.limit <= other.limit
+            and (self.rounding == other.rounding)
+        )
+
+    def bounds(self) -> tuple[float, float]:
+        """The absolute and the relative bound, infinite where there is none."""
+        if self.bound == 0:
+            return 0.0, math.inf
+        return (self.bound, self.limit) if self.mode == "abs" else (math.inf, min(self.bound, self.limit))
+
+    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
+        bound, rel = self.bounds()
+        bitmap = flat.device.type == "cpu" if self.bitmap is None else self.bitmap
+        seed = mix(self.seed, key)
+        stochastic = self.rounding == "stochastic"
+
+        def encode(capacity: int) -> tuple[Tensor, Tensor]:
+            return torch.ops.halley.eb_encode(flat, bound, rel, stochastic, seed, bitmap, capacity)
+
+        packed = ErrorBoundedPacked(self, layout, flat.dtype, (), _unpack)
+        packed.numel = flat.numel()
+        packed.fill(flat, encode, hint)
+        return packed

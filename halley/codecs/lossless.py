@@ -1,0 +1,185 @@
+"""Lossless and Mask: booleans and flags at one bit, integers at the narrowest width, floats bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halley.codecs.base import Codec, Hint
+from halley.codecs.errorbounded import ErrorBounded
+from halley.kernels import FLOATS
+from halley.packed import Layout, Packed
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+class BitsPacked(Packed):
+    """Numbers of `bits` bits above `low`, or a raw narrow type when bits is 8 or more. `scale` turns flags into floats."""
+
+    __slots__ = ("bits", "low", "numel")
+    bits: int
+    low: int
+    numel: int
+
+
+def _unpack_bits(packed: Packed, mask: bool) -> Tensor:
+    data = packed.parts[0]
+    if packed.bits < 8:
+        data = torch.ops.halley.bits_decode(data, packed.bits, packed.numel)
+    if packed.dtype in FLOATS:
+        return data.bool() if mask else data.to(packed.dtype) * packed.parts[1]
+    if packed.dtype == torch.bool:
+        return data.view(torch.bool)
+    value = data.to(packed.dtype)
+    return value if packed.low == 0 else value.add_(packed.low)
+
+
+def pack_bits(
+    codec: Codec, flat: Tensor, layout: Layout, dtype: torch.dtype, bits: int, low: int = 0, scale: Tensor | None = None
+) -> Packed:
+    """Packs non-negative values below 2^bits; `dtype` and `low` say what they come back as."""
+    if bits < 8:
+        data = torch.ops.halley.bits_encode(flat.to(torch.uint8), bits)
+    else:
+        data = flat.to({8: torch.uint8, 16: torch.int16, 32: torch.int32}[bits])
+    packed = BitsPacked(codec, layout, dtype, (data,) if scale is None else (data, scale), _unpack_bits)
+    packed.bits, packed.low, packed.numel = bits, low, flat.numel()
+    return packed
+
+
+class RawPacked(Packed):
+    """The values as they are."""
+
+    __slots__ = ()
+
+
+def _unpack_raw(packed: Packed, mask: bool) -> Tensor:
+    return packed.parts[0] != 0 if mask else packed.parts[0].clone()
+
+
+def _narrowest(low: int, high: int) -> tuple[int, int] | None:
+    """(bits, low) of the narrowest form for values in [low, high]; a signed type needs no offset."""
+    for bits in (1, 2, 4, 8):
+        if high - low < 1 << bits:
+            return bits, low
+    for bits in (16, 32):
+        if -(1 << bits - 1) <= low and high < 1 << bits - 1:
+            return bits, 0
+    return None
+
+
+@dataclass(frozen=True, repr=False)
+class Lossless(Codec):
+    """Booleans at 1 bit, integers at the narrowest width that holds their range, floats bit for bit.
+
+    `high` (exclusive) is a known limit of non-negative integers; it saves looking for the range, which on a GPU means waiting.
+    """
+
+    high: int | None = None
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        return dtype == torch.bool or dtype in INTEGERS or dtype in FLOATS
+
+    def covers(self, other: Codec) -> bool:
+        return True
+
+    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
+        if flat.dtype == torch.bool:
+            return pack_bits(self, flat, layout, flat.dtype, 1)
+        if flat.dtype in FLOATS:
+            flags = self._two_values(flat, layout)
+            return flags or ErrorBounded(0).encode_flat(flat, layout, key, hint)
+        if flat.numel() == 0:
+            return RawPacked(self, layout, flat.dtype, (flat.clone(),), _unpack_raw)
+        if self.high is not None:
+            low, high = 0, self.high - 1
+        else:
+            low, high = (int(v) for v in torch.stack(torch.aminmax(flat)).tolist())
+        form = _narrowest(low, high)
+        if form is None or form[0] >= 8 * flat.element_size():
+            return RawPacked(self, layout, flat.dtype, (flat.clone(),), _unpack_raw)
+        bits, offset = form
+        return pack_bits(self, flat - offset if offset else flat, layout, flat.dtype, bits, offset)
+
+    def _two_values(self, flat: Tensor, layout: Layout) -> Packed | None:
+        """A dropout mask on the CPU is a float that is either zero or one constant: a bit each."""
+        if flat.device.type != "cpu" or flat.numel() == 0:
+            return None
+        scale = flat.max()
+        if scale <= 0 or not bool(((flat == 0) | (flat == scale)).all()) or bool(torch.signbit(flat).any()):
+            return None
+        return pack_bits(self, flat != 0, layout, flat.dtype, 1, scale=scale.reshape(1))
+
+
+@dataclass(frozen=True, repr=False)
+class Mask(Codec):
+    """Keeps only whether each value differs from zero: enough for ReLU's backward. `decode` gives booleans."""
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        return dtype in FLOATS
+
+    def covers(self, other: Codec) -> bool:
+        return isinstance(other, Mask)
+
+    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
+        return pack_bits(self, flat != 0, layout, torch.bool, 1)
+
+
+@dataclass(frozen=True, repr=False)
+class Window(Codec):
+    """Max-pool indices as positions inside their pooling window: a few bits instead of 64.
+
+    `plane` is the size of the pooled input, the rest the pooling's own settings, each for the last dimensions (1 to 3).
+    """
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    plane: tuple[int, ...]
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        return dtype == torch.int64
+
+    def covers(self, other: Codec) -> bool:
+        return True
+
+    def _corners(self, x: Tensor) -> list[Tensor]:
+        """For each pooled dimension the window's first input position, shaped to broadcast over x."""
+        corners = []
+        for d in range(len(self.kernel)):
+            n = x.shape[x.dim() - len(self.kernel) + d]
+            corner = torch.arange(n, device=x.device) * self.stride[d] - self.padding[d]
+            corners.append(corner.view(-1, *([1] * (len(self.kernel) - d - 1))))
+        return corners
+
+    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
+        index = layout.restore(flat)
+        code = torch.zeros_like(index)
+        scale = 1
+        corners = self._corners(index)
+        for d in reversed(range(len(self.kernel))):
+            position = index % self.plane[d]
+            index = index // self.plane[d]
+            code += (position - corners[d]) // self.dilation[d] * scale
+            scale *= self.kernel[d]
+        bits = next(b for b in (1, 2, 4, 8) if scale <= 1 << b)
+        packed = pack_bits(self, code.contiguous().view(-1), layout, torch.int64, bits)
+        packed.unpack = _unpack_window
+        return packed
+
+
+def _unpack_window(packed: Packed, mask: bool) -> Tensor:
+    codec = packed.codec
+    code = _unpack_bits(packed, False).view(packed.layout.size)
+    out = torch.zeros_like(code)
+    corners = codec._corners(code)
+    scale = 1
+    for d in reversed(range(len(codec.kernel))):
+        out += (corners[d] + code % codec.kernel[d] * codec.dilation[d]) * scale
+        code = code // codec.kernel[d]
+        scale *= codec.plane[d]
+    restored = torch.empty_strided(packed.layout.size, packed.layout.stride, dtype=torch.int64, device=out.device)
+    return restored.copy_(out).as_strided((out.numel(),), (1,))

@@ -1,0 +1,113 @@
+"""Packed: a tensor in compressed form, with all that is needed to give it back with its size, stride, dtype and device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from halley.codecs.base import Codec
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a tensor's elements lie on a flat run of memory: enough to lay the decoded run out in the same way."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    copied: bool = False
+    """The elements had gaps between them, so the run is a contiguous copy and not the tensor's own memory."""
+
+    def restore(self, flat: Tensor) -> Tensor:
+        """The tensor whose run `flat` is: the same size and stride as the one that was flattened."""
+        if not self.copied:
+            return flat.as_strided(self.size, self.stride)
+        out = torch.empty_strided(self.size, self.stride, dtype=flat.dtype, device=flat.device)
+        return out.copy_(flat.view(self.size))
+
+
+def _run_length(size: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
+    """Length of the gapless run that a tensor covers once (repeated dimensions aside), or None if there is no such run."""
+    expected = 1
+    for step, extent in sorted((st, sz) for sz, st in zip(size, stride, strict=True) if sz != 1 and st != 0):
+        if step != expected:
+            return None
+        expected *= extent
+    return expected
+
+
+def _overlaps(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether two elements may share memory (repeated dimensions included)."""
+    reach = 0
+    for step, extent in sorted((st, sz) for sz, st in zip(size, stride, strict=True) if sz != 1):
+        if step <= reach:
+            return True
+        reach += step * (extent - 1)
+    return False
+
+
+def flatten(x: Tensor) -> tuple[Tensor, Layout]:
+    """The memory of `x` as one flat run without copying where that is possible, and the layout that undoes it."""
+    size, stride = tuple(x.shape), x.stride()
+    if x.is_contiguous():
+        return x.view(-1), Layout(size, stride)
+    length = _run_length(size, stride)
+    if length is None:
+        if not _overlaps(size, stride):
+            return x.contiguous().view(-1), Layout(size, stride, copied=True)
+        length = 1 + sum((sz - 1) * st for sz, st in zip(size, stride, strict=True))
+    return x.as_strided((length,), (1,)), Layout(size, stride)
+
+
+class Packed:
+    """What a codec makes of a tensor. `decode()` gives it back, `nbytes` counts every byte that is kept."""
+
+    __slots__ = ("__weakref__", "codec", "dtype", "layout", "parts", "unpack")
+
+    def __init__(
+        self,
+        codec: Codec,
+        layout: Layout,
+        dtype: torch.dtype,
+        parts: tuple[Tensor, ...],
+        unpack: Callable[[Packed, bool], Tensor],
+    ) -> None:
+        self.codec = codec
+        self.layout = layout
+        self.dtype = dtype
+        self.parts = parts
+        self.unpack = unpack
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept: payload and metadata."""
+        return sum(part.numel() * part.element_size() for part in self.parts)
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].device
+
+    def decode_flat(self, mask: bool = False) -> Tensor:
+        """The decoded run of memory; with `mask`, only whether each value differs from zero, as booleans."""
+        return self.unpack(self, mask)
+
+    def decode(self) -> Tensor:
+        """The tensor: same size, stride, dtype and device as the one that was encoded."""
+        return self.layout.restore(self.decode_flat())
+
+    def __repr__(self) -> str:
+        return f"Packed({self.codec!r}, size={list(self.layout.size)}, dtype={self.dtype}, nbytes={self.nbytes})"
+
+
+def check_version(tensor: Tensor, version: int) -> None:
+    """Raises as autograd would if a tensor that was kept as it is has been changed in place since."""
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.dtype} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} instead. "
+            "Clone the tensor before changing it, or change it after backward."
+        )

@@ -1,0 +1,59 @@
+"""Fixed: one codec for everything that may be lossy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from halley.codecs import Codec, ErrorBounded, GroupQuant
+from halley.sites import Site
+
+ATTENTION_REL = 1 / 512
+"""Queries, keys, values and outputs of attention: eight bits, or half a step of them relative to the range."""
+LOGPROB_ABS = 0.05
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The same codec at every site. Attention keeps at least 8 bits, log-probabilities an absolute error of at most 0.05."""
+
+    codec: Codec
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.codec, Codec):
+            raise TypeError(f"Fixed takes a codec such as halley.codecs.ErrorBounded(1e-2, 'rel'), got {self.codec!r}")
+
+    def choose(self, site: Site) -> Codec:
+        """The codec for what `site` saves."""
+        if site.need == "attention":
+            return at_attention(self.codec)
+        if site.need == "logprob":
+            return at_logprob(self.codec)
+        return self.codec
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            raise ValueError(f"Fixed has no state, got the keys {sorted(state)}")
+
+
+def at_attention(codec: Codec) -> Codec:
+    """`codec`, made fine enough for attention: the softmax multiplies errors of queries and keys."""
+    if isinstance(codec, GroupQuant):
+        return replace(codec, bits=8)
+    if isinstance(codec, ErrorBounded) and codec.bound > 0:
+        return replace(codec, limit=min(codec.limit, ATTENTION_REL))
+    return codec
+
+
+def at_logprob(codec: Codec) -> Codec:
+    """`codec`, with an absolute error that the exponential in log-softmax's backward can bear."""
+    if isinstance(codec, ErrorBounded) and codec.mode == "rel" and codec.bound > 0:
+        return replace(codec, bound=LOGPROB_ABS, mode="abs", limit=min(codec.bound, codec.limit))
+    if isinstance(codec, ErrorBounded):
+        return replace(codec, bound=min(codec.bound, LOGPROB_ABS))
+    if isinstance(codec, GroupQuant):
+        return ErrorBounded(LOGPROB_ABS)
+    return codec

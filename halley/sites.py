@@ -1,0 +1,143 @@
+"""Sites: where a tensor is saved (layer, operation, slot), and what its reader needs of it.
+
+The reader's need decides how far a policy may go: a weight is never packed, a shape costs nothing, a mask is one bit, an index or a
+statistic stays exact, and only what remains may be lossy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from halley.codecs.base import Hint
+
+Need = Literal["weight", "shape", "mask", "exact", "attention", "logprob", "lossy"]
+
+SHAPE_ONLY = {
+    ("MaxPool2DWithIndices", "self"),
+    ("MaxPool3DWithIndices", "self"),
+    ("AdaptiveMaxPool2D", "self"),
+    ("AdaptiveMaxPool3D", "self"),
+    ("AvgPool2D", "self"),
+    ("AvgPool3D", "self"),
+    ("AdaptiveAvgPool2D", "self"),
+    ("AdaptiveAvgPool3D", "self"),
+}
+MASK_ONLY = {("Relu", "result")}
+# Slots that hold data whether or not it needs a gradient: the first layer's input is such a tensor.
+DATA_SLOTS = {"input", "query", "key", "value", "output"}
+ATTENTION = ("ScaledDotProduct", "Bmm", "Baddbmm", "Softmax", "SafeSoftmax", "EfficientAttention", "FlashAttention")
+# Derivatives that divide by what was saved, or multiply an error without limit: a bounded error is not a small one there.
+FRAGILE = (
+    "Div", "Log", "Sqrt", "Rsqrt", "Reciprocal", "Pow", "Atan2", "Acos", "Asin", "Acosh", "Atanh", "Erfinv", "Logit",
+    "Norm", "LinalgVectorNorm", "LinalgInv", "Cholesky", "Std", "Var", "Prod", "Cumprod", "Digamma", "Lgamma", "Hypot",
+)  # fmt: skip
+NORMS = ("BatchNorm", "LayerNorm", "GroupNorm", "InstanceNorm", "RmsNorm", "RMSNorm")
+LINEAR_MODULES = (nn.Linear, nn.LazyLinear)
+MATMULS = {"Addmm", "Mm", "Linear", "Bmm", "Addmv", "Mv", "Matmul", "Baddbmm"}
+SECOND = {"mat2", "batch2", "other", "vec"}
+VIEWS = {
+    "T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Expand", "ToCopy", "Unsqueeze", "Squeeze",
+    "AsStrided", "Slice", "Select", "Clone", "Alias", "Detach", "Split", "Chunk", "Unbind", "SplitWithSizes",
+}  # fmt: skip
+
+
+def operation_name(node: Any) -> str:
+    """`ConvolutionBackward0` -> `Convolution`."""
+    name = node.name().rpartition("::")[2]
+    return name.rstrip("0123456789").removesuffix("Backward") or name
+
+
+@dataclass(eq=False, slots=True)
+class Site:
+    """One place where the forward pass saves a tensor; what a policy keys its settings by."""
+
+    layer: str
+    index: int
+    signature: tuple[Any, ...]
+    operation: str = "?"
+    slot: str = "?"
+    need: Need = "exact"
+    window: tuple[tuple[int, ...], ...] | None = None
+    """Kernel, stride, padding and dilation, if this is where a max-pool saves its indices."""
+    pair: int = -1
+    """Index, within the same layer, of the site that the window's input is saved at."""
+    high: int | None = None
+    """A known limit of the integers saved here."""
+    readers: set[Site] = field(default_factory=set)
+    """Sites that later save the same memory: the strictest of them decides."""
+    hint: Hint = field(default_factory=Hint)
+    number: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.layer or '(root)'}:{self.operation}.{self.slot}"
+
+    def __repr__(self) -> str:
+        return f"Site({self.name}, {self.need})"
+
+
+def signature(t: Tensor) -> tuple[Any, ...]:
+    """What stays the same when the same site saves again, whatever the batch size."""
+    return (t.dtype, t.dim(), t.requires_grad, type(t.grad_fn))
+
+
+def comes_from_parameter(grad_fn: Any, limit: int = 64) -> bool:
+    """Whether all that a tensor was computed from are parameters: weight norm and the like, casts and views."""
+    stack, seen = [grad_fn], 0
+    while stack:
+        node = stack.pop()
+        seen += 1
+        if node is None or seen > limit:
+            return False
+        if hasattr(node, "variable"):
+            continue
+        stack.extend(next_node for next_node, _ in node.next_functions)
+        if not node.next_functions:
+            return False
+    return True
+
+
+def is_view_of_parameter(grad_fn: Any) -> bool:
+    """Whether a tensor is a parameter behind nothing but views and casts."""
+    for _ in range(16):
+        if grad_fn is None:
+            return False
+        if hasattr(grad_fn, "variable"):
+            return True
+        if operation_name(grad_fn) not in VIEWS:
+            return False
+        grad_fn = grad_fn.next_functions[0][0]
+    return False
+
+
+def need_of(operation: str, slot: str, t: Tensor, grad_fn: Any, node: Any, module: nn.Module | None) -> Need:
+    """What the reader `node` needs of the tensor that it saved in `slot`; `t` carries its dtype and requires_grad."""
+    floating = t.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    if slot.startswith("weight") or (floating and is_view_of_parameter(grad_fn)):
+        return "weight"
+    if (operation, slot) in SHAPE_ONLY:
+        return "shape"
+    if operation == "Convolution" and slot == "input" and node.next_functions[1][0] is None:
+        return "shape"
+    if not floating:
+        return "exact"
+    if operation in MATMULS and slot in SECOND and operation != "Bmm":
+        if not t.requires_grad or isinstance(module, LINEAR_MODULES) or comes_from_parameter(grad_fn):
+            return "weight"
+    if (operation, slot) in MASK_ONLY:
+        return "mask"
+    if operation == "LogSoftmax" or operation.startswith("NllLoss") and slot == "self":
+        return "logprob"
+    if "Loss" in operation or "CrossEntropy" in operation or "logsumexp" in slot:
+        return "exact"
+    if any(name in operation for name in NORMS):
+        return "lossy" if slot == "input" else "exact"
+    if operation.startswith(FRAGILE):
+        return "exact"
+    if not (t.requires_grad or slot in DATA_SLOTS):
+        return "exact"
+    return "attention" if operation.startswith(ATTENTION) else "lossy"
