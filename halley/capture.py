@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import warnings
 import weakref
 import zlib
 from typing import Any, Protocol
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch._C import _autograd
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from halley.cells import LATE, Cell, Record, Saved, strictest
+from halley.cells import LATE, Cell, Record, Saved, Unknown, strictest
 from halley.codecs import Codec, Lossless, Mask, Window
 from halley.codecs.base import mix
 from halley.codecs.late import settle_all
@@ -52,6 +51,9 @@ class Layer:
         self.compress = compress
         self.calls: list[list[Site | None]] = []
 
+    def owner(self) -> nn.Module | None:
+        return self.module() if self.module is not None else None
+
 
 class Frame:
     """A layer's call in progress."""
@@ -82,7 +84,7 @@ class Forward(threading.local):
         self.calls: dict[Layer, int] = {}
         self.cells: dict[tuple[Any, ...], tuple[StorageWeakRef, weakref.ref[Cell]]] = {}
         self.counted: dict[int, StorageWeakRef] = {}
-        self.pending: dict[Saved, tuple[Any, Frame, int]] = {}
+        self.pending: set[Saved] = set()
         self.visited: set[int] = {ACCUMULATE}
         self.records: list[Record] = []
         self.weights: set[int] | None = None
@@ -114,7 +116,7 @@ class Capture:
                 self._push(layer)
                 return
             self.abandon()
-        module = layer.module() if layer.module is not None else None
+        module = layer.owner()
         if (module is not None and not module.training) or not torch.is_grad_enabled() or not may_push():
             return
         self.begin(layer, sys._getframe(2))
@@ -200,7 +202,7 @@ class Capture:
             return self._pass(saved, t)
         frame.sizes[index] = tuple(t.shape)
         known = frame.sites[index] if index < len(frame.sites) else None
-        if known is not None and known.signature == signature(t):
+        if known is not None and known.stable and known.signature == signature(t):
             saved.site = known
             if forward.pending:
                 self._read_graph(t.grad_fn)
@@ -258,12 +260,12 @@ class Capture:
         """Keeps `t` as it is until the graph tells who reads it."""
         name = f"{frame.layer.name}/{frame.number}/{index}"
         saved.site = Site(frame.layer.name, index, signature(t), number=zlib.crc32(name.encode()))
-        saved.pending = True
+        saved.pending = Unknown(frame, index, t.grad_fn)
         cell, flat = self._cell(saved, t)
         cell.record.saved_bytes += self._count(t)
         cell.waiting += 1
         cell.hold(flat)
-        self.forward.pending[saved] = (t.grad_fn, frame, index)
+        self.forward.pending.add(saved)
 
     def _save(self, saved: Saved, t: Tensor, site: Site) -> None:
         """Packs `t` for a reader whose need is known."""
@@ -347,42 +349,44 @@ class Capture:
             stack.extend(next_node for next_node, _ in node.next_functions)
 
     def _read_node(self, node: Any) -> None:
+        for saved, unknown in self.learn(node):
+            self.forward.pending.discard(saved)
+            self._settle(saved, unknown.frame)
+
+    def learn(self, node: Any) -> list[tuple[Saved, Unknown]]:
+        """Names the sites of what `node` saved and nobody knew yet, and gives what was waiting for that."""
         found = [(slot, saved) for slot, saved in saved_by(node) if saved.capture is self]
-        if not found:
-            return
-        operation = operation_name(node)
-        pool = window_of(node) if "MaxPool" in operation else None
+        learnt: list[tuple[Saved, Unknown]] = []
         for slot, saved in found:
-            if not saved.pending:
+            site, cell, unknown = saved.site, saved.cell, saved.pending
+            if unknown is None:
                 continue
-            site, cell = saved.site, saved.cell
-            assert site is not None and cell is not None
-            grad_fn, frame, index = self.forward.pending.pop(saved)
-            saved.pending = False
-            held = cell.held
-            assert held is not None
-            module = frame.layer.module() if frame.layer.module is not None else None
-            probe = torch.empty(0, dtype=saved.dtype, requires_grad=site.signature[2])
-            site.operation, site.slot = operation, slot
-            if held.untyped_storage().data_ptr() in self._weights():
+            assert site is not None and cell is not None and cell.held is not None
+            saved.pending = None
+            site.operation, site.slot = operation_name(node), slot
+            if cell.held.untyped_storage().data_ptr() in self._weights():
                 site.need = "weight"
             else:
-                site.need = need_of(operation, slot, probe, grad_fn, node, module)
-            if pool is not None and site.signature[0] == torch.int64:
-                pair = next((s.site for name, s in found if name == "self" and s.site is not None), None)
-                if pair is not None:
-                    site.window, site.pair = pool, pair.index
-            if operation == "Embedding":
+                site.need = need_of(site, node, unknown.frame.layer.owner(), unknown.view, unknown.computed)
+            if "MaxPool" in site.operation and site.signature[0] == torch.int64:
+                inputs = [other.site for name, other in found if name == "self" and other.site is not None]
+                if inputs:
+                    site.window, site.pair = window_of(node), inputs[0].index
+            if site.operation == "Embedding":
                 site.high = int(node._saved_weight_sym_argsize_0)
-            while len(frame.sites) <= index:
-                frame.sites.append(None)
-            frame.sites[index] = site
-            self._settle(saved, cell, held, frame)
+            sites = unknown.frame.sites
+            sites.extend([None] * (unknown.index + 1 - len(sites)))
+            before = sites[unknown.index]
+            site.stable = before is None or before.stable
+            sites[unknown.index] = site
+            learnt.append((saved, unknown))
+        return learnt
 
-    def _settle(self, saved: Saved, cell: Cell, held: Tensor, frame: Frame) -> None:
+    def _settle(self, saved: Saved, frame: Frame) -> None:
         """A saving's need has become known: count it, and encode when nobody is left to wait for."""
-        site = saved.site
-        assert site is not None and saved.layout is not None
+        site, cell = saved.site, saved.cell
+        assert site is not None and cell is not None and saved.layout is not None and cell.held is not None
+        held = cell.held
         cell.waiting -= 1
         changed = held._version != cell.version
         codec = self._want(site, site.signature[0], frame) if site.need not in ("weight", "shape") else None
@@ -414,13 +418,23 @@ class Capture:
             self.forward.weights = {t.untyped_storage().data_ptr() for t in tensors if t.layout == torch.strided}
         return self.forward.weights
 
-    def forget(self, site: Site, node: Any) -> None:
-        """A site was read by another operation than it was learnt for: learn it again."""
-        site.signature = ()
-        warnings.warn(
-            f"halley: {site.name} was read by {node.name()}: the model's order of operations changes between steps. "
-            "This site is learnt anew.",
-            stacklevel=2,
+    def learn_late(self, node: Any) -> None:
+        """Learns in backward what the forward pass could not tell: the readers of the last tensors saved."""
+        self.learn(node)
+        if not self.forward.frames:
+            self.forward.weights = None
+
+    def mismatch(self, saved: Saved, node: Any) -> None:
+        """Another operation reads than the site was learnt for. Exact values serve anybody; everything else must not be used."""
+        site, cell = saved.site, saved.cell
+        assert site is not None
+        site.stable = False
+        if cell is not None and (cell.held is not None or (cell.packed is not None and cell.packed.exact)):
+            return
+        raise RuntimeError(
+            f"halley: what layer '{site.layer or '(root)'}' saved for {site.operation}.{site.slot} is read by {node.name()}: the order of "
+            "operations in this layer changed since the last step, and what was kept may not be enough for this gradient. Run this step "
+            "again: from now on this place is examined anew each time. Or leave the layer out with attach(filter=...)."
         )
 
 
@@ -435,10 +449,14 @@ def satisfies(codec: Codec, other: Codec) -> bool:
 def unpack(saved: Saved) -> Tensor:
     """Autograd reads what it saved."""
     site = saved.site
-    if site is not None and site.operation != "?":
+    if site is not None and saved.tensor is None:
         node = torch._C._current_autograd_node()
-        if node is not None and saved.tensor is None and operation_name(node) != site.operation:
-            saved.capture.forget(site, node)
+        if node is None:
+            pass
+        elif saved.pending is not None:
+            saved.capture.learn_late(node)
+        elif operation_name(node) != site.operation:
+            saved.capture.mismatch(saved, node)
     return saved.restore()
 
 

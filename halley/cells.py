@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from halley.codecs import Codec, ErrorBounded, Mask
 from halley.packed import Layout, Packed, check_version
-from halley.sites import Site
+from halley.sites import Site, comes_from_parameter, is_view_of_parameter
 
 
 def strictest(codecs: list[Codec]) -> Codec:
@@ -62,10 +62,10 @@ class Cell:
 
     def flat(self, mask: bool) -> Tensor:
         """The run of memory, decoded; one decoded copy serves all who read at the same time."""
-        if self.packed is None:
-            assert self.held is not None
+        if self.held is not None:
             check_version(self.held, self.version)
             return self.held
+        assert self.packed is not None
         with self.lock:
             if mask or isinstance(self.packed.codec, Mask):
                 return self.packed.decode_flat(mask=True)
@@ -77,6 +77,18 @@ class Cell:
             flat = self.packed.decode_flat()
             self.decoded = (StorageWeakRef(flat.untyped_storage()), flat.numel())
             return flat
+
+
+class Unknown:
+    """A saving whose reader is not known yet: where its site belongs, and what the graph behind the tensor told."""
+
+    __slots__ = ("computed", "frame", "index", "view")
+
+    def __init__(self, frame: Any, index: int, grad_fn: Any) -> None:
+        self.frame = frame
+        self.index = index
+        self.view = is_view_of_parameter(grad_fn)
+        self.computed = comes_from_parameter(grad_fn)
 
 
 class Saved:
@@ -93,7 +105,7 @@ class Saved:
         self.dtype: torch.dtype | None = None
         self.device: torch.device | None = None
         self.site: Site | None = None
-        self.pending = False
+        self.pending: Unknown | None = None
 
     def restore(self) -> Tensor:
         """What autograd gets back for its reader."""

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from halley import __version__
 from halley.bench import UsageError
 
 DESCRIPTION = """Halley keeps what PyTorch's autograd saves compressed, under an error bound that holds for every value.
@@ -18,9 +19,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """Runs `halley` with the given arguments, by default those of the process. Exits with 2 on a user's error."""
     arguments = list(sys.argv[1:] if args is None else args)
     if arguments in (["--version"], ["-V"]):
-        from importlib.metadata import version
-
-        print(f"halley {version('halley')}")
+        print(f"halley {__version__}")
         return
     for package in NEEDS:
         try:

@@ -88,6 +88,11 @@ class Packed:
         return sum(part.numel() * part.element_size() for part in self.parts)
 
     @property
+    def exact(self) -> bool:
+        """Whether every bit of the tensor comes back."""
+        return self.codec.exact
+
+    @property
     def device(self) -> torch.device:
         return self.parts[0].device
 

@@ -103,7 +103,9 @@ def describe(codec: Codec | str) -> tuple[str, str]:
         return codec, ""
     bound = ""
     if isinstance(codec, ErrorBounded):
-        bound = f"{codec.bound:g} {codec.mode}" if codec.bound else "0 (bit-exact)"
+        absolute, relative = codec.bounds()
+        parts = [f"{value:.3g} {mode}" for value, mode in ((absolute, "abs"), (relative, "rel")) if value != float("inf")]
+        bound = ", ".join(parts) if codec.bound else "0 (bit-exact)"
         bound += " stochastic" if codec.rounding == "stochastic" else ""
     elif isinstance(codec, GroupQuant):
         bound = f"{codec.bits} bits"

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from halley.codecs.base import Hint
+from halley.kernels import FLOATS
 
 Need = Literal["weight", "shape", "mask", "exact", "attention", "logprob", "lossy"]
 
@@ -35,10 +35,12 @@ FRAGILE = (
     "Div", "Log", "Sqrt", "Rsqrt", "Reciprocal", "Pow", "Atan2", "Acos", "Asin", "Acosh", "Atanh", "Erfinv", "Logit",
     "Norm", "LinalgVectorNorm", "LinalgInv", "Cholesky", "Std", "Var", "Prod", "Cumprod", "Digamma", "Lgamma", "Hypot",
 )  # fmt: skip
+# Losses, and checkpointing, which computes again from what it saves.
+EXACT_WORDS = ("Loss", "CrossEntropy", "NoopSaveInputs", "CheckpointFunction")
 NORMS = ("BatchNorm", "LayerNorm", "GroupNorm", "InstanceNorm", "RmsNorm", "RMSNorm")
 LINEAR_MODULES = (nn.Linear, nn.LazyLinear)
-MATMULS = {"Addmm", "Mm", "Linear", "Bmm", "Addmv", "Mv", "Matmul", "Baddbmm"}
-SECOND = {"mat2", "batch2", "other", "vec"}
+MATMULS = {"Addmm", "Mm", "Linear", "Addmv", "Mv", "Matmul"}
+SECOND = {"mat2", "other", "vec"}
 VIEWS = {
     "T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Expand", "ToCopy", "Unsqueeze", "Squeeze",
     "AsStrided", "Slice", "Select", "Clone", "Alias", "Detach", "Split", "Chunk", "Unbind", "SplitWithSizes",
@@ -71,6 +73,9 @@ class Site:
     """Sites that later save the same memory: the strictest of them decides."""
     hint: Hint = field(default_factory=Hint)
     number: int = 0
+    """A hash of the site's place: it varies stochastic rounding from site to site."""
+    stable: bool = True
+    """False once another operation than the one learnt has read from here: then every pass learns it anew."""
 
     @property
     def name(self) -> str:
@@ -114,30 +119,31 @@ def is_view_of_parameter(grad_fn: Any) -> bool:
     return False
 
 
-def need_of(operation: str, slot: str, t: Tensor, grad_fn: Any, node: Any, module: nn.Module | None) -> Need:
-    """What the reader `node` needs of the tensor that it saved in `slot`; `t` carries its dtype and requires_grad."""
-    floating = t.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    if slot.startswith("weight") or (floating and is_view_of_parameter(grad_fn)):
+def need_of(site: Site, node: Any, module: nn.Module | None, view: bool, computed: bool) -> Need:
+    """What the reader `node` needs of the tensor saved at `site`.
+
+    `view` and `computed` say whether the tensor is a parameter behind views and casts, or computed from parameters alone.
+    """
+    operation, slot = site.operation, site.slot
+    dtype, _, requires_grad, _ = site.signature
+    if slot.startswith("weight") or (dtype in FLOATS and view):
         return "weight"
     if (operation, slot) in SHAPE_ONLY:
         return "shape"
     if operation == "Convolution" and slot == "input" and node.next_functions[1][0] is None:
         return "shape"
-    if not floating:
+    if dtype not in FLOATS:
         return "exact"
-    if operation in MATMULS and slot in SECOND and operation != "Bmm":
-        if not t.requires_grad or isinstance(module, LINEAR_MODULES) or comes_from_parameter(grad_fn):
-            return "weight"
+    if operation in MATMULS and slot in SECOND and (not requires_grad or isinstance(module, LINEAR_MODULES) or computed):
+        return "weight"
     if (operation, slot) in MASK_ONLY:
         return "mask"
-    if operation == "LogSoftmax" or operation.startswith("NllLoss") and slot == "self":
+    if operation == "LogSoftmax" or (operation.startswith("NllLoss") and slot == "self"):
         return "logprob"
-    if "Loss" in operation or "CrossEntropy" in operation or "logsumexp" in slot:
+    if any(word in operation for word in EXACT_WORDS) or "logsumexp" in slot:
         return "exact"
     if any(name in operation for name in NORMS):
         return "lossy" if slot == "input" else "exact"
-    if operation.startswith(FRAGILE):
-        return "exact"
-    if not (t.requires_grad or slot in DATA_SLOTS):
+    if operation.startswith(FRAGILE) or not (requires_grad or slot in DATA_SLOTS):
         return "exact"
     return "attention" if operation.startswith(ATTENTION) else "lossy"

@@ -26,6 +26,11 @@ def mix(*words: int) -> int:
 class Codec:
     """Turns a tensor into a `Packed` and back. Subclasses are frozen dataclasses with `encode_flat`, `covers` and `takes`."""
 
+    @property
+    def exact(self) -> bool:
+        """Whether every bit comes back."""
+        return False
+
     def takes(self, dtype: torch.dtype) -> bool:
         """Whether this codec can encode tensors of `dtype`."""
         raise NotImplementedError

@@ -58,6 +58,10 @@ class ErrorBounded(Codec):
         if self.rounding not in ("nearest", "stochastic"):
             raise ValueError(f'rounding must be "nearest" or "stochastic", got {self.rounding!r}')
 
+    @property
+    def exact(self) -> bool:
+        return self.bound == 0
+
     def takes(self, dtype: torch.dtype) -> bool:
         return dtype in FLOATS
 

@@ -79,6 +79,10 @@ class Lossless(Codec):
 
     high: int | None = None
 
+    @property
+    def exact(self) -> bool:
+        return True
+
     def takes(self, dtype: torch.dtype) -> bool:
         return dtype == torch.bool or dtype in INTEGERS or dtype in FLOATS
 
@@ -139,6 +143,10 @@ class Window(Codec):
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     plane: tuple[int, ...]
+
+    @property
+    def exact(self) -> bool:
+        return True
 
     def takes(self, dtype: torch.dtype) -> bool:
         return dtype == torch.int64
