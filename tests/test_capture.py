@@ -540,9 +540,9 @@ class Reuse:
 
 def test_a_thousand_reused_addresses_change_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, model = chain(20), chain(20)
-    expected = run_chain(20, 40, None, plain)
+    expected = run_chain(20, 80, None, plain)
     reuse = Reuse(monkeypatch)
-    got = run_chain(20, 40, halley.attach(model, EXACT), model)
+    got = run_chain(20, 80, halley.attach(model, EXACT), model)
     assert reuse.count >= 1000
     assert_same(expected, got)
 

@@ -1,0 +1,226 @@
+"""attach, compress, the handle: in place, removable, clear errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import halley
+from halley.codecs import ErrorBounded, GroupQuant
+from halley.policies import Fixed
+from tests.models import resnet
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+
+
+def step(model: nn.Module) -> None:
+    model(torch.randn(128, 64)).square().mean().backward()
+
+
+def test_attach_changes_no_class_no_layer_and_no_weight_and_comes_off_cleanly() -> None:
+    model = net()
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    classes = [type(m) for m in model.modules()]
+    handle = halley.attach(model)
+    assert [type(m) for m in model.modules()] == classes and handle.attached
+    step(model)
+    assert set(model.state_dict()) == set(state)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, state[key])
+    handle.detach()
+    handle.detach()
+    assert not handle.attached
+    assert not any(m._forward_hooks or m._forward_pre_hooks or m._forward_hooks_always_called for m in model.modules())
+    before = handle.report().forwards
+    step(model)
+    assert handle.report().forwards == before == 1
+
+
+def test_nothing_happens_in_eval_and_under_no_grad() -> None:
+    model = net()
+    handle = halley.attach(model)
+    model.eval()
+    step(model)
+    model.train()
+    with torch.no_grad():
+        model(torch.randn(128, 64))
+    with torch.inference_mode():
+        model(torch.randn(128, 64))
+    assert handle.report().forwards == 0 and "no training forward pass yet" in str(handle.report())
+
+
+def test_attaching_again_is_an_error_for_the_model_its_parts_and_what_contains_it() -> None:
+    model = net()
+    handle = halley.attach(model)
+    for other in (model, nn.Sequential(model, nn.Linear(2, 2)), model[0]):
+        with pytest.raises(ValueError, match="attached already"):
+            halley.attach(other)
+    handle.detach()
+    halley.attach(model[0]).detach()
+    halley.attach(model).detach()
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "words"),
+    [
+        (lambda: halley.attach(nn.ReLU()), ValueError, "no parameters"),
+        (lambda: halley.attach(torch.sin), TypeError, "compress"),
+        (lambda: halley.attach(net(), policy="fast"), TypeError, "policy must be"),
+        (lambda: halley.attach(net(), policy=ErrorBounded(0.1)), TypeError, "policy must be"),
+        (lambda: halley.attach(net(), optimizer="sgd"), TypeError, "optimizer must be"),
+        (lambda: halley.attach(net(), filter="conv"), TypeError, "filter must be"),
+        (lambda: halley.compress(policy=3), TypeError, "policy must be"),
+        (lambda: Fixed("2 bits"), TypeError, "Fixed takes a codec"),
+        (lambda: halley.attach(torch.compile(net(), backend="eager")), NotImplementedError, "compiled"),
+    ],
+)
+def test_wrong_arguments_name_the_value_and_the_way_out(call, kind, words: str) -> None:
+    with pytest.raises(kind, match=words):
+        call()
+
+
+def test_filter_leaves_layers_as_they_are() -> None:
+    model = net()
+    seen = []
+    handle = halley.attach(model, filter=lambda module, name: seen.append(name) or name != "2")
+    step(model)
+    assert seen == ["", "0", "1", "2"]
+    packed = {row.layer for row in handle.report().layers if row.codec != "kept"}
+    assert packed == {"0", "1"}
+
+
+def test_layer_names_drop_what_wrappers_put_in_front() -> None:
+    wrapped = nn.DataParallel(net())
+    handle = halley.attach(wrapped)
+    step(wrapped)
+    assert {row.layer for row in handle.report().layers} == {"0", "1"}
+
+
+def test_report_prints_and_exports(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, inputs = resnet()
+    handle = halley.attach(model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    for _ in range(2):
+        model(*inputs).sum().backward()
+    report = handle.report()
+    assert report.ratio == pytest.approx(report.saved_bytes / report.packed_bytes) and report.ratio > 5
+    assert report.peak_bytes > report.saved_bytes
+    text = str(report)
+    assert "4.conv1" in text and "ErrorBounded" in text and "MaxPool2DWithIndices.result1" in text
+    report.to_json(tmp_path / "report.json")
+    data = json.loads((tmp_path / "report.json").read_text())
+    assert data == json.loads(json.dumps(report.to_dict()))
+    for key in ("saved_bytes", "packed_bytes", "ratio", "peak_bytes"):
+        assert key in data
+    assert {"layer", "operation", "slot", "codec", "bound", "saved_bytes", "packed_bytes", "ratio"} <= set(data["layers"][0])
+    assert sum(row["saved_bytes"] for row in data["layers"]) == data["saved_bytes"]
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        report.to_json(tmp_path / "missing" / "report.json")
+
+
+def test_max_pool_indices_take_a_byte_or_less() -> None:
+    model, inputs = resnet()
+    handle = halley.attach(model)
+    for size in (32, 32, 48):
+        model(torch.randn(8, 3, size, size)).sum().backward()
+    (row,) = [row for row in handle.report().layers if row.codec == "Window"]
+    assert row.saved_bytes == 8 * 8 * 16 * 24 * 24 and row.ratio == 16
+
+
+def test_state_goes_on_where_it_was() -> None:
+    def run(steps: int, state: dict | None) -> tuple[torch.Tensor, dict]:
+        torch.manual_seed(3)
+        model = net()
+        handle = halley.attach(model, Fixed(GroupQuant(bits=2)))
+        if state is not None:
+            handle.load_state_dict(json.loads(json.dumps(state)))
+        for _ in range(steps):
+            model.zero_grad()
+            x = torch.randn(128, 64, generator=torch.Generator().manual_seed(9))
+            model(x).square().mean().backward()
+        return model[2].weight.grad.clone(), handle.state_dict()
+
+    whole, _ = run(4, None)
+    _, state = run(3, None)
+    resumed, _ = run(1, state)
+    other, _ = run(1, None)
+    assert torch.equal(whole, resumed) and not torch.equal(whole, other)
+    handle = halley.attach(net())
+    for bad, words in (({}, "lacks"), ({**state, "version": 2}, "version 2"), ({**state, "policy": {"a": 1}}, "no state")):
+        with pytest.raises(ValueError, match=words):
+            handle.load_state_dict(bad)
+
+
+def test_compress_takes_functions_and_leaves_other_threads_alone() -> None:
+    w = torch.randn(64, 64, requires_grad=True)
+    x = torch.randn(256, 64)
+    seen = []
+
+    def other() -> None:
+        seen.append(torch._C._autograd._top_saved_tensors_default_hooks(True))
+
+    context = halley.compress(Fixed(ErrorBounded(0)))
+    with context as handle:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        y = torch.tanh(x @ w).square().mean()
+        with pytest.raises(RuntimeError, match="entered already"), context:
+            pass
+    assert seen == [None]
+    y.backward()
+    expected = torch.autograd.grad(torch.tanh(x @ w).square().mean(), w)[0]
+    assert torch.equal(w.grad, expected)
+    assert handle.report().packed_bytes > 0
+
+
+def test_compress_after_an_exception_leaves_nothing() -> None:
+    with pytest.raises(KeyError), halley.compress():
+        raise KeyError
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+MEMORY = """
+import os, sys, torch
+import torch.nn as nn
+def resident():
+    return int(open('/proc/self/statm').read().split()[1]) * os.sysconf('SC_PAGE_SIZE')
+torch.manual_seed(0)
+blocks = [m for _ in range(8) for m in (nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(inplace=True))]
+model = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), *blocks)
+if sys.argv[1] == 'packed':
+    import halley
+    handle = halley.attach(model)
+x = torch.randn(16, 3, 64, 64)
+for _ in range(3):
+    model(x).square().mean().backward()
+before = resident()
+out = model(x)
+held = resident() - before
+out.square().mean().backward()
+print(held)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's process memory")
+def test_memory_held_after_forward_drops_measured_from_outside() -> None:
+    held = {}
+    for kind in ("plain", "packed"):
+        # A fixed threshold gives every large tensor back to the system when it is freed.
+        env = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "PATH": "/usr/bin", "OMP_NUM_THREADS": "2"}
+        run = subprocess.run(
+            [sys.executable, "-c", MEMORY, kind], env=env, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]
+        )
+        held[kind] = int(run.stdout)
+    assert held["plain"] > 100 << 20
+    assert held["packed"] < held["plain"] / 4, held
