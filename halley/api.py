@@ -34,7 +34,9 @@ class _Hook:
 
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
         if torch.compiler.is_compiling():
-            raise RuntimeError("halley: this model was attached and then compiled; that order is not supported. Detach it first")
+            raise RuntimeError(
+                "halley: this model was attached and then compiled; that order is not supported. Detach it first"
+            )
         if output is None:
             self.function(self.layer)
         else:
@@ -123,25 +125,35 @@ def attach(
 ) -> Handle:
     """Keeps what autograd saves in `model` compressed from now on, in place, until `handle.detach()`.
 
-    `policy` chooses the codec for each saved tensor (default: `Fixed(ErrorBounded(1e-2, "rel"))`). `filter(module, name)` returning False leaves
-    what that layer itself saves as it is. Nothing happens in `eval()` and under `no_grad`. `optimizer` is for policies that follow the training.
+    `policy` chooses the codec for each saved tensor (default: `Fixed(ErrorBounded(1e-2, "rel"))`).
+    `filter(module, name)` returning False leaves what that layer itself saves as it is. Nothing happens in `eval()` and
+    under `no_grad`. `optimizer` is for policies that follow the training.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"attach takes a torch.nn.Module, got {type(model).__name__}; for functions use `with halley.compress():`")
+        raise TypeError(
+            f"attach takes a torch.nn.Module, got {type(model).__name__}; for functions use `with halley.compress():`"
+        )
     policy = DEFAULT if policy is None else policy
     check_policy(policy)
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if filter is not None and not callable(filter):
         raise TypeError(f"filter must be a function (module, name) -> bool, got {type(filter).__name__}")
-    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule) or getattr(model, "_compiled_call_impl", None) is not None:
-        raise NotImplementedError("compiled models cannot be attached yet: attach the model before torch.compile is used on it, in eager mode")
+    if (
+        isinstance(model, torch._dynamo.eval_frame.OptimizedModule)
+        or getattr(model, "_compiled_call_impl", None) is not None
+    ):
+        raise NotImplementedError(
+            "compiled models cannot be attached yet: attach the model before torch.compile is used on it, in eager mode"
+        )
     if next(model.parameters(), None) is None:
         raise ValueError(f"{type(model).__name__} has no parameters, so there is no training to compress")
     for module in model.modules():
         if module in _handles:
             name = type(module).__name__
-            raise ValueError(f"{name} is attached already: call detach() on its handle first, or pass the policy to that attach")
+            raise ValueError(
+                f"{name} is attached already: call detach() on its handle first, or pass the policy to that attach"
+            )
     attached = [other for other in _handles if any(child is model for child in other.modules())]
     if attached:
         raise ValueError(f"{type(model).__name__} is part of a {type(attached[0]).__name__} that is attached already")
@@ -184,11 +196,16 @@ def clean(name: str) -> str:
 
 def check_policy(policy: Any) -> None:
     if not callable(getattr(policy, "choose", None)):
-        raise TypeError(f"policy must be one of halley.policies, such as Fixed(ErrorBounded(1e-2, 'rel')), got {policy!r}")
+        raise TypeError(
+            f"policy must be one of halley.policies, such as Fixed(ErrorBounded(1e-2, 'rel')), got {policy!r}"
+        )
 
 
 class compress:
-    """`with halley.compress(policy) as handle:` keeps what autograd saves inside the block compressed, for code without modules."""
+    """`with halley.compress(policy) as handle:` keeps what autograd saves in the block compressed, without a module.
+
+    Make it once and enter it at every step: it learns from one step to the next who reads what.
+    """
 
     def __init__(self, policy: Policy | None = None) -> None:
         policy = DEFAULT if policy is None else policy
@@ -204,6 +221,8 @@ class compress:
             self._capture.begin(self._layer)
         return self._handle
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._capture.forward.frames:
             self._capture.finish(None)

@@ -1,8 +1,9 @@
 """Between autograd and the codecs: who is this tensor, was it packed already, may it be lossy.
 
-The only user of saved-tensor hooks. A site's operation and slot are not known when it saves for the first time, so the tensor is held
-for a moment: as soon as something computed from it is saved in turn, the graph behind that is read and tells. From the second forward
-pass on, sites are recognised by their place in their layer and a signature, and nothing is held.
+The only user of saved-tensor hooks. A site's operation and slot are not known when it saves for the first time, so the
+tensor is held for a moment: as soon as something computed from it is saved in turn, the graph behind that is read and
+tells. From the second forward pass on, sites are recognised by their place in their layer and a signature, and nothing
+is held.
 """
 
 from __future__ import annotations
@@ -198,7 +199,12 @@ class Capture:
         index = frame.index
         frame.index = index + 1
         saved = Saved(self)
-        if t.numel() * t.element_size() < SMALL or isinstance(t, nn.Parameter) or not frame.layer.compress or unusual(t):
+        if (
+            t.numel() * t.element_size() < SMALL
+            or isinstance(t, nn.Parameter)
+            or not frame.layer.compress
+            or unusual(t)
+        ):
             return self._pass(saved, t)
         frame.sizes[index] = tuple(t.shape)
         known = frame.sites[index] if index < len(frame.sites) else None
@@ -425,16 +431,17 @@ class Capture:
             self.forward.weights = None
 
     def mismatch(self, saved: Saved, node: Any) -> None:
-        """Another operation reads than the site was learnt for. Exact values serve anybody; everything else must not be used."""
+        """Another operation reads than the site was learnt for. Exact values serve anybody, nothing else may."""
         site, cell = saved.site, saved.cell
         assert site is not None
         site.stable = False
-        if cell is not None and (cell.held is not None or (cell.packed is not None and cell.packed.exact)):
+        if cell is not None and (cell.held is not None or (cell.packed is not None and cell.packed.codec.exact)):
             return
         raise RuntimeError(
-            f"halley: what layer '{site.layer or '(root)'}' saved for {site.operation}.{site.slot} is read by {node.name()}: the order of "
-            "operations in this layer changed since the last step, and what was kept may not be enough for this gradient. Run this step "
-            "again: from now on this place is examined anew each time. Or leave the layer out with attach(filter=...)."
+            f"halley: what layer '{site.layer or '(root)'}' saved for {site.operation}.{site.slot} is read by "
+            f"{node.name()}: the order of operations in this layer changed since the last step, and what was kept may "
+            "not be enough for this gradient. Run this step again: from now on this place is examined anew each time. "
+            "Or leave the layer out with attach(filter=...)."
         )
 
 
@@ -461,7 +468,7 @@ def unpack(saved: Saved) -> Tensor:
 
 
 def unusual(t: Tensor) -> bool:
-    """Tensors that are left alone: subclasses, sparse or quantized layouts, negated views, meta and functional tensors."""
+    """Tensors that are left alone: subclasses, sparse or quantized ones, negated views, meta tensors."""
     return type(t) is not Tensor or t.layout != torch.strided or t.is_neg() or t.is_quantized or t.device.type == "meta"
 
 

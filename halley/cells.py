@@ -1,4 +1,4 @@
-"""What autograd holds instead of a tensor: a Saved for each saving, and a Cell for each piece of memory that they share."""
+"""What autograd holds instead of a tensor: a Saved for each saving, a Cell for each piece of memory they share."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ class Cell:
                 reference, numel = self.decoded
                 storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
                 if storage is not None:
-                    return torch.empty(0, dtype=self.packed.dtype, device=storage.device).set_(storage, 0, (numel,), (1,))
+                    return torch.empty(0, dtype=self.packed.dtype, device=storage.device).set_(
+                        storage, 0, (numel,), (1,)
+                    )
             flat = self.packed.decode_flat()
             self.decoded = (StorageWeakRef(flat.untyped_storage()), flat.numel())
             return flat

@@ -7,6 +7,7 @@ the memory of the process is what the training holds. Both see the same images i
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -238,6 +239,7 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
         "held_bytes": statistics.median(known) if known else None,
         "peak_bytes": peak,
         "steps": steps,
+        "test_images": len(test),
         "threads": torch.get_num_threads(),
     }
     if handle is not None:
@@ -288,6 +290,9 @@ def show(results: dict[str, Any]) -> None:
     say(f"What autograd saved for the backward pass took {megabytes(packed)} instead of {megabytes(saved)}.")
     say("Process memory is counted from before the forward pass (held) or from before the first step (peak).")
     say("The peak also holds what exists for a moment: outputs, gradients, and each tensor while it is being read.")
+    p, n = plain["accuracy"], plain["test_images"]
+    chance = 200 * math.sqrt(2 * p * (1 - p) / n)
+    say(f"With {n} held-out digits, a difference of up to {chance:.1f} points is within chance.")
     say()
     say(compressed["layers"])
 

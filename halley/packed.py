@@ -1,8 +1,7 @@
-"""Packed: a tensor in compressed form, with all that is needed to give it back with its size, stride, dtype and device."""
+"""Packed: a tensor in compressed form, with all that is needed to restore size, stride, dtype and device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,7 +30,7 @@ class Layout:
 
 
 def _run_length(size: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
-    """Length of the gapless run that a tensor covers once (repeated dimensions aside), or None if there is no such run."""
+    """Length of the gapless run that a tensor covers once (repeated dimensions aside), or None if there is none."""
     expected = 1
     for step, extent in sorted((st, sz) for sz, st in zip(size, stride, strict=True) if sz != 1 and st != 0):
         if step != expected:
@@ -64,41 +63,30 @@ def flatten(x: Tensor) -> tuple[Tensor, Layout]:
 
 
 class Packed:
-    """What a codec makes of a tensor. `decode()` gives it back, `nbytes` counts every byte that is kept."""
+    """What a codec makes of a tensor. `decode()` gives it back, `nbytes` counts every byte that is kept.
 
-    __slots__ = ("__weakref__", "codec", "dtype", "layout", "parts", "unpack")
+    Each codec has its own subclass, which implements `decode_flat`.
+    """
+
+    __slots__ = ("__weakref__", "codec", "dtype", "layout", "numel", "parts")
 
     def __init__(
-        self,
-        codec: Codec,
-        layout: Layout,
-        dtype: torch.dtype,
-        parts: tuple[Tensor, ...],
-        unpack: Callable[[Packed, bool], Tensor],
+        self, codec: Codec, layout: Layout, dtype: torch.dtype, numel: int, parts: tuple[Tensor, ...] = ()
     ) -> None:
         self.codec = codec
         self.layout = layout
         self.dtype = dtype
+        self.numel = numel
         self.parts = parts
-        self.unpack = unpack
 
     @property
     def nbytes(self) -> int:
         """Bytes kept: payload and metadata."""
         return sum(part.numel() * part.element_size() for part in self.parts)
 
-    @property
-    def exact(self) -> bool:
-        """Whether every bit of the tensor comes back."""
-        return self.codec.exact
-
-    @property
-    def device(self) -> torch.device:
-        return self.parts[0].device
-
     def decode_flat(self, mask: bool = False) -> Tensor:
         """The decoded run of memory; with `mask`, only whether each value differs from zero, as booleans."""
-        return self.unpack(self, mask)
+        raise NotImplementedError
 
     def decode(self) -> Tensor:
         """The tensor: same size, stride, dtype and device as the one that was encoded."""
@@ -113,6 +101,6 @@ def check_version(tensor: Tensor, version: int) -> None:
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.dtype} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} instead. "
+            f"[{tensor.dtype} {list(tensor.shape)}] is at version {tensor._version}; expected version {version}. "
             "Clone the tensor before changing it, or change it after backward."
         )

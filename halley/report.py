@@ -35,8 +35,9 @@ class Row:
 class Report:
     """What the last forward pass saved. `print(report)` shows a table, `to_dict` and `to_json` give the same as data.
 
-    `saved_bytes` is what plain autograd would hold, each storage once; `packed_bytes` what is held instead; `peak_bytes` the measured peak
-    of the whole process (GPU: allocated memory since the last `torch.cuda.reset_peak_memory_stats`; CPU: resident memory).
+    `saved_bytes` is what plain autograd would hold, each storage once; `packed_bytes` what is held instead;
+    `peak_bytes` the measured peak of the whole process (GPU: allocated memory since the last
+    `torch.cuda.reset_peak_memory_stats`; CPU: resident memory).
     """
 
     policy: str
@@ -80,10 +81,15 @@ class Report:
             table.append((row.layer or "-", name, row.codec, row.bound, *sizes, ratio))
         table.append(("all", "", "", "", human(self.saved_bytes), human(self.packed_bytes), f"{self.ratio:.1f}"))
         widths = [max(len(line[i]) for line in table) for i in range(len(head))]
-        lines = ["  ".join(cell.ljust(w) if i < 4 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))) for line in table]
+        lines = [
+            "  ".join(
+                cell.ljust(w) if i < 4 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+            )
+            for line in table
+        ]
         lines.insert(1, "-" * len(lines[0]))
         lines.insert(len(lines) - 1, "-" * len(lines[0]))
-        note = f"{self.policy}; last of {self.forwards} forward passes; measured peak of the process {human(self.peak_bytes)}"
+        note = f"{self.policy}; last of {self.forwards} forward passes; measured peak {human(self.peak_bytes)}"
         return "\n".join([*(line.rstrip() for line in lines), note])
 
 
@@ -104,7 +110,9 @@ def describe(codec: Codec | str) -> tuple[str, str]:
     bound = ""
     if isinstance(codec, ErrorBounded):
         absolute, relative = codec.bounds()
-        parts = [f"{value:.3g} {mode}" for value, mode in ((absolute, "abs"), (relative, "rel")) if value != float("inf")]
+        parts = [
+            f"{value:.3g} {mode}" for value, mode in ((absolute, "abs"), (relative, "rel")) if value != float("inf")
+        ]
         bound = ", ".join(parts) if codec.bound else "0 (bit-exact)"
         bound += " stochastic" if codec.rounding == "stochastic" else ""
     elif isinstance(codec, GroupQuant):
@@ -122,7 +130,9 @@ def rows_of(records: list[Record]) -> tuple[Row, ...]:
         key = (site.layer, "kept") if codec == "kept" else (number,)
         old = rows.get(key)
         saved = record.saved_bytes + (old.saved_bytes if old else 0)
-        rows[key] = Row(site.layer, site.operation, site.slot, codec, bound, saved, packed + (old.packed_bytes if old else 0))
+        rows[key] = Row(
+            site.layer, site.operation, site.slot, codec, bound, saved, packed + (old.packed_bytes if old else 0)
+        )
     return tuple(row for row in rows.values() if row.saved_bytes or row.packed_bytes)
 
 

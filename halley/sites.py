@@ -1,7 +1,7 @@
 """Sites: where a tensor is saved (layer, operation, slot), and what its reader needs of it.
 
-The reader's need decides how far a policy may go: a weight is never packed, a shape costs nothing, a mask is one bit, an index or a
-statistic stays exact, and only what remains may be lossy.
+The reader's need decides how far a policy may go: a weight is never packed, a shape costs nothing, a mask is one bit,
+an index or a statistic stays exact, and only what remains may be lossy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MASK_ONLY = {("Relu", "result")}
 # Slots that hold data whether or not it needs a gradient: the first layer's input is such a tensor.
 DATA_SLOTS = {"input", "query", "key", "value", "output"}
 ATTENTION = ("ScaledDotProduct", "Bmm", "Baddbmm", "Softmax", "SafeSoftmax", "EfficientAttention", "FlashAttention")
-# Derivatives that divide by what was saved, or multiply an error without limit: a bounded error is not a small one there.
+# Derivatives that divide by what was saved or raise it to a power: a bounded error is not a small one there.
 FRAGILE = (
     "Div", "Log", "Sqrt", "Rsqrt", "Reciprocal", "Pow", "Atan2", "Acos", "Asin", "Acosh", "Atanh", "Erfinv", "Logit",
     "Norm", "LinalgVectorNorm", "LinalgInv", "Cholesky", "Std", "Var", "Prod", "Cumprod", "Digamma", "Lgamma", "Hypot",
@@ -122,7 +122,7 @@ def is_view_of_parameter(grad_fn: Any) -> bool:
 def need_of(site: Site, node: Any, module: nn.Module | None, view: bool, computed: bool) -> Need:
     """What the reader `node` needs of the tensor saved at `site`.
 
-    `view` and `computed` say whether the tensor is a parameter behind views and casts, or computed from parameters alone.
+    `view` and `computed` say whether it is a parameter behind views and casts, or computed from parameters alone.
     """
     operation, slot = site.operation, site.slot
     dtype, _, requires_grad, _ = site.signature
@@ -134,7 +134,11 @@ def need_of(site: Site, node: Any, module: nn.Module | None, view: bool, compute
         return "shape"
     if dtype not in FLOATS:
         return "exact"
-    if operation in MATMULS and slot in SECOND and (not requires_grad or isinstance(module, LINEAR_MODULES) or computed):
+    if (
+        operation in MATMULS
+        and slot in SECOND
+        and (not requires_grad or isinstance(module, LINEAR_MODULES) or computed)
+    ):
         return "weight"
     if (operation, slot) in MASK_ONLY:
         return "mask"

@@ -181,7 +181,11 @@ class LowRank(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, 32, 3, padding=1)
-        self.base, self.down, self.up = nn.Linear(256, 256), nn.Linear(256, 8, bias=False), nn.Linear(8, 256, bias=False)
+        self.base, self.down, self.up = (
+            nn.Linear(256, 256),
+            nn.Linear(256, 8, bias=False),
+            nn.Linear(8, 256, bias=False),
+        )
         self.last = nn.Linear(256, 256)
         for layer in (self.conv, self.base, self.last):
             layer.requires_grad_(False)
@@ -215,6 +219,5 @@ def functional():
 
 
 MODELS = {
-    f.__name__: f
-    for f in (resnet, densenet, lstm, transformer, unet, grouped, shared, normed, frozen, functional)
+    f.__name__: f for f in (resnet, densenet, lstm, transformer, unet, grouped, shared, normed, frozen, functional)
 }

@@ -121,7 +121,9 @@ def test_report_prints_and_exports(tmp_path: Path) -> None:
     assert data == json.loads(json.dumps(report.to_dict()))
     for key in ("saved_bytes", "packed_bytes", "ratio", "peak_bytes"):
         assert key in data
-    assert {"layer", "operation", "slot", "codec", "bound", "saved_bytes", "packed_bytes", "ratio"} <= set(data["layers"][0])
+    assert {"layer", "operation", "slot", "codec", "bound", "saved_bytes", "packed_bytes", "ratio"} <= set(
+        data["layers"][0]
+    )
     assert sum(row["saved_bytes"] for row in data["layers"]) == data["saved_bytes"]
     with pytest.raises(FileNotFoundError, match="does not exist"):
         report.to_json(tmp_path / "missing" / "report.json")
@@ -155,7 +157,11 @@ def test_state_goes_on_where_it_was() -> None:
     other, _ = run(1, None)
     assert torch.equal(whole, resumed) and not torch.equal(whole, other)
     handle = halley.attach(net())
-    for bad, words in (({}, "lacks"), ({**state, "version": 2}, "version 2"), ({**state, "policy": {"a": 1}}, "no state")):
+    for bad, words in (
+        ({}, "lacks"),
+        ({**state, "version": 2}, "version 2"),
+        ({**state, "policy": {"a": 1}}, "no state"),
+    ):
         with pytest.raises(ValueError, match=words):
             handle.load_state_dict(bad)
 
@@ -217,9 +223,19 @@ def test_memory_held_after_forward_drops_measured_from_outside() -> None:
     held = {}
     for kind in ("plain", "packed"):
         # A fixed threshold gives every large tensor back to the system when it is freed.
-        env = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "PATH": "/usr/bin", "OMP_NUM_THREADS": "2"}
+        env = {
+            "MALLOC_MMAP_THRESHOLD_": "65536",
+            "MALLOC_TRIM_THRESHOLD_": "65536",
+            "PATH": "/usr/bin",
+            "OMP_NUM_THREADS": "2",
+        }
         run = subprocess.run(
-            [sys.executable, "-c", MEMORY, kind], env=env, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]
+            [sys.executable, "-c", MEMORY, kind],
+            env=env,
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=Path(__file__).parents[1],
         )
         held[kind] = int(run.stdout)
     assert held["plain"] > 100 << 20

@@ -24,7 +24,7 @@ def mix(*words: int) -> int:
 
 
 class Codec:
-    """Turns a tensor into a `Packed` and back. Subclasses are frozen dataclasses with `encode_flat`, `covers` and `takes`."""
+    """Turns a tensor into a `Packed`. Subclasses are frozen dataclasses with `encode_flat`, `covers` and `takes`."""
 
     @property
     def exact(self) -> bool:
@@ -40,7 +40,7 @@ class Codec:
         raise NotImplementedError
 
     def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
-        """Encodes a flat run of memory. `key` varies stochastic rounding, `hint` carries sizes from one step to the next."""
+        """Encodes a flat run of memory. `key` varies stochastic rounding, `hint` carries sizes between steps."""
         raise NotImplementedError
 
     def encode(self, x: Tensor) -> Packed:
@@ -48,20 +48,25 @@ class Codec:
         if not isinstance(x, Tensor):
             raise TypeError(f"{type(self).__name__}.encode takes a torch.Tensor, got {type(x).__name__}")
         if x.layout != torch.strided:
-            raise TypeError(f"{type(self).__name__}.encode takes dense tensors, got layout {x.layout}; use x.to_dense()")
+            raise TypeError(
+                f"{type(self).__name__}.encode takes dense tensors, got layout {x.layout}; use x.to_dense()"
+            )
         if not self.takes(x.dtype):
-            raise TypeError(f"{type(self).__name__} cannot encode {x.dtype}; convert it, or use codecs.Lossless() for integers")
+            raise TypeError(
+                f"{type(self).__name__}.encode cannot take {x.dtype}; convert it, or use codecs.Lossless() for integers"
+            )
         with torch.no_grad():
             flat, layout = flatten(x.detach().resolve_neg())
             return self.encode_flat(flat, layout)
 
     def __repr__(self) -> str:
-        given = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]  # type: ignore[arg-type]
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given)})"
+        values = [(f, getattr(self, f.name)) for f in fields(self)]  # type: ignore[arg-type]
+        given = [f"{f.name}={value!r}" for f, value in values if value != f.default]
+        return f"{type(self).__name__}({', '.join(given)})"
 
 
 class Hint:
-    """What one site's last encoding told: the share of the source's bytes that its payload needs, and all bytes kept."""
+    """What one site's last encoding told: the payload's share of the source's bytes, and all bytes kept."""
 
     __slots__ = ("nbytes", "share")
 

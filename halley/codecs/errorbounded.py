@@ -15,24 +15,23 @@ from halley.kernels import FLOATS
 from halley.packed import Layout, Packed
 
 
-def _unpack(packed: Packed, mask: bool) -> Tensor:
-    meta, payload = packed.parts
-    return torch.ops.halley.eb_decode(meta, payload, packed.numel, packed.dtype, mask)
-
-
 class ErrorBoundedPacked(LatePacked):
     """meta and payload of docs/design.md; on a GPU the payload's size is settled later."""
 
-    __slots__ = ("numel",)
-    numel: int
+    __slots__ = ()
+
+    def decode_flat(self, mask: bool = False) -> Tensor:
+        self.settle()
+        meta, payload = self.parts
+        return torch.ops.halley.eb_decode(meta, payload, self.numel, self.dtype, mask)
 
 
 @dataclass(frozen=True, repr=False)
 class ErrorBounded(Codec):
     """Every finite value comes back within `bound`, zeros and signs exactly, NaN and infinities bit for bit.
 
-    `mode="rel"` takes the bound relative to the tensor's range (largest minus smallest finite value). `bound=0` is bit-exact.
-    `rounding="stochastic"` is unbiased between non-zero levels: its step, and so its largest error, is the bound.
+    `mode="rel"` takes the bound relative to the tensor's range (largest minus smallest finite value). `bound=0` is
+    bit-exact. `rounding="stochastic"` is unbiased between non-zero levels; its step, its largest error, is the bound.
     """
 
     bound: float
@@ -92,7 +91,6 @@ class ErrorBounded(Codec):
         def encode(capacity: int) -> tuple[Tensor, Tensor]:
             return torch.ops.halley.eb_encode(flat, bound, rel, stochastic, seed, bitmap, capacity)
 
-        packed = ErrorBoundedPacked(self, layout, flat.dtype, (), _unpack)
-        packed.numel = flat.numel()
+        packed = ErrorBoundedPacked(self, layout, flat.dtype, flat.numel())
         packed.fill(flat, encode, hint)
         return packed

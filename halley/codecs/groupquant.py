@@ -13,21 +13,22 @@ from halley.packed import Layout, Packed
 
 
 class GroupQuantPacked(Packed):
-    __slots__ = ("numel",)
-    numel: int
+    """One buffer: codes, then lo and step of each group."""
 
+    __slots__ = ()
+    codec: GroupQuant
 
-def _unpack(packed: Packed, mask: bool) -> Tensor:
-    codec = packed.codec
-    return torch.ops.halley.gq_decode(packed.parts[0], packed.numel, codec.bits, codec.group, packed.dtype, mask)
+    def decode_flat(self, mask: bool = False) -> Tensor:
+        codec = self.codec
+        return torch.ops.halley.gq_decode(self.parts[0], self.numel, codec.bits, codec.group, self.dtype, mask)
 
 
 @dataclass(frozen=True, repr=False)
 class GroupQuant(Codec):
     """`bits` bits a value with a scale for every `group` values; each value is right on average.
 
-    Zeros and signs are exact in groups without negative values, and from 4 bits in all groups. A group that holds a NaN or an
-    infinity comes back as NaN.
+    Zeros and signs are exact in groups without negative values, and from 4 bits in all groups. A group that holds a NaN
+    or an infinity comes back as NaN.
     """
 
     bits: int = 2
@@ -48,6 +49,4 @@ class GroupQuant(Codec):
 
     def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
         data = torch.ops.halley.gq_encode(flat, self.bits, self.group, mix(self.seed, key))
-        packed = GroupQuantPacked(self, layout, flat.dtype, (data,), _unpack)
-        packed.numel = flat.numel()
-        return packed
+        return GroupQuantPacked(self, layout, flat.dtype, flat.numel(), (data,))

@@ -1,8 +1,9 @@
-"""Payloads whose size only the GPU knows: encoded into a predicted capacity, checked and trimmed later, never losing data.
+"""Payloads whose size only the GPU knows: encoded into a predicted capacity, checked and trimmed later.
 
-The host must not wait for the GPU in the forward pass. So `fill` encodes into as many bytes as the site needed last time, sends the
-true size to pinned memory behind the kernel, and keeps the source until that size has arrived. If it fitted, the source is let
-go (and a generous buffer is trimmed); if it did not, the source is encoded again. The sources kept are bounded by `IN_FLIGHT` bytes.
+The host must not wait for the GPU in the forward pass. So `fill` encodes into as many bytes as the site needed last
+time, sends the true size to pinned memory behind the kernel, and keeps the source until that size has arrived. If it
+fitted, the source is let go (and a generous buffer is trimmed); if it did not, the source is encoded again, so nothing
+is lost. The sources kept are bounded by `IN_FLIGHT` bytes.
 """
 
 from __future__ import annotations
@@ -52,13 +53,9 @@ class LatePacked(Packed):
         if late is not None:
             late.finish()
 
-    def decode_flat(self, mask: bool = False) -> Tensor:
-        self.settle()
-        return super().decode_flat(mask)
-
 
 class _Late:
-    """One encoding in flight: its source, the pinned word that its size will arrive in, and the event behind that copy."""
+    """One encoding in flight: its source, the pinned word its size will arrive in, the event behind that copy."""
 
     __slots__ = ("encode", "event", "hint", "lock", "packed", "size", "source", "source_bytes", "version")
 
@@ -129,7 +126,7 @@ class _InFlight:
         self.drain(wait=False)
 
     def drain(self, wait: bool) -> None:
-        """Finishes what has arrived, and the oldest ones beyond the limit (with `wait`, all) even if that means waiting."""
+        """Finishes what has arrived, and the oldest ones beyond the limit (with `wait`, all) by waiting for them."""
         while True:
             with self.lock:
                 if not self.queue:

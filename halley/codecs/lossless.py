@@ -16,37 +16,22 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class BitsPacked(Packed):
-    """Numbers of `bits` bits above `low`, or a raw narrow type when bits is 8 or more. `scale` turns flags into floats."""
+    """Numbers of `bits` bits above `low`, from 8 bits in a narrow type. A second part turns flags into floats."""
 
-    __slots__ = ("bits", "low", "numel")
+    __slots__ = ("bits", "low")
     bits: int
     low: int
-    numel: int
 
-
-def _unpack_bits(packed: Packed, mask: bool) -> Tensor:
-    data = packed.parts[0]
-    if packed.bits < 8:
-        data = torch.ops.halley.bits_decode(data, packed.bits, packed.numel)
-    if packed.dtype in FLOATS:
-        return data.bool() if mask else data.to(packed.dtype) * packed.parts[1]
-    if packed.dtype == torch.bool:
-        return data.view(torch.bool)
-    value = data.to(packed.dtype)
-    return value if packed.low == 0 else value.add_(packed.low)
-
-
-def pack_bits(
-    codec: Codec, flat: Tensor, layout: Layout, dtype: torch.dtype, bits: int, low: int = 0, scale: Tensor | None = None
-) -> Packed:
-    """Packs non-negative values below 2^bits; `dtype` and `low` say what they come back as."""
-    if bits < 8:
-        data = torch.ops.halley.bits_encode(flat.to(torch.uint8), bits)
-    else:
-        data = flat.to({8: torch.uint8, 16: torch.int16, 32: torch.int32}[bits])
-    packed = BitsPacked(codec, layout, dtype, (data,) if scale is None else (data, scale), _unpack_bits)
-    packed.bits, packed.low, packed.numel = bits, low, flat.numel()
-    return packed
+    def decode_flat(self, mask: bool = False) -> Tensor:
+        data = self.parts[0]
+        if self.bits < 8:
+            data = torch.ops.halley.bits_decode(data, self.bits, self.numel)
+        if self.dtype in FLOATS:
+            return data.bool() if mask else data.to(self.dtype) * self.parts[1]
+        if self.dtype == torch.bool:
+            return data.view(torch.bool)
+        value = data.to(self.dtype)
+        return value.add_(self.low) if self.low else value
 
 
 class RawPacked(Packed):
@@ -54,9 +39,48 @@ class RawPacked(Packed):
 
     __slots__ = ()
 
+    def decode_flat(self, mask: bool = False) -> Tensor:
+        return self.parts[0] != 0 if mask else self.parts[0].clone()
 
-def _unpack_raw(packed: Packed, mask: bool) -> Tensor:
-    return packed.parts[0] != 0 if mask else packed.parts[0].clone()
+
+class WindowPacked(BitsPacked):
+    """Positions inside pooling windows."""
+
+    __slots__ = ()
+    codec: Window
+
+    def decode_flat(self, mask: bool = False) -> Tensor:
+        codec, layout = self.codec, self.layout
+        code = super().decode_flat().view(layout.size)
+        index = torch.zeros_like(code)
+        corners = codec.corners(code)
+        scale = 1
+        for d in reversed(range(len(codec.kernel))):
+            index += (corners[d] + code % codec.kernel[d] * codec.dilation[d]) * scale
+            code = code // codec.kernel[d]
+            scale *= codec.plane[d]
+        restored = torch.empty_strided(layout.size, layout.stride, dtype=torch.int64, device=index.device)
+        return restored.copy_(index).as_strided((self.numel,), (1,))
+
+
+def pack_bits(
+    codec: Codec,
+    flat: Tensor,
+    layout: Layout,
+    dtype: torch.dtype,
+    bits: int,
+    low: int = 0,
+    scale: Tensor | None = None,
+    kind: type[BitsPacked] = BitsPacked,
+) -> Packed:
+    """Packs non-negative values below 2^bits; `dtype` and `low` say what they come back as."""
+    if bits < 8:
+        data = torch.ops.halley.bits_encode(flat.to(torch.uint8), bits)
+    else:
+        data = flat.to({8: torch.uint8, 16: torch.int16, 32: torch.int32}[bits])
+    packed = kind(codec, layout, dtype, flat.numel(), (data,) if scale is None else (data, scale))
+    packed.bits, packed.low = bits, low
+    return packed
 
 
 def _narrowest(low: int, high: int) -> tuple[int, int] | None:
@@ -74,7 +98,8 @@ def _narrowest(low: int, high: int) -> tuple[int, int] | None:
 class Lossless(Codec):
     """Booleans at 1 bit, integers at the narrowest width that holds their range, floats bit for bit.
 
-    `high` (exclusive) is a known limit of non-negative integers; it saves looking for the range, which on a GPU means waiting.
+    `high` (exclusive) is a known limit of non-negative integers; it saves looking for the range, which on a GPU means
+    waiting.
     """
 
     high: int | None = None
@@ -96,14 +121,14 @@ class Lossless(Codec):
             flags = self._two_values(flat, layout)
             return flags or ErrorBounded(0).encode_flat(flat, layout, key, hint)
         if flat.numel() == 0:
-            return RawPacked(self, layout, flat.dtype, (flat.clone(),), _unpack_raw)
+            return RawPacked(self, layout, flat.dtype, flat.numel(), (flat.clone(),))
         if self.high is not None:
             low, high = 0, self.high - 1
         else:
             low, high = (int(v) for v in torch.stack(torch.aminmax(flat)).tolist())
         form = _narrowest(low, high)
         if form is None or form[0] >= 8 * flat.element_size():
-            return RawPacked(self, layout, flat.dtype, (flat.clone(),), _unpack_raw)
+            return RawPacked(self, layout, flat.dtype, flat.numel(), (flat.clone(),))
         bits, offset = form
         return pack_bits(self, flat - offset if offset else flat, layout, flat.dtype, bits, offset)
 
@@ -154,7 +179,7 @@ class Window(Codec):
     def covers(self, other: Codec) -> bool:
         return True
 
-    def _corners(self, x: Tensor) -> list[Tensor]:
+    def corners(self, x: Tensor) -> list[Tensor]:
         """For each pooled dimension the window's first input position, shaped to broadcast over x."""
         corners = []
         for d in range(len(self.kernel)):
@@ -167,27 +192,11 @@ class Window(Codec):
         index = layout.restore(flat)
         code = torch.zeros_like(index)
         scale = 1
-        corners = self._corners(index)
+        corners = self.corners(index)
         for d in reversed(range(len(self.kernel))):
             position = index % self.plane[d]
             index = index // self.plane[d]
             code += (position - corners[d]) // self.dilation[d] * scale
             scale *= self.kernel[d]
         bits = next(b for b in (1, 2, 4, 8) if scale <= 1 << b)
-        packed = pack_bits(self, code.contiguous().view(-1), layout, torch.int64, bits)
-        packed.unpack = _unpack_window
-        return packed
-
-
-def _unpack_window(packed: Packed, mask: bool) -> Tensor:
-    codec = packed.codec
-    code = _unpack_bits(packed, False).view(packed.layout.size)
-    out = torch.zeros_like(code)
-    corners = codec._corners(code)
-    scale = 1
-    for d in reversed(range(len(codec.kernel))):
-        out += (corners[d] + code % codec.kernel[d] * codec.dilation[d]) * scale
-        code = code // codec.kernel[d]
-        scale *= codec.plane[d]
-    restored = torch.empty_strided(packed.layout.size, packed.layout.stride, dtype=torch.int64, device=out.device)
-    return restored.copy_(out).as_strided((out.numel(),), (1,))
+        return pack_bits(self, code.contiguous().view(-1), layout, torch.int64, bits, kind=WindowPacked)

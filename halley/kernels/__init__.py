@@ -1,7 +1,7 @@
 """The operations under the codecs: one schema each, three implementations that decode to identical values.
 
-`torch.ops.halley.*` picks `cpu` (numba) for CPU tensors and `gpu` (Triton) for CUDA tensors where these are installed, and
-`reference` (plain torch) everywhere else. The format is explained in docs/design.md.
+`torch.ops.halley.*` picks `cpu` (numba) for CPU tensors and `gpu` (Triton) for CUDA tensors where these are installed,
+and `reference` (plain torch) everywhere else. The format is explained in docs/design.md.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +22,8 @@ from halley.kernels.reference import FLOATS, gq_sizes, meta_size
 __all__ = ["FLOATS", "SCHEMAS", "gq_sizes", "implementation", "meta_size"]
 
 SCHEMAS = {
-    "eb_encode": "(Tensor x, float bound, float rel, bool stochastic, int seed, bool bitmap, int capacity) -> (Tensor, Tensor)",
+    "eb_encode": "(Tensor x, float bound, float rel, bool stochastic, int seed, bool bitmap, int capacity)"
+    " -> (Tensor, Tensor)",
     "eb_decode": "(Tensor meta, Tensor payload, int numel, ScalarType dtype, bool mask) -> Tensor",
     "gq_encode": "(Tensor x, int bits, int group, int seed) -> Tensor",
     "gq_decode": "(Tensor data, int numel, int bits, int group, ScalarType dtype, bool mask) -> Tensor",
@@ -48,10 +51,12 @@ def _decode_fake(numel: int, dtype: torch.dtype, mask: bool, like: Tensor) -> Te
     return like.new_empty(numel, dtype=torch.bool if mask else dtype)
 
 
-_FAKES = {
+_FAKES: dict[str, Callable[..., Any]] = {
     "eb_encode": _eb_encode_fake,
     "eb_decode": lambda meta, payload, numel, dtype, mask: _decode_fake(numel, dtype, mask, meta),
-    "gq_encode": lambda x, bits, group, seed: x.new_empty(gq_sizes(x.numel(), bits, group, x.dtype)[2], dtype=torch.uint8),
+    "gq_encode": lambda x, bits, group, seed: x.new_empty(
+        gq_sizes(x.numel(), bits, group, x.dtype)[2], dtype=torch.uint8
+    ),
     "gq_decode": lambda data, numel, bits, group, dtype, mask: _decode_fake(numel, dtype, mask, data),
     "bits_encode": lambda x, bits: x.new_empty((x.numel() * bits + 7) // 8, dtype=torch.uint8),
     "bits_decode": lambda data, bits, numel: data.new_empty(numel, dtype=torch.uint8),

@@ -1,4 +1,4 @@
-"""The kernels in plain torch: slow, readable, and the oracle for the other two. The format is explained in docs/design.md."""
+"""The kernels in plain torch: slow, readable, the oracle for the other two. docs/design.md explains the format."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def values_of(k: Tensor, half: Tensor, dtype: torch.dtype) -> Tensor:
 def eb_encode(
     x: Tensor, bound: float, rel: float, stochastic: bool, seed: int, bitmap: bool, capacity: int
 ) -> tuple[Tensor, Tensor]:
-    """Encodes flat float values under min(bound, rel * range): (meta, payload). `capacity` is ignored: the size is exact."""
+    """Encodes flat values under min(bound, rel * range): (meta, payload). The size is exact, `capacity` unused."""
     dtype, numel, device = x.dtype, x.numel(), x.device
     if numel == 0:
         return torch.zeros(HEADER, dtype=torch.uint8, device=device), torch.zeros(0, dtype=torch.uint8, device=device)
@@ -189,17 +189,17 @@ def eb_encode(
     raw_size = valid * x.element_size()
     per_group = exists.sum(1)
     chosen: dict[str, Tensor] = {}
-    for kind, base_bytes in enumerate((0, 1, 4)):
-        for_base = torch.zeros_like(low) if kind == 0 else low
-        map_base = torch.ones_like(low) if kind == 0 else low_nz
+    for base_kind, base_bytes in enumerate((0, 1, 4)):
+        for_base = torch.zeros_like(low) if base_kind == 0 else low
+        map_base = torch.ones_like(low) if base_kind == 0 else low_nz
         for_width, map_width = bits_of((high - for_base).clamp(min=0)), bits_of((high_nz - map_base).clamp(min=0))
         for_size = field_bytes(BLOCK, for_width)
         map_size = 8 + field_bytes(count, map_width)
         use_map = (map_size < for_size) & bitmap
         size = torch.where(use_map, map_size, for_size)
-        if kind == 0:
+        if base_kind == 0:
             unfit = low < 0
-        elif kind == 1:
+        elif base_kind == 1:
             unfit = (low < -128) | ((low_nz if bitmap else low) > 127)
         else:
             unfit = torch.zeros_like(must_raw)
@@ -210,12 +210,12 @@ def eb_encode(
         head = torch.where(use_raw, RAW, torch.where(use_map, map_width + 32, for_width))
         option = {
             "total": total,
-            "kind": torch.full_like(total, kind),
+            "kind": torch.full_like(total, base_kind),
             "size": size,
             "head": head,
             "base": torch.where(use_map, map_base, for_base),
         }
-        if kind == 0:
+        if base_kind == 0:
             chosen = option
         else:
             better = option["total"] < chosen["total"]
@@ -230,10 +230,10 @@ def eb_encode(
     kind, head, base = chosen["kind"], chosen["head"], chosen["base"]
     base_size = torch.where(kind == 1, (per_group + 3) // 4 * 4, torch.where(kind == 2, per_group * 4, 0))
     slot = torch.arange(BLOCKS, device=device)
-    for kind_value, width in ((1, 1), (2, 4)):
+    for kind_value, base_bytes in ((1, 1), (2, 4)):
         keep = (kind == kind_value)[:, None] & exists
-        for byte in range(width):
-            at = (offset * 4)[:, None] + slot * width + byte
+        for byte in range(base_bytes):
+            at = (offset * 4)[:, None] + slot * base_bytes + byte
             payload[at[keep]] = (base[keep] >> 8 * byte & 255).to(torch.uint8)
     start = (offset * 4 + base_size)[:, None] + torch.cumsum(chosen["size"], 1) - chosen["size"]
 
@@ -247,10 +247,10 @@ def eb_encode(
     put_fields(payload, start[is_map], (k[is_map] != 0).long(), full[is_map], one[is_map])
     n = (k[is_map] != 0).sum(1)
     put_fields(payload, start[is_map] + 8, compact(k[is_map], k[is_map] != 0) - base[is_map, None], n, width[is_map])
-    size = x.element_size()
+    item = x.element_size()
     for block in torch.nonzero(is_raw)[:, 0].tolist():
-        a, b = int(start[block]), int(valid[block]) * size
-        payload[a : a + b] = raw_bytes.view(torch.uint8)[block * BLOCK * size : block * BLOCK * size + b]
+        a, b = int(start[block]), int(valid[block]) * item
+        payload[a : a + b] = raw_bytes.view(torch.uint8)[block * BLOCK * item : block * BLOCK * item + b]
 
     meta = torch.zeros(meta_size(numel), dtype=torch.uint8, device=device)
     meta[:8] = (-eb if stochastic else eb).double().reshape(1).view(torch.uint8)
@@ -279,16 +279,16 @@ def eb_decode(meta: Tensor, payload: Tensor, numel: int, dtype: torch.dtype, mas
     is_raw, is_map, width = head == RAW, head >= 32, head & 31
 
     base = torch.where(is_map & (kind[group] == 0), 1, 0)
-    for kind_value, size in ((1, 1), (2, 4)):
+    for kind_value, base_bytes in ((1, 1), (2, 4)):
         keep = kind[group] == kind_value
-        at = (offset[group] * 4 + slot * size)[keep]
-        value = sum((payload[at + byte].long() << 8 * byte for byte in range(size)), torch.zeros_like(at))
-        base[keep] = value - ((value >> 8 * size - 1) << 8 * size)
+        at = (offset[group] * 4 + slot * base_bytes)[keep]
+        value = sum((payload[at + byte].long() << 8 * byte for byte in range(base_bytes)), torch.zeros_like(at))
+        base[keep] = value - ((value >> 8 * base_bytes - 1) << 8 * base_bytes)
     base_size = torch.where(kind == 1, (per_group + 3) // 4 * 4, torch.where(kind == 2, per_group * 4, 0))
 
     full = torch.full_like(head, BLOCK)
     flags = torch.zeros(blocks, BLOCK, dtype=torch.int64, device=device)
-    # A block's start is known only after the sizes before it, and a bitmap's size only after its bitmap: one slot after the other.
+    # A block's start is known only after the sizes before it, a bitmap block's size only after its bitmap.
     start = torch.zeros_like(head)
     cursor = offset * 4 + base_size
     for s in range(BLOCKS):

@@ -15,7 +15,7 @@ LOGPROB_ABS = 0.05
 
 @dataclass(frozen=True)
 class Fixed:
-    """The same codec at every site. Attention keeps at least 8 bits, log-probabilities an absolute error of at most 0.05."""
+    """The same codec at every site. Attention keeps at least 8 bits, log-probabilities an error of at most 0.05."""
 
     codec: Codec
 

@@ -1,4 +1,4 @@
-"""At bound 0 every gradient equals plain autograd's bit for bit, and every large float that is not a weight is packed."""
+"""At bound 0 every gradient equals plain autograd's bit for bit; every large float that is no weight is packed."""
 
 from __future__ import annotations
 

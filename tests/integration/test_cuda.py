@@ -1,0 +1,124 @@
+"""On a GPU: the same gradients, memory that really drops, no lost data when a prediction is too small."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import halley
+from halley.codecs import ErrorBounded, GroupQuant, late
+from halley.codecs.base import Hint
+from halley.policies import Fixed
+from tests.integration.test_gradients import EXACT
+from tests.models import MODELS
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def to_cuda(inputs):
+    return tuple(t.cuda() for t in inputs)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_bit_equal_at_bound_zero(name: str) -> None:
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    model, inputs = MODELS[name]()
+    model, inputs = model.cuda(), to_cuda(inputs)
+    plain = copy.deepcopy(model)
+    handle = halley.attach(model, EXACT)
+    for seed in range(3):
+        grads = []
+        for m in (plain, model):
+            torch.manual_seed(seed)
+            m.zero_grad()
+            m(*inputs).square().mean().backward()
+            grads.append([p.grad.clone() for p in m.parameters() if p.grad is not None])
+        for a, b in zip(*grads, strict=True):
+            assert torch.equal(a, b)
+    assert handle.report().packed_bytes > 0
+    torch.use_deterministic_algorithms(False)
+
+
+def convs() -> nn.Sequential:
+    blocks = [m for _ in range(8) for m in (nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(inplace=True))]
+    return nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), *blocks).cuda()
+
+
+@pytest.mark.parametrize("policy", [Fixed(ErrorBounded(0.01, "rel")), Fixed(GroupQuant(bits=2))], ids=repr)
+def test_memory_held_after_forward_drops(policy) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 3, 128, 128, device="cuda")
+    held = {}
+    for kind in ("plain", "packed"):
+        model = convs()
+        if kind == "packed":
+            handle = halley.attach(model, policy)
+        for _ in range(2):
+            model(x).square().mean().backward()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        out = model(x)
+        if kind == "packed":
+            report = handle.report()
+        torch.cuda.synchronize()
+        held[kind] = torch.cuda.memory_allocated() - before
+        out.square().mean().backward()
+    assert held["packed"] < held["plain"] / 4, held
+    assert report.saved_bytes == pytest.approx(held["plain"], rel=0.02)
+
+
+def test_too_small_a_prediction_loses_nothing() -> None:
+    for start in (1e-6, 0.01, 0.3, 4.0):
+        hint = Hint()
+        hint.share = start
+        codec = ErrorBounded(1e-3)
+        x = torch.randn(1 << 20, device="cuda")
+        packed = codec.encode_flat(x, halley.packed.Layout((x.numel(),), (1,)), 0, hint)
+        assert (packed.decode() - x).abs().max() <= 1e-3
+        assert 0.2 < hint.share < 0.8
+
+
+def test_a_changed_source_of_a_failed_prediction_is_an_error() -> None:
+    hint = Hint()
+    hint.share = 1e-6
+    x = torch.randn(1 << 20, device="cuda")
+    torch.cuda._sleep(int(5e7))
+    packed = ErrorBounded(1e-3).encode_flat(x, halley.packed.Layout((x.numel(),), (1,)), 0, hint)
+    x.zero_()
+    with pytest.raises(RuntimeError, match="inplace"):
+        packed.decode()
+    late._in_flight.queue.clear()
+
+
+def test_packing_and_reading_do_not_synchronise() -> None:
+    model = convs()
+    halley.attach(model, Fixed(ErrorBounded(0.01)))
+    x = torch.randn(64, 3, 64, 64, device="cuda")
+    for _ in range(3):
+        model(x).square().mean().backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(x).square().mean().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_values_are_the_same_on_cpu_and_gpu() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(100_003)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        for codec in (
+            ErrorBounded(0.01, "rel"),
+            ErrorBounded(0.05, rounding="stochastic"),
+            ErrorBounded(0.05, bitmap=True),
+            GroupQuant(bits=2),
+            GroupQuant(bits=4),
+        ):
+            for t in (x, x.relu()):
+                a, b = codec.encode(t.to(dtype)).decode(), codec.encode(t.to(dtype).cuda()).decode()
+                assert torch.equal(a, b.cpu())
