@@ -33,10 +33,6 @@ class _Hook:
         self.layer = layer
 
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                "halley: this model was attached and then compiled; that order is not supported. Detach it first"
-            )
         if output is None:
             self.function(self.layer)
         else:

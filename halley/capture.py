@@ -370,6 +370,11 @@ class Capture:
             assert site is not None and cell is not None and cell.held is not None
             saved.pending = None
             site.operation, site.slot = operation_name(node), slot
+            if site.operation.startswith("CompiledFunction"):
+                raise RuntimeError(
+                    "halley: this model was attached and then compiled with torch.compile. Its saved tensors cannot be told "
+                    "apart there; detach() it, or train it without torch.compile."
+                )
             if cell.held.untyped_storage().data_ptr() in self._weights():
                 site.need = "weight"
             else:

@@ -1,0 +1,51 @@
+"""The operators: schema, fake and implementations agree (torch.library.opcheck), and the fast ones are found."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from halley import kernels
+
+X = torch.randn(3000)
+META, PAYLOAD = torch.ops.halley.eb_encode(X, 0.1, math.inf, False, 0, True, -1)
+DATA = torch.ops.halley.gq_encode(X, 2, 256, 7)
+BITS = torch.ops.halley.bits_encode((X > 0).to(torch.uint8), 1)
+
+SAMPLES = {
+    "eb_encode": (X, 0.1, math.inf, False, 0, True, -1),
+    "eb_decode": (META, PAYLOAD, 3000, torch.float32, False),
+    "gq_encode": (X, 2, 256, 7),
+    "gq_decode": (DATA, 3000, 2, 256, torch.float32, True),
+    "bits_encode": ((X > 0).to(torch.uint8), 1),
+    "bits_decode": (BITS, 1, 3000),
+}
+
+
+@pytest.mark.parametrize("name", kernels.SCHEMAS)
+def test_operator(name: str) -> None:
+    torch.library.opcheck(getattr(torch.ops.halley, name).default, SAMPLES[name])
+
+
+def test_fast_implementations_serve_where_their_compilers_are_installed() -> None:
+    assert kernels.implementation("cpu").__name__ == "halley.kernels.cpu"
+    assert kernels.implementation("cuda").__name__ == "halley.kernels.gpu"
+    assert kernels.implementation("mps").__name__ == "halley.kernels.reference"
+
+
+def test_plain_torch_serves_without_numba() -> None:
+    code = """
+import sys
+sys.modules["numba"] = None
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *a: None if name == "numba" else find(name, *a)
+import torch, halley
+x = torch.randn(2000)
+assert (halley.codecs.ErrorBounded(0.1).encode(x).decode() - x).abs().max() <= 0.1
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

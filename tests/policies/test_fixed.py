@@ -1,0 +1,80 @@
+"""Fixed: one codec, made finer only where a coarse one is known to break training."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import halley
+from halley.codecs import Codec, ErrorBounded, GroupQuant
+from halley.policies import Fixed, fixed
+from halley.sites import Site
+from tests.models import Block, transformer
+
+
+def site(need: str) -> Site:
+    return Site("layer", 0, (torch.float32, 4, True, None), need=need)
+
+
+@pytest.mark.parametrize(
+    ("codec", "need", "expected"),
+    [
+        (GroupQuant(bits=2), "lossy", GroupQuant(bits=2)),
+        (GroupQuant(bits=2), "attention", GroupQuant(bits=8)),
+        (GroupQuant(bits=2), "logprob", ErrorBounded(0.05)),
+        (ErrorBounded(0.1), "lossy", ErrorBounded(0.1)),
+        (ErrorBounded(0.1), "attention", ErrorBounded(0.1, limit=1 / 512)),
+        (ErrorBounded(0.1), "logprob", ErrorBounded(0.05)),
+        (ErrorBounded(0.01), "logprob", ErrorBounded(0.01)),
+        (ErrorBounded(0.01, "rel"), "attention", ErrorBounded(0.01, "rel", limit=1 / 512)),
+        (ErrorBounded(0.01, "rel"), "logprob", ErrorBounded(0.05, "abs", limit=0.01)),
+        (ErrorBounded(0), "attention", ErrorBounded(0)),
+        (ErrorBounded(0, "rel"), "logprob", ErrorBounded(0, "rel")),
+    ],
+)
+def test_codec_for_each_need(codec: Codec, need: str, expected: Codec) -> None:
+    assert Fixed(codec).choose(site(need)) == expected
+
+
+def test_both_bounds_of_a_limited_codec_hold() -> None:
+    x = torch.randn(5000)
+    spread = float(x.max() - x.min())
+    for codec in (ErrorBounded(0.5, limit=1e-3), ErrorBounded(1e-4, limit=1e-3), ErrorBounded(0.1, "rel", limit=1e-3)):
+        error = (codec.encode(x).decode() - x).abs().max()
+        assert error <= (min(1e-4, 1e-3 * spread) if codec.bound == 1e-4 else 1e-3 * spread)
+
+
+def test_attention_at_eight_bits_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two bits for queries, keys and values spoil their gradients; the policy's own rule does not let that happen."""
+
+    def error() -> float:
+        torch.manual_seed(0)
+        model, (tokens,) = transformer()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            if isinstance(module, nn.Linear):
+                # Scores far from uniform, as in a trained model.
+                module.weight.data *= 3
+        plain = copy.deepcopy(model)
+        halley.attach(model, Fixed(GroupQuant(bits=2)), filter=lambda module, name: isinstance(module, Block))
+        for _ in range(2):
+            for m in (plain, model):
+                m.zero_grad()
+                F.cross_entropy(m(tokens).flatten(0, 1), tokens.flatten()).backward()
+        a, b = plain.blocks[0].qkv.weight.grad, model.blocks[0].qkv.weight.grad
+        return float((a - b).norm() / a.norm())
+
+    with_rule = error()
+    monkeypatch.setattr(fixed, "at_attention", lambda codec: codec)
+    without = error()
+    assert with_rule < 0.1 < 0.3 < without, (with_rule, without)
+
+
+def test_prints_as_it_is_written_and_has_no_state() -> None:
+    policy = Fixed(GroupQuant(bits=4))
+    assert repr(policy) == "Fixed(codec=GroupQuant(bits=4))" and policy.state_dict() == {}
