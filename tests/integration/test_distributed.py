@@ -35,8 +35,8 @@ for step in range(3):
     for a, b, c in zip(*grads, strict=True):
         assert torch.equal(a, b) and torch.equal(a, c)
 assert not any(row.layer.startswith("module") for row in handle.report().layers)
-quant = halley.attach(copy.deepcopy(model), halley.policies.Fixed(halley.codecs.GroupQuant(bits=2)))
-m = quant._model()
+m = copy.deepcopy(model)
+halley.attach(m, halley.policies.Fixed(halley.codecs.GroupQuant(bits=2)))
 x = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(5))
 m(x).sum().backward()
 mine = m[0].weight.grad
