@@ -20,6 +20,14 @@ FLOATS = {
     torch.float64: (52, -1022, 3),
 }
 
+# Smaller bounds count as zero: below them a level could be a denormal, which not every processor keeps.
+SMALLEST_BOUND = {
+    torch.float16: 2.0**-22,
+    torch.bfloat16: 2.0**-100,
+    torch.float32: 2.0**-100,
+    torch.float64: 2.0**-900,
+}
+
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -50,7 +58,7 @@ def usable_bound(bound: Tensor, dtype: torch.dtype) -> Tensor:
     work = compute_dtype(dtype)
     eb = bound.double().clamp(max=2.0**120).to(work)
     eb = torch.where(eb.double() > bound, torch.nextafter(eb, eb.new_zeros(())), eb)
-    return torch.where(eb < (2.0**-900 if dtype == torch.float64 else 2.0**-100), 0.0, eb)
+    return torch.where(eb < SMALLEST_BOUND[dtype], 0.0, eb)
 
 
 def shrink(eb: Tensor, code: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from halley.kernels import reference
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 IMPLEMENTATIONS = {"reference": reference, "cpu": kernels.implementation("cpu"), "gpu": kernels.implementation("cuda")}
 DEVICE = {"reference": "cpu", "cpu": "cpu", "gpu": "cuda" if torch.cuda.is_available() else "cpu"}
-EXAMPLES = {"reference": 60, "cpu": 150, "gpu": 15}
+EXAMPLES = {"reference": 200, "cpu": 500, "gpu": 15}
 
 CONTENT = {
     "normal": lambda n, g: torch.randn(n, generator=g),
@@ -36,6 +36,7 @@ CONTENT = {
         torch.randint(0, 7, (n,), generator=g)
     ],
     "wide": lambda n, g: torch.randn(n, generator=g) * 10.0 ** torch.randint(-30, 30, (n,), generator=g),
+    "smallest_half": lambda n, g: torch.randint(-3, 4, (n,), generator=g) * 2.0**-24,
     "integers": lambda n, g: torch.randint(-3, 4, (n,), generator=g).float(),
 }
 
@@ -44,7 +45,7 @@ cases = st.fixed_dictionaries(
         "dtype": st.sampled_from(DTYPES),
         "n": st.sampled_from([1, 2, 63, 64, 65, 127, 1000, 1023, 1024, 1025, 2500]),
         "content": st.sampled_from(sorted(CONTENT)),
-        "bound": st.sampled_from([0.0, 1e-45, 1e-30, 1e-3, 0.01, 0.1, 0.3, 1.0, 7.5, 1e6, 1e38]),
+        "bound": st.sampled_from([0.0, 1e-45, 1e-30, 2.0**-24, 2.0**-22, 1e-3, 0.01, 0.1, 0.3, 1.0, 7.5, 1e6, 1e38]),
         "mode": st.sampled_from(["abs", "rel"]),
         "stochastic": st.booleans(),
         "bitmap": st.booleans(),

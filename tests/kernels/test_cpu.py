@@ -18,10 +18,12 @@ import torch
 from halley.kernels import reference
 
 cpu = pytest.importorskip("halley.kernels.cpu", reason="needs numba")
+kernels = cpu.kernels
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 SIZES = [0, 1, 63, 64, 65, 1000, 1023, 1024, 1025, 5000, 70000]
-BOUNDS = [0.0, 1e-30, 1e-7, 2.0**-24, 1e-2, 0.3, 1e4, 1e300, math.inf]
+BOUNDS = [0.0, 1e-30, 1e-7, 2.0**-24, 1e-2, 0.3, 1e4, 1e300]
+LIMITS = [(bound, math.inf) for bound in BOUNDS] + [(math.inf, rel) for rel in (0.0, 1e-7, 1e-3, 0.3)]
 SEEDS = [0, 1, -1, -(2**63), 2**63 + 12345, 2**64 - 1, 0x123456789ABCDEF]
 
 
@@ -45,8 +47,10 @@ CONTENTS = {
     "negative zeros": lambda n, g: torch.zeros(n) * -1,
     "constant": lambda n, g: torch.full((n,), -3.7),
     "far from zero": lambda n, g: 1e4 + torch.rand(n, generator=g, dtype=torch.float64) * 2 - 1,
-    "near base limits": lambda n, g: torch.randint(-140, 140, (n // 64 + 1, 1), generator=g).expand(-1, 64).reshape(-1)[:n]
-    + torch.rand(n, generator=g),
+    "near base limits": lambda n, g: (
+        torch.randint(-140, 140, (n // 64 + 1, 1), generator=g).expand(-1, 64).reshape(-1)[:n]
+        + torch.rand(n, generator=g)
+    ),
     "huge": lambda n, g: torch.randn(n, generator=g, dtype=torch.float64) * 1e37,
     "denormals": lambda n, g: torch.randn(n, generator=g, dtype=torch.float64) * 1e-39,
     "small": lambda n, g: torch.randn(n, generator=g, dtype=torch.float64) * 2.0**-23,
@@ -86,11 +90,11 @@ def check_eb(x: torch.Tensor, bound: float, rel: float, stochastic: bool, seed: 
     ours = cpu.eb_encode(x, bound, rel, stochastic, seed, bitmap, -1)
     with one_thread():
         theirs = reference.eb_encode(x, bound, rel, stochastic, seed, bitmap, -1)
-        values = [reference.eb_decode(*theirs, x.numel(), x.dtype, mask) for mask in (False, True)]
+        values = reference.eb_decode(*theirs, x.numel(), x.dtype, False)
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a, b), about
         assert a.untyped_storage().nbytes() == a.numel(), about
-    for mask, b in zip((False, True), values, strict=True):
+    for mask, b in ((False, values), (True, values != 0)):
         a = cpu.eb_decode(*ours, x.numel(), x.dtype, mask)
         assert a.dtype == b.dtype and torch.equal(bits(a), bits(b)), (*about, mask)
 
@@ -101,20 +105,19 @@ def test_error_bounded_equals_reference(name: str, dtype: torch.dtype) -> None:
     chance = random.Random(f"{name} {dtype}")
     for n in SIZES:
         x = content(name, n, dtype)
-        for _ in range(1 if n > 5000 else 4):
-            bound, rel = chance.choice([(b, math.inf) for b in BOUNDS[:-1]] + [(math.inf, r) for r in (0.0, 1e-7, 1e-3, 0.3)])
+        for _ in range(2 if n in (1000, 5000) else 1):
+            bound, rel = chance.choice(LIMITS)
             check_eb(x, bound, rel, chance.random() < 0.5, chance.choice(SEEDS), chance.random() < 0.5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bitmap", [True, False])
-@pytest.mark.parametrize("stochastic", [True, False])
-def test_every_width(dtype: torch.dtype, bitmap: bool, stochastic: bool) -> None:
+def test_every_width(dtype: torch.dtype, bitmap: bool) -> None:
     g = torch.Generator().manual_seed(5)
     for width in range(24):
         x = torch.randn(3000, generator=g, dtype=torch.float64) * 2.0**width
         x *= torch.rand(3000, generator=g) < torch.linspace(-0.1, 1.1, 3000)  # any number of non-zeros
-        check_eb((x.abs() if width % 2 else x).to(dtype), 0.9, math.inf, stochastic, width, bitmap)
+        check_eb((x.abs() if width % 2 else x).to(dtype), 0.9, math.inf, width % 3 == 0, width, bitmap)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -148,9 +151,9 @@ def test_groups_in_any_order() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [2, 4, 8])
 def test_group_quant_equals_reference(width: int, dtype: torch.dtype) -> None:
-    for name in CONTENTS:
-        for i, n in enumerate(SIZES):
-            x, seed, group = content(name, n, dtype), SEEDS[(i + width) % len(SEEDS)], (64, 256)[i % 2]
+    for i, name in enumerate(CONTENTS):
+        for n in (SIZES[i % 5], SIZES[5 + i % 5], 3000 + i, *SIZES[10:][: i % 6 == 0]):
+            x, seed, group = content(name, n, dtype), SEEDS[(i + width) % len(SEEDS)], (64, 256)[(i + n) % 2]
             ours = cpu.gq_encode(x, width, group, seed)
             with one_thread():
                 theirs = reference.gq_encode(x, width, group, seed)
@@ -159,7 +162,9 @@ def test_group_quant_equals_reference(width: int, dtype: torch.dtype) -> None:
             kept = torch.float64 if dtype == torch.float64 else torch.bfloat16
             assert torch.equal(ours[:at_step], theirs[:at_step]), (name, n, group)
             # torch's cast to bf16 gives NaNs other bits on other machines
-            assert torch.equal(plain_nan(ours[at_step:].clone().view(kept)), plain_nan(theirs[at_step:].clone().view(kept)))
+            assert torch.equal(
+                plain_nan(ours[at_step:].clone().view(kept)), plain_nan(theirs[at_step:].clone().view(kept))
+            )
             for mask, b in zip((False, True), values, strict=True):
                 a = cpu.gq_decode(ours, n, width, group, dtype, mask)
                 assert a.dtype == b.dtype and torch.equal(plain_nan(a), plain_nan(b)), (name, n, group, mask)
@@ -196,6 +201,17 @@ def test_damaged_metadata_stays_inside_the_payload() -> None:
         assert cpu.eb_decode(damaged, payload, 5000, torch.float32, False).numel() == 5000
 
 
+def test_without_a_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def njit(function, cache=False, **options):
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return compiled(function, **options)
+
+    compiled = kernels.numba.njit
+    monkeypatch.setattr(kernels.numba, "njit", njit)
+    assert kernels.jit(lambda x: x + 1)(1) == 2
+
+
 def test_threads_at_once() -> None:
     tensors = [torch.randn(400_000, generator=torch.Generator().manual_seed(i)) for i in range(4)]
     expected = [cpu.eb_encode(x, 0.01, math.inf, False, 0, True, -1) for x in tensors]
@@ -222,7 +238,7 @@ def test_threads_at_once() -> None:
 def encode_in_child(connection: multiprocessing.connection.Connection, x: torch.Tensor) -> None:
     meta, payload = cpu.eb_encode(x, 0.01, math.inf, False, 0, True, -1)
     decoded = cpu.eb_decode(meta, payload, x.numel(), torch.float32, False)
-    connection.send((bytes(meta.numpy()), bytes(payload.numpy()), float((decoded - x).abs().max())))
+    connection.send([bytes(t.view(torch.uint8).numpy()) for t in (meta, payload, decoded)])
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -230,6 +246,7 @@ def encode_in_child(connection: multiprocessing.connection.Connection, x: torch.
 def test_after_a_fork() -> None:
     x = torch.randn(400_000)
     meta, payload = cpu.eb_encode(x, 0.01, math.inf, False, 0, True, -1)  # the parent's threads are running
+    decoded = cpu.eb_decode(meta, payload, x.numel(), torch.float32, False)
     here, there = multiprocessing.Pipe()
     child = multiprocessing.get_context("fork").Process(target=encode_in_child, args=(there, x))
     child.start()
@@ -238,4 +255,4 @@ def test_after_a_fork() -> None:
     child.join(10)
     child.kill()
     assert theirs is not None, "the child hangs"
-    assert theirs[:2] == (bytes(meta.numpy()), bytes(payload.numpy())) and theirs[2] <= 0.01
+    assert theirs == [bytes(t.view(torch.uint8).numpy()) for t in (meta, payload, decoded)]

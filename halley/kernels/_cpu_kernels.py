@@ -1,0 +1,714 @@
+"""The compiled code of cpu.py. All of it is in this file: numba's cache notices changes to a kernel's own file only.
+
+fp16 travels as int16 and bf16 as uint16, so that numba's type specialisation tells the four dtypes apart. Blocks are
+read and written in steps of a fixed number of bytes, which vectorise: what runs past an end is overwritten or ignored.
+No fastmath: values are those of the reference, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from halley.kernels.reference import BLOCK, BLOCKS, GROUP, HEADER, RAW
+
+SLACK = 128  # bytes: how far past its end a block may be written or read
+
+f32, f64, i32, i64 = np.float32, np.float64, np.int32, np.int64
+u8, u32, u64 = np.uint8, np.uint32, np.uint64
+ONES = u64(0x0101010101010101)
+
+
+def jit(function: Callable, **options: Any) -> Callable:
+    """numba.njit, cached on disk where there is a directory for it."""
+    options.update(nogil=True, error_model="numpy")
+    try:
+        return numba.njit(function, cache=True, **options)
+    except RuntimeError:
+        return numba.njit(function, **options)
+
+
+def inline(function: Callable) -> Callable:
+    """For what kernels call in their inner loops: passing an array to a function costs as much as packing a block."""
+    return jit(function, forceinline=True)
+
+
+# --- scalars ----------------------------------------------------------------------------------------------------------
+
+
+def choose(single: Callable, double: Callable) -> Callable:
+    """A function for compiled code: `single` where the last argument has 32 bits, `double` where it has 64."""
+
+    def chosen(*args: Any) -> Any:
+        raise NotImplementedError("for compiled code only")
+
+    overload(chosen, strict=False)(lambda *args: single if args[-1].bitwidth == 32 else double)
+    return chosen
+
+
+# The bits of |v| as an integer: ordered like the magnitudes, then infinity, then NaN.
+magnitude = choose(lambda v: i32(f32(v).view(i32) & 0x7FFFFFFF), lambda v: f64(v).view(i64) & i64(2**63 - 1))
+of_magnitude = choose(lambda m: i32(m).view(f32), lambda m: i64(m).view(f64))
+# The bits of v as a signed integer that is ordered like the values.
+ordered = choose(
+    lambda v: i32(f32(v).view(i32) ^ f32(v).view(i32) >> 31 & 0x7FFFFFFF),
+    lambda v: f64(v).view(i64) ^ f64(v).view(i64) >> 63 & i64(2**63 - 1),
+)
+of_ordered = choose(
+    lambda key: i32(key ^ key >> 31 & 0x7FFFFFFF).view(f32),
+    lambda key: i64(key ^ key >> 63 & i64(2**63 - 1)).view(f64),
+)
+# -1 where the sign bit is set, else 0.
+sign = choose(lambda v: i32(f32(v).view(i32) >> 31), lambda v: i32(f64(v).view(i64) >> 63))
+# floor(log2 v) of a positive normal value.
+exponent = choose(lambda v: i64(f32(v).view(i32) >> 23) - 127, lambda v: (f64(v).view(i64) >> 52) - 1023)
+# A number as a float of the type of `like`.
+as_float = choose(lambda number, like: f32(number), lambda number, like: f64(number))
+# A positive step as GroupQuant keeps it: bf16 rounded up (fp64 as it is), normal.
+step_up = choose(
+    lambda step: max(i32(f32(step).view(i32) + 0xFFFF & -0x10000).view(f32), f32(2.0**-126)),
+    lambda step: max(step, 2.0**-1022),
+)
+
+
+def widen(element: Any) -> Any:
+    """An element of a tensor as the float to compute with."""
+
+
+def narrow(v: Any, like: Any) -> Any:
+    """A computed float, not NaN, as an element of the type of `like`: nearest, ties to even, as torch casts."""
+
+
+@overload(widen)
+def _widen(element):
+    if element == types.uint16:
+        return lambda element: u32(u32(element) << 16).view(f32)
+    if element == types.int16:
+
+        def from_half(element):
+            h = i32(element)
+            u = i32((h & 0x7FFF) << 13)
+            u = i32(u + (224 << 23 if u >= 31 << 23 else 112 << 23))  # infinity and NaN go to the largest exponent
+            small = i32(u + (1 << 23)).view(f32) - f32(2.0**-14)  # denormals: their leading one is not implied
+            m = f32(small).view(i32) if u < 113 << 23 else u
+            return i32(m | (h & 0x8000) << 16).view(f32)
+
+        return from_half
+    return lambda element: element
+
+
+@overload(narrow)
+def _narrow(v, like):
+    if like == types.uint16:
+
+        def to_bfloat(v, like):
+            u = f32(v).view(u32)
+            return np.uint16(u32(u + 0x7FFF + (u >> 16 & 1)) >> 16)
+
+        return to_bfloat
+    if like == types.int16:
+
+        def to_half(v, like):
+            u = f32(v).view(i32)
+            m = i32(u & 0x7FFFFFFF)
+            normal = i32((m + 0xFFF + (m >> 13 & 1) - (112 << 23)) >> 13)
+            # Denormals: this sum rounds to a multiple of 2^-24.
+            small = i32(f32(i32(m).view(f32) + f32(0.5)).view(i32) - 0x3F000000)
+            h = 0x7C00 if m >= 0x477FF000 else (small if m < 113 << 23 else normal)
+            return np.int16(h | (u >> 16 & 0x8000))
+
+        return to_half
+    return lambda v, like: v
+
+
+@inline
+def random24(i, a, b):
+    """24 random bits for index i, from the halves of the seed (b with its lowest bit set), as int32."""
+    h = u32(u32(i ^ a) * b)
+    h = u32(u32(h ^ h >> 16) * u32(0x7FEB352D))
+    h = u32(u32(h ^ h >> 15) * u32(0x846CA68B))
+    return i32(u32(h ^ h >> 16) >> 8)
+
+
+@inline
+def bits_of(v):
+    """How many bits a non-negative integer below 2^31 needs."""
+    return max((f64(v).view(i64) >> 52) - 1022, 0)
+
+
+@inline
+def index(at):
+    """The same number, known to the compiler not to be negative: no wrap-around, which would not vectorise."""
+    return at & 0x7FFFFFFFFFFF
+
+
+# --- fields -----------------------------------------------------------------------------------------------------------
+
+
+@inline
+def field_bytes(n, width):
+    rest = ((width & 4) * n + 7 >> 3) + ((width & 2) * n + 7 >> 3) + ((width & 1) * n + 7 >> 3)
+    return (width >> 3) * n + rest
+
+
+@inline
+def get_word(data, at, size):
+    """An unsigned integer of `size` bytes; eight become one load."""
+    word = u64(0)
+    for byte in range(size):
+        word |= u64(data[index(at) + byte]) << u64(8 * byte)
+    return word
+
+
+@inline
+def put_word(out, at, word):
+    for byte in range(8):
+        out[index(at) + byte] = u8(word >> u64(8 * byte))
+
+
+@inline
+def take_bytes(v, b, out, at):
+    """Moves the low byte of each value of a block to out. (With less to do the loop is unrolled, not vectorised.)"""
+    for i in range(BLOCK):
+        out[index(at) + i] = u8(v[b, i])
+        v[b, i] >>= 8
+
+
+@inline
+def put_slices(out, at, rest, length, b, shift):
+    """One field of b bits out of the bytes in rest, always 8 * b bytes long."""
+    mask = ONES * u64((1 << b) - 1)
+    for j in range(0, 8 * b, 8):
+        word = u64(0)
+        for t in range(8 // b):
+            word |= (get_word(rest, t * length + j, 8) >> u64(shift & 7) & mask) << u64(t * b)
+        put_word(out, at + j, word)
+
+
+@inline
+def get_slices(data, at, length, b, shift, pieces):
+    """The values of one field of b bits, shifted to their place."""
+    at, length = index(at), index(length)
+    for t in range(8 // b):  # a slice ends where the next one starts, and is overwritten from there
+        for j in range(8 * b):
+            pieces[t * length + j] = u8((data[at + j] >> t * b & (1 << b) - 1) << shift)
+
+
+@inline
+def clear(pieces):
+    for i in range(BLOCK):
+        pieces[i] = 0
+
+
+@inline
+def join_pieces(p4, p2, p1, v):
+    for i in range(BLOCK):
+        v[i] = p4[i] | p2[i] | p1[i]
+
+
+@inline
+def add_byte(data, at, v):
+    """Puts a byte below each value."""
+    for i in range(BLOCK):
+        v[i] = i32(v[i] << 8) | data[index(at) + i]
+
+
+@inline
+def spread_bits(bitmap, flags, places):
+    """A bitmap as 64 bytes, and how many bits are set before each; eight values in a word. Returns how many are set."""
+    n = u64(0)
+    for t in range(8):
+        flags[t] = bitmap >> u64(t) & ONES
+        sums = (flags[t] + n) * ONES
+        places[t] = sums - flags[t]
+        n = sums >> u64(56)
+    return i64(n)
+
+
+# --- error-bounded encoding -------------------------------------------------------------------------------------------
+
+
+@jit
+def range_task(task, size, x, found):
+    """Smallest and largest finite value of a task; infinities the wrong way round if there is none."""
+    none_low = ordered(as_float(math.inf, widen(x[0])))
+    none_high = ordered(as_float(-math.inf, widen(x[0])))
+    low, high = none_low, none_high
+    mine = x[task * size : (task + 1) * size]
+    for i in range(mine.size):
+        v = widen(mine[i])
+        finite, key = magnitude(v) < none_low, ordered(v)
+        low, high = min(low, key if finite else none_low), max(high, key if finite else none_high)
+    found[task, 0], found[task, 1] = of_ordered(low), of_ordered(high)
+
+
+@inline
+def fill_steps(steps, eb):
+    """eb_c of docs/design.md for each shrink code."""
+    steps[0] = eb * f32(0.5)
+    for c in range(1, 16):
+        steps[c] = eb - math.ldexp(1.0, exponent(eb) - c)
+
+
+@inline
+def load_group(x, first, v, limit):
+    """Widens a group into v, filled with zeros; returns the largest magnitude below the limit."""
+    first, size = index(first), min(x.size - first, GROUP)
+    zero = magnitude(as_float(0, v[0]))
+    largest = zero
+    for i in range(size):
+        v[i] = widen(x[first + i])
+        m = magnitude(v[i])
+        largest = max(largest, m if m < limit else zero)
+    for i in range(size, GROUP):
+        v[i] = 0
+    return of_magnitude(largest)
+
+
+@inline
+def nearest_levels(v, k, b, like, limit, eb, factor, half):
+    """Levels of a block; returns whether it must be stored raw."""
+    bad = i32(0)
+    for i in range(BLOCK):
+        m = magnitude(v[b, i])
+        a = of_magnitude(m) if m < limit else as_float(0, eb)
+        q = a * factor
+        level = i32(q)
+        level = max(i32(level + (as_float(level, q) < q)), i32(1)) if a > 0 else i32(0)
+        back = widen(narrow(as_float(i32(2 * level - 1), q) * half, like))
+        bad |= i32((m >= limit) | ((a > 0) & (not abs(back - a) <= eb)))
+        s = sign(v[b, i])
+        k[b, i] = (level ^ s) - s
+    return bad
+
+
+@inline
+def stochastic_levels(v, k, b, like, limit, eb, factor, half, start, seed_low, seed_high):
+    """The same with stochastic rounding; `start` is the index of the block's first value."""
+    bad = i32(0)
+    for i in range(BLOCK):
+        m = magnitude(v[b, i])
+        a = of_magnitude(m) if m < limit else as_float(0, eb)
+        q = a * factor + f32(0.5)
+        level = i32(q)
+        chance = i32((q - as_float(level, q)) * f32(2.0**24))
+        up = random24(u32(start + i), seed_low, seed_high) < chance
+        level = max(i32(level + up), i32(1)) if a > 0 else i32(0)
+        back = widen(narrow(as_float(i32(2 * level - 1), q) * half, like))
+        bad |= i32((m >= limit) | ((a > 0) & (not abs(back - a) <= eb)))
+        s = sign(v[b, i])
+        k[b, i] = (level ^ s) - s
+    return bad
+
+
+@inline
+def zero_levels(v, k, b):
+    """The levels under a bound of zero; returns whether any bit of the block is set."""
+    bad = i32(0)
+    for i in range(BLOCK):
+        bad |= i32(ordered(v[b, i]) != 0)
+        k[b, i] = 0
+    return bad
+
+
+@inline
+def measure_block(k, b):
+    """Smallest and largest level, the same of the non-zero levels (1 if there is none), and how many these are."""
+    big = i32(1 << 30)
+    low, high, low_nz, high_nz, count = big, i32(-big), big, i32(-big), i32(0)
+    for i in range(BLOCK):
+        level = k[b, i]
+        low, high = min(low, level), max(high, level)
+        low_nz = min(low_nz, level if level != 0 else big)
+        high_nz = max(high_nz, level if level != 0 else i32(-big))
+        count = i32(count + (level != 0))
+    if count == 0:
+        low_nz = high_nz = i32(1)
+    return i64(low), i64(high), i64(low_nz), i64(high_nz), i64(count)
+
+
+@inline
+def smallest_form(for_range, map_range, count, bitmap, must_raw, raw_size):
+    """Chooses between frame of reference, bitmap and raw; returns head, size and whether the bitmap beats the frame."""
+    for_width, map_width = bits_of(max(for_range, 0)), bits_of(max(map_range, 0))
+    for_size, map_size = 8 * for_width, 8 + field_bytes(count, map_width)
+    use_map = bitmap & (map_size < for_size)
+    size = map_size if use_map else for_size
+    if must_raw | (raw_size < size):
+        return RAW, raw_size, use_map
+    return (map_width + 32 if use_map else for_width), size, use_map
+
+
+@inline
+def find_bits(k, b, flags, flag_bytes):
+    """The bitmap of a block."""
+    for i in range(BLOCK):
+        flag_bytes[i] = k[b, i] != 0
+    bitmap = u64(0)
+    for t in range(8):
+        bitmap |= flags[t] << u64(t)
+    return bitmap
+
+
+@inline
+def subtract_base(k, b, base):
+    for i in range(BLOCK):
+        k[b, i] -= base
+
+
+@inline
+def compact(k, b, base, places, n):
+    """Moves the non-zero levels to the front, less the base; zeros follow."""
+    for i in range(BLOCK):
+        k[b, places[i]] = k[b, i] - base  # the place of a zero level is that of the next non-zero one
+    for i in range(8):
+        k[b, index(n) + i] = 0
+
+
+@inline
+def copy_bytes(source, at, n, out, to):
+    for i in range(n):
+        out[index(to) + i] = source[index(at) + i]
+
+
+@inline
+def put_padding(out, at):
+    """Zeros up to a multiple of 4; returns where they end. Slots start at multiples of 4."""
+    for i in range(4):
+        out[index(at) + i] = 0
+    return at + 3 & ~3
+
+
+@jit
+def put_group(out, at, kind, blocks, heads, bases, k, raw, raw_at, raw_size, rest, words):
+    """Writes the bases and blocks of a group; returns where they end. Uses up the levels."""
+    flags, bitmaps, counts = words[0], words[2], words[3]
+    flag_bytes, places = flags.view(u8), words[1].view(u8)
+    base_size = (0, 1, 4)[kind]
+    for b in range(blocks):
+        for byte in range(base_size):
+            out[index(at + b * base_size + byte)] = u8(bases[b] >> 8 * byte)
+    at = put_padding(out, at + blocks * base_size)
+    for b in range(blocks):  # all blocks before any is packed: reading at once what was just moved would stall
+        base = i32(bases[b] if kind else heads[0, b] >> 5)
+        if heads[kind, b] < 32:
+            subtract_base(k, b, base)
+        else:
+            bitmaps[b] = find_bits(k, b, flags, flag_bytes)
+            counts[b] = spread_bits(bitmaps[b], flags, words[1])
+            compact(k, b, base, places, counts[b])
+    for b in range(blocks):
+        head, n = heads[kind, b], i64(BLOCK)
+        width = head & 31
+        if head == RAW:
+            size = min(raw.size - raw_at - b * raw_size, raw_size)
+            copy_bytes(raw, raw_at + b * raw_size, size, out, at)
+            at += size
+            continue
+        if head >= 32:
+            put_word(out, at, bitmaps[b])
+            at, n = at + 8, i64(counts[b])
+        for _ in range(width >> 3):
+            take_bytes(k, b, out, at)
+            at += n
+        take_bytes(k, b, rest, 0)
+        if width & 4:
+            put_slices(out, at, rest, n + 1 >> 1, 4, 0)
+            at += n + 1 >> 1
+        if width & 2:
+            put_slices(out, at, rest, n + 3 >> 2, 2, width & 4)
+            at += n + 3 >> 2
+        if width & 1:
+            put_slices(out, at, rest, n + 7 >> 3, 1, width & 6)
+            at += n + 7 >> 3
+    return put_padding(out, at)
+
+
+@jit
+def encode_task(
+    task, size, x, raw, meta, scratch, slot, units, eb, mant, emin, extra, stochastic, seed_low, seed_high, bitmap
+):
+    """Encodes the groups of a task into its slot of scratch, from where offsets count."""
+    like, itemsize, groups = x[0], x.itemsize, (x.size + GROUP - 1) // GROUP
+    offsets = meta[HEADER : HEADER + 4 * groups].view(u32)
+    infos, all_heads = meta[HEADER + 4 * groups :], meta[HEADER + 5 * groups :]
+    flat, steps = np.full(GROUP, eb), np.full(16, eb)
+    v, k = flat.reshape(BLOCKS, BLOCK), np.empty((BLOCKS, BLOCK + 8), i32)
+    rest, words = np.empty(2 * BLOCK, u8), np.empty((4, BLOCKS), u64)
+    heads, bases = np.empty((3, BLOCKS), i64), np.empty(BLOCKS, i64)
+    fill_steps(steps, eb)
+    limit, e0 = magnitude(eb * f32(2.0**22)), exponent(eb) - 1
+    begin = at = task * slot
+    for group in range(task * size // GROUP, min((task + 1) * size // GROUP, groups)):
+        first = group * GROUP
+        blocks = min((x.size - first + BLOCK - 1) // BLOCK, BLOCKS)
+        largest = load_group(x, first, flat, limit)
+        r = max(exponent(largest + eb), emin) - mant - 1 + extra
+        code = 0 if eb == 0 or r > e0 else min(e0 - r + 1, 15)
+        step = steps[code]
+        total0, total1, total2 = 0, blocks + 3 & ~3, 4 * blocks
+        for b in range(blocks):
+            start = first + b * BLOCK
+            if eb == 0:
+                bad = zero_levels(v, k, b)
+            elif stochastic:
+                factor, half = f32(1.0) / step, step * f32(0.5)
+                bad = stochastic_levels(v, k, b, like, limit, eb, factor, half, start, seed_low, seed_high)
+            else:
+                bad = nearest_levels(v, k, b, like, limit, eb, f32(0.5) / step, step)
+            if bad:
+                for i in range(BLOCK):
+                    k[b, i] = 0
+            low, high, low_nz, high_nz, count = measure_block(k, b)
+            raw_size = min(x.size - start, BLOCK) * itemsize
+            heads[0, b], size0, _ = smallest_form(high, high_nz - 1, count, bitmap, (bad != 0) | (low < 0), raw_size)
+            heads[2, b], size2, use_map = smallest_form(high - low, high_nz - low_nz, count, bitmap, bad != 0, raw_size)
+            unfit = (low < -128) | ((low_nz if bitmap else low) > 127)
+            heads[1, b], size1 = (RAW, raw_size) if unfit else (heads[2, b], size2)
+            bases[b] = low_nz if use_map else low
+            total0, total1, total2 = total0 + size0, total1 + size1, total2 + size2
+
+        kind = 1 if total1 < total0 else 0
+        kind = 2 if total2 < min(total0, total1) else kind
+        offsets[group] = (at - begin) // 4
+        infos[group] = code + 16 * kind
+        for b in range(blocks):
+            all_heads[group * BLOCKS + b] = heads[kind, b]
+        at = put_group(scratch, at, kind, blocks, heads, bases, k, raw, first * itemsize, BLOCK * itemsize, rest, words)
+    units[task] = (at - begin) // 4
+
+
+@jit
+def gather_task(task, size, groups, meta, scratch, slot, base, units, payload):
+    """Moves a task's bytes to their place in the payload."""
+    offsets = meta[HEADER : HEADER + 4 * groups].view(u32)
+    for group in range(task * size // GROUP, min((task + 1) * size // GROUP, groups)):
+        offsets[group] += base[task]
+    source, to = index(task * slot), index(4 * base[task])
+    for i in range(4 * units[task]):
+        payload[to + i] = scratch[source + i]
+
+
+# --- error-bounded decoding -------------------------------------------------------------------------------------------
+
+
+@inline
+def values_of(k, base, half, to, at):
+    """Decodes the levels of a block."""
+    at = index(at)
+    for i in range(BLOCK):
+        level = i32(k[i] + base)
+        m = as_float(i32(2 * abs(level) - 1), half) * half
+        m = m if level != 0 else as_float(0, half)
+        to[at + i] = narrow(-m if level < 0 else m, to[at + i])
+
+
+@inline
+def expand(dense, flags, places, place_bytes, to, at):
+    """Puts values at their places in a block, zeros between them; `dense` ends with 64 zeros."""
+    for t in range(8):
+        places[t] |= (flags[t] ^ ONES) << u64(6)
+    for i in range(BLOCK):
+        to[index(at) + i] = dense[place_bytes[i]]
+
+
+@jit
+def decode_group(data, at, heads, first_head, blocks, kind, half, to, to_bytes, first, valid, dense, k, words):
+    """Decodes a group from byte `at` of data to place `first` of `to`."""
+    itemsize, bases_at = to.itemsize, at
+    flags, places, place_bytes = words[0], words[1], words[1].view(u8)
+    p4, p2, p1 = words[2].view(u8), words[3].view(u8), words[4].view(u8)
+    at += 0 if kind == 0 else (blocks + 3 & ~3 if kind == 1 else 4 * blocks)
+    for b in range(blocks):
+        head, n = i64(heads[first_head + b]), BLOCK
+        start = first + b * BLOCK
+        if head == RAW:
+            raw_size = min(valid - b * BLOCK, BLOCK) * itemsize
+            copy_bytes(data, at, raw_size, to_bytes, start * itemsize)
+            at += raw_size
+            continue
+        base, width = i32(head >> 5), head & 31
+        if kind == 1:
+            base = i32(np.int8(data[index(bases_at) + b]))
+        elif kind == 2:
+            base = i32(get_word(data, bases_at + 4 * b, 4))
+        if head >= 32:
+            n = spread_bits(get_word(data, at, 8), flags, places)
+            at += 8
+        bytes_at = at
+        at += (width >> 3) * n
+        clear(p4)
+        clear(p2)
+        clear(p1)
+        if width & 4:
+            get_slices(data, at, n + 1 >> 1, 4, 0, p4)
+            at += n + 1 >> 1
+        if width & 2:
+            get_slices(data, at, n + 3 >> 2, 2, width & 4, p2)
+            at += n + 3 >> 2
+        if width & 1:
+            get_slices(data, at, n + 7 >> 3, 1, width & 6, p1)
+            at += n + 7 >> 3
+        join_pieces(p4, p2, p1, k)
+        for c in range((width >> 3) - 1, -1, -1):
+            add_byte(data, bytes_at + c * n, k)
+        if head < 32:
+            values_of(k, base, half, to, start)
+        else:
+            values_of(k, base, half, dense, 0)
+            expand(dense, flags, places, place_bytes, to, start)
+
+
+@jit
+def decode_task(task, size, numel, out, first_out, meta, payload, eb):
+    """Decodes the groups of a task into out, which starts with value `first_out`."""
+    groups = (numel + GROUP - 1) // GROUP
+    infos, heads = meta[HEADER + 4 * groups :], meta[HEADER + 5 * groups :]
+    steps, k, words = np.full(16, eb), np.empty(BLOCK, i32), np.empty((5, 8), u64)
+    dense, last = np.zeros(2 * BLOCK, out.dtype), np.empty(GROUP, out.dtype)
+    tail = np.zeros(BLOCKS * (BLOCK * max(out.itemsize, 4) + 12) + SLACK, u8)  # what a group may take at most
+    out_bytes, last_bytes = out.view(u8), last.view(u8)
+    fill_steps(steps, abs(eb))
+    for group in range(task * size // GROUP, min((task + 1) * size // GROUP, groups)):
+        at = i64(get_word(meta, HEADER + 4 * group, 4)) * 4
+        first = index(group * GROUP - first_out)
+        valid = min(numel - group * GROUP, GROUP)
+        blocks, kind = (valid + BLOCK - 1) // BLOCK, infos[group] >> 4
+        half = steps[infos[group] & 15] * (f32(0.5) if eb < 0 else f32(1.0))
+        here = group * BLOCKS
+        if valid == GROUP and at + tail.size <= payload.size:
+            decode_group(payload, at, heads, here, blocks, kind, half, out, out_bytes, first, valid, dense, k, words)
+            continue
+        copy_bytes(payload, at, min(tail.size, payload.size - at), tail, 0)  # there must be room to read and write
+        decode_group(tail, 0, heads, here, blocks, kind, half, last, last_bytes, 0, valid, dense, k, words)
+        for i in range(valid):
+            out[first + i] = last[i]
+
+
+# --- fixed rate -------------------------------------------------------------------------------------------------------
+
+
+@inline
+def quantize_group(v, codes, bits, start, seed_low, seed_high):
+    """Codes of a group; returns lo and step as they are stored."""
+    zero = as_float(0, v[0])
+    infinite = magnitude(as_float(math.inf, zero))
+    least, most = infinite, magnitude(zero)
+    low, high = infinite, ordered(as_float(-math.inf, zero))
+    signed = False
+    for i in range(v.size):
+        m, key = magnitude(v[i]), ordered(v[i])
+        least, most = min(least, m if m > 0 else infinite), max(most, m)
+        low, high = min(low, key), max(high, key)
+        signed |= v[i] < 0
+    affine = signed and bits == 2
+    finite = most < infinite
+    if affine:
+        lo = as_float(math.nan, zero) if most > infinite else of_ordered(low)
+        hi = of_ordered(high)
+    else:
+        lo, hi = of_magnitude(least) if least < infinite else zero, of_magnitude(most)
+    n = as_float((3 if affine else (1 << bits - 1) - 2) if signed else (1 << bits) - 2, zero)
+    step, inverse = zero, zero
+    if not finite:
+        step = as_float(math.nan, zero)
+    elif hi > lo:
+        step = step_up(hi / n - lo / n)
+        inverse = f32(1.0) / step
+    for i in range(v.size):
+        t = ((v[i] if affine else abs(v[i])) - lo) * inverse
+        t = t if t > 0 else zero
+        t = t if t < n else n
+        q = i32(t)
+        chance = i32((t - as_float(q, t)) * f32(2.0**24))
+        q = i32(q + (random24(u32(start + i), seed_low, seed_high) < chance))
+        marked = i32(q + 1 | i32(v[i] < 0) << bits - 1) if abs(v[i]) > 0 else i32(0)
+        codes[i] = u8(q if affine else marked)
+    return (-lo if signed and not affine else lo), step
+
+
+@jit
+def quantize_task(task, size, x, bits, group, seed_low, seed_high, out, los, steps):
+    """Codes, lo and step of the groups of a task."""
+    v, codes = np.full(group, los[0]), np.empty(group, u8)
+    length = group * bits // 8
+    for g in range(task * size // group, min((task + 1) * size // group, los.size)):
+        mine = x[g * group : (g + 1) * group]
+        for i in range(mine.size):
+            v[i] = widen(mine[i])
+        v[mine.size :] = 0
+        los[g], step = quantize_group(v, codes, bits, g * group, seed_low, seed_high)
+        steps[g] = narrow(step, steps[g])
+        pack(codes, bits, length, 0, length, out[g * length : (g + 1) * length])
+
+
+@jit
+def dequantize_task(task, size, numel, out, first_out, data, bits, group, los, steps, nan, limit):
+    """Decodes the groups of a task into out, which starts with value `first_out`."""
+    codes = np.empty(group, u8)
+    length = group * bits // 8
+    for g in range(task * size // group, min((task + 1) * size // group, los.size)):
+        unpack(data[g * length : (g + 1) * length], bits, length, 0, length, codes)
+        lo, step = abs(los[g]), widen(steps[g])
+        signed = los[g] < 0
+        affine = signed and bits == 2
+        if affine:
+            lo = los[g]
+        top = i32(1 << bits - 1 if signed and not affine else 256)
+        first = g * group - first_out
+        to = out[first : min(first + group, out.size)]
+        for i in range(to.size):
+            code = i32(codes[i])
+            m = code if affine else i32((code & top - 1) - 1)
+            value = lo + as_float(m, lo) * step
+            value = min(max(value, -limit), limit)
+            value = value if m >= 0 else as_float(0, lo)
+            to[i] = narrow(-value if code & top else value, nan)
+        if step != step:
+            to[:] = nan
+
+
+# --- masks and small integers -----------------------------------------------------------------------------------------
+
+
+@jit
+def find_nonzero(values, out):
+    """Whether each value is not zero."""
+    for i in range(values.size):
+        out[i] = magnitude(widen(values[i])) != 0
+
+
+@inline
+def pack(values, bits, length, start, stop, out):
+    """Bytes start to stop of one field over the values."""
+    for j in range(start, stop):
+        out[j] = values[j]
+    for t in range(1, 8 // bits):
+        slice_ = values[t * length :]
+        for j in range(start, min(stop, slice_.size)):
+            out[j] |= u8(slice_[j] << t * bits)
+
+
+@inline
+def unpack(data, bits, length, start, stop, out):
+    """The values in bytes start to stop of one field."""
+    for t in range(8 // bits):
+        slice_ = out[t * length :]
+        for j in range(start, min(stop, slice_.size)):
+            slice_[j] = data[j] >> t * bits & (1 << bits) - 1
+
+
+@jit
+def pack_task(task, size, values, bits, out):
+    pack(values, bits, out.size, task * size, min((task + 1) * size, out.size), out)
+
+
+@jit
+def unpack_task(task, size, data, bits, out):
+    unpack(data, bits, data.size, task * size, min((task + 1) * size, data.size), out)
