@@ -12,6 +12,7 @@ import sys
 import threading
 import weakref
 import zlib
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -147,18 +148,8 @@ class Capture:
         """The forward pass is over: settle what is still held, switch the hooks off."""
         forward = self.forward
         self._unhook()
-        if forward.pending:
-            stack = [output]
-            while stack:
-                item = stack.pop()
-                if isinstance(item, Tensor):
-                    self._read_graph(item.grad_fn)
-                elif isinstance(item, dict):
-                    stack.extend(item.values())
-                elif isinstance(item, list | tuple):
-                    stack.extend(item)
-                elif hasattr(item, "__dict__") and not isinstance(item, nn.Module | type):
-                    stack.extend(vars(item).values())
+        for tensor in tensors_in(output) if forward.pending else ():
+            self._read_graph(tensor.grad_fn)
         self.last = forward.records
         forward.clear()
         settle_all(wait=False)
@@ -470,6 +461,24 @@ def unpack(saved: Saved) -> Tensor:
         elif operation_name(node) != site.operation:
             saved.capture.mismatch(saved, node)
     return saved.restore()
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """The tensors in what a forward pass returned: containers and plain objects are searched, each once."""
+    stack, seen = [output], set()
+    while stack:
+        item = stack.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, dict):
+            stack.extend(item.values())
+        elif isinstance(item, list | tuple | set):
+            stack.extend(item)
+        elif hasattr(item, "__dict__") and not isinstance(item, nn.Module | type):
+            stack.extend(vars(item).values())
 
 
 def unusual(t: Tensor) -> bool:

@@ -1,7 +1,9 @@
 """`halley demo`: a small CNN on 5,000 real digits, trained plain and compressed, side by side.
 
-Each training runs in a process of its own, with the allocator told to give memory back to the system at once, so that
-the memory of the process is what the training holds. Both see the same images in the same order from the same weights.
+Each training runs in a process of its own; both see the same images in the same order from the same weights. They take
+turns, so that a busy spell of the machine does not hit one of them alone. Memory is measured in a few steps beforehand,
+with the allocator told to give memory back at once: then the memory of the process is what the training holds. (That
+makes steps slow, so time is measured without it.)
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,9 @@ from halley.bench import UsageError
 # Read by glibc when a process starts: allocations from 64 KiB on get memory of their own, which goes back when freed.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 RUNS = ("plain", "compressed")
+MEMORY_STEPS = 6
+TURN = 8
+"""Steps after which it is the other training's turn."""
 
 
 def demo(epochs: int = 3, samples: int = 5000, batch: int = 125, seed: int = 0, out: Path = Path("runs/demo")) -> None:
@@ -54,11 +60,16 @@ def demo(epochs: int = 3, samples: int = 5000, batch: int = 125, seed: int = 0, 
     say("With the default settings this takes one to two minutes on two cores.")
     data = out / "digits.npz"
     write_digits(data, samples, seed)
-    results: dict[str, Any] = {}
+    task = {"data": str(data), "epochs": epochs, "batch": batch, "seed": seed}
     with progress() as advance:
-        for run in RUNS:
-            task = {"run": run, "data": str(data), "epochs": epochs, "batch": batch, "seed": seed}
-            results[run] = train_apart(task, advance)
+        memory_runs = [Training({**task, "run": run, "most": MEMORY_STEPS}, ALLOCATOR) for run in RUNS]
+        take_turns(memory_runs, partial(advance, "memory"))
+        trainings = [Training({**task, "run": run, "most": None}, {}) for run in RUNS]
+        take_turns(trainings, partial(advance, "training"))
+    results = {
+        training.run: {**training.result, **{key: measured.result[key] for key in ("held_bytes", "peak_bytes")}}
+        for training, measured in zip(trainings, memory_runs, strict=True)
+    }
     data.unlink()
     show(results)
     save(results, out / "results.json")
@@ -85,31 +96,53 @@ def write_digits(path: Path, samples: int, seed: int) -> None:
     )
 
 
-def train_apart(task: dict[str, Any], advance: Callable[[str, int, int], None]) -> dict[str, Any]:
-    """Runs `train` in a new process and passes its progress on."""
-    package = str(Path(__file__).parents[1])
-    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "halley.demo", json.dumps(task)],
-        env={**os.environ, **ALLOCATOR, "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    result = None
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
+class Training:
+    """`train` in a process of its own, which runs when it is given a turn."""
+
+    def __init__(self, task: dict[str, Any], environment: dict[str, str]) -> None:
+        self.run: str = task["run"]
+        self.step = self.steps = 0
+        self.result: dict[str, Any] = {}
+        package = str(Path(__file__).parents[1])
+        path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "halley.demo", json.dumps(task)],
+            env={**os.environ, **environment, "PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """Gives the process a turn; its messages until it waits for the next one or has ended."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.write("\n")
+            self.process.stdin.flush()
+        for line in self.process.stdout:
             message = json.loads(line)
-            if "step" in message:
-                advance(task["run"], message["step"], message["steps"])
-            else:
-                result = message
-        process.wait()
+            if "wait" in message:
+                return
+            yield message
+        if self.process.wait() != 0 or not self.result:
+            raise UsageError(f"the {self.run} training failed (exit code {self.process.returncode}); see above")
+
+
+def take_turns(trainings: list[Training], advance: Callable[[int, int], None]) -> None:
+    """Runs the trainings to their end, a few steps of each at a time."""
+    try:
+        while any(not training.result for training in trainings):
+            for training in trainings:
+                for message in training.messages():
+                    if "step" in message:
+                        training.step, training.steps = message["step"], message["steps"]
+                        advance(sum(t.step for t in trainings), len(trainings) * training.steps)
+                    else:
+                        training.result = message
     finally:
-        process.kill()
-    if process.returncode != 0 or result is None:
-        raise UsageError(f"the {task['run']} training ended with exit code {process.returncode}; its message is above")
-    return result
+        for training in trainings:
+            training.process.kill()
+            training.process.wait()
 
 
 @contextmanager
@@ -122,17 +155,17 @@ def progress() -> Iterator[Callable[[str, int, int], None]]:
     if console.is_terminal:
         columns = (TextColumn("{task.description:10}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps,"))
         with Progress(*columns, TimeRemainingColumn(), TextColumn("left"), console=console) as bars:
-            tasks = {run: bars.add_task(run, total=None) for run in RUNS}
-            yield lambda run, step, steps: bars.update(tasks[run], completed=step, total=steps)
+            tasks = {phase: bars.add_task(phase, total=None) for phase in ("memory", "training")}
+            yield lambda phase, step, steps: bars.update(tasks[phase], completed=step, total=steps)
         return
     started: dict[str, float] = {}
 
-    def advance(run: str, step: int, steps: int) -> None:
+    def advance(phase: str, step: int, steps: int) -> None:
         now = time.monotonic()
-        begin = started.setdefault(run, now)
-        if step and step % -(-steps // 4) == 0 or step == steps:
-            left = (now - begin) / step * (steps - step)
-            say(f"{run}: step {step} of {steps}, about {left:.0f} s left in this training")
+        begin = started.setdefault(phase, now)
+        if step > 1 and (step % max(steps // 4, 1) == 0):
+            left = (now - begin) / (step - 1) * (steps - step)
+            say(f"{phase}: step {step} of {steps}, about {left:.0f} s left")
 
     yield advance
 
@@ -185,6 +218,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, lab
     before = memory("VmRSS")
     loss = F.cross_entropy(model(images), labels)
     held = difference(memory("VmRSS"), before)
+    if not math.isfinite(loss.item()):
+        raise RuntimeError(f"the loss is {loss.item()}: this training has failed")
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -192,14 +227,19 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, lab
 
 
 def train(task: dict[str, Any]) -> dict[str, Any]:
-    """One training, plain or compressed, with its measurements. Prints its progress as JSON lines."""
+    """One training, plain or compressed, with its measurements. Prints its progress as JSON lines.
+
+    `task["most"]` ends it after so many steps. It waits for a line on stdin before it starts and after every turn.
+    """
     import halley
 
     compressed = task["run"] == "compressed"
     arrays = np.load(task["data"])
     images, labels = torch.from_numpy(arrays["train_images"]), torch.from_numpy(arrays["train_labels"]).long()
     steps_an_epoch = len(labels) // task["batch"]
-    steps = task["epochs"] * steps_an_epoch
+    total = task["epochs"] * steps_an_epoch
+    steps = min(total, task["most"] or total)
+    sys.stdin.readline()
 
     # A model that is thrown away compiles kernels and loads libraries, so that the figures are those of training.
     rehearsal = network()
@@ -211,21 +251,23 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(task["seed"])
     model = network()
     optimizer = torch.optim.Adam(model.parameters())
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-3, total_steps=steps + 1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-3, total_steps=total + 1)
     handle = halley.attach(model) if compressed else None
     forget_peak()
     start = memory("VmRSS")
-    held, times, done = [], [], 0
-    for _ in range(task["epochs"]):
-        order = torch.randperm(len(labels))
-        for i in range(steps_an_epoch):
-            chosen = order[i * task["batch"] : (i + 1) * task["batch"]]
-            begin = time.perf_counter()
-            held.append(step(model, optimizer, images[chosen], labels[chosen]))
-            times.append(time.perf_counter() - begin)
-            schedule.step()
-            done += 1
-            say(json.dumps({"step": done, "steps": steps}))
+    held, times = [], []
+    for done in range(steps):
+        if done % TURN == 0 and done:
+            say(json.dumps({"wait": True}))
+            sys.stdin.readline()
+        if done % steps_an_epoch == 0:
+            order = torch.randperm(len(labels))
+        chosen = order[done % steps_an_epoch * task["batch"] :][: task["batch"]]
+        begin = time.perf_counter()
+        held.append(step(model, optimizer, images[chosen], labels[chosen]))
+        times.append(time.perf_counter() - begin)
+        schedule.step()
+        say(json.dumps({"step": done + 1, "steps": steps}))
     peak = difference(memory("VmHWM"), start)
 
     model.eval()
@@ -288,7 +330,10 @@ def show(results: dict[str, Any]) -> None:
     say()
     Console(highlight=False).print(table)
     say(f"What autograd saved for the backward pass took {megabytes(packed)} instead of {megabytes(saved)}.")
-    say("Process memory is counted from before the forward pass (held) or from before the first step (peak).")
+    say(
+        "Process memory is counted from before the forward pass (held) or from before the first step (peak), in runs of"
+    )
+    say("their own where freed memory goes back to the system at once; time is measured without that.")
     say("The peak also holds what exists for a moment: outputs, gradients, and each tensor while it is being read.")
     p, n = plain["accuracy"], plain["test_images"]
     chance = 200 * math.sqrt(2 * p * (1 - p) / n)

@@ -381,6 +381,25 @@ def test_calling_a_part_of_the_model_is_compressed_too() -> None:
     assert [row.layer for row in handle.report().layers] == ["2"]
 
 
+def test_what_the_last_operation_saved_is_found_in_any_output() -> None:
+    class Result:
+        def __init__(self, value: torch.Tensor) -> None:
+            self.value, self.me = [{"deep": value}], self
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> Result:
+            return Result(self.linear(x).softmax(-1))
+
+    model = Wrapped()
+    handle = halley.attach(model)
+    model(batch()).value[0]["deep"].square().sum().backward()
+    assert {row.operation for row in handle.report().layers} == {"Addmm", "Softmax"}
+
+
 def test_two_threads_train_at_once() -> None:
     torch.manual_seed(0)
     plain, inputs = resnet()

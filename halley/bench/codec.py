@@ -106,14 +106,15 @@ def largest_error(source: Tensor, decoded: Tensor, bound: float) -> float:
     """The largest error over the finite values in units of the bound; infinite if anything else did not come back."""
     a, b = source.double(), decoded.view(source.shape).double()
     finite = torch.isfinite(a)
-    if not torch.equal(a[~finite].isnan(), b[~finite].isnan()) or not torch.isfinite(b[finite]).all():
+    same = (a == b) | (a.isnan() & b.isnan())
+    if not same[~finite].all() or not torch.isfinite(b[finite]).all():
         return math.inf
     error = (a - b)[finite].abs().max().item() if finite.any() else 0.0
     return error / bound if bound else (0.0 if error == 0 else math.inf)
 
 
 def entropy_bytes(x: Tensor, bound: float) -> float:
-    """Bytes that an ideal order-0 coder needs for the levels k = sign(x) * ceil(|x| / 2 bound), its table not counted."""
+    """Bytes that an ideal order-0 coder needs for the levels sign(x) * ceil(|x| / 2 bound), without its table."""
     finite = x[torch.isfinite(x)].double()
     levels = (finite.sign() * (finite.abs() / (2 * bound)).ceil()).long()
     counts = torch.unique(levels, return_counts=True)[1].double()
@@ -210,8 +211,8 @@ def codec(
 ) -> None:
     """Ratio and throughput of every codec, beside the other compressors that are installed.
 
-    Prints a table and writes codec.csv and codec.png. Without --data it measures on generated data: ReLU of normal noise,
-    normal noise and smooth fields. A copy and the order-0 entropy of the levels show what could be reached at best.
+    Prints a table and writes codec.csv and codec.png. Without --data it measures on generated data: ReLU of normal
+    noise, normal noise and smooth fields. A copy and the order-0 entropy of the levels show the limits.
 
     Args:
         data: A safetensors file; its floating-point tensors are measured, with the absolute bounds in its metadata
@@ -245,8 +246,8 @@ def codec(
     if flat:
         raise UsageError(f"{', '.join(flat)}: all values are equal, so a relative bound is zero; use --mode abs")
 
-    entrants, left_out = contenders(device, {sample.tensor.dtype for sample in samples})
-    results = []
+    entrants, left_out = contenders(samples)
+    results: list[Result] = []
     for sample in show.progress(samples, f"{len(entrants)} codecs on {len(samples)} tensors"):
         results += measure(sample, entrants, repeat)
     overall = totals(results)

@@ -1,9 +1,9 @@
-"""Everything that `halley bench codec` measures, under one interface: our codecs, other compressors and a plain copy."""
+"""What `halley bench codec` measures, under one interface: our codecs, other compressors and a plain copy."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from halley.codecs import Codec, ErrorBounded, GroupQuant, Lossless
 
 @dataclass(frozen=True)
 class Trial:
-    """A contender on one sample. `encode` and `decode` are timed; what decode gives is an array or tensor like `source`."""
+    """A contender on one sample. `encode` and `decode` are timed; `decode` gives an array or tensor like `source`."""
 
     source: Tensor
     encode: Callable[[], Any]
@@ -75,7 +75,7 @@ def copy(threads: int | None) -> Contender:
 
 
 def rows(x: Tensor) -> Any:
-    """The numpy array that CPU peers get: all dimensions but the last as one, the layout that gives them the best ratio."""
+    """What CPU peers get: all dimensions but the last as one, which gave them the best ratios of all layouts tried."""
     return x.reshape(-1, x.shape[-1] if x.dim() else 1).numpy()
 
 
@@ -119,7 +119,7 @@ def zfp() -> Contender:
 
 
 def bitcomp(sparse: bool) -> Contender:
-    """nvCOMP's Bitcomp in its lossy mode, whose largest error is half of `delta`, a power of two at most twice the bound."""
+    """nvCOMP's Bitcomp in its lossy mode: the error is at most delta / 2; it rounds delta down to a power of two."""
     from nvidia import nvcomp
 
     def trial(sample: Sample) -> Trial:
@@ -152,8 +152,19 @@ def installed(module: str) -> bool:
         return False
 
 
-def contenders(device: str, dtypes: set[torch.dtype]) -> tuple[list[Contender], list[str]]:
-    """All that can run on `device` with tensors of `dtypes`, and one line for each peer that is left out."""
+def failure(contender: Contender, sample: Sample) -> str | None:
+    """What goes wrong when a contender encodes and decodes a sample; None if nothing does."""
+    try:
+        trial = contender.trial(sample)
+        trial.decode(trial.encode())
+    except Exception as error:  # other people's code, which may raise anything; the run goes on without it
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def contenders(samples: Sequence[Sample]) -> tuple[list[Contender], list[str]]:
+    """All that can run on these samples, and one line for each peer that is left out."""
+    device, dtypes = samples[0].tensor.device.type, {sample.tensor.dtype for sample in samples}
     threads = torch.get_num_threads() if device == "cpu" else None
     found, left_out = [copy(threads), *ours(threads)], []
     names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
@@ -164,7 +175,13 @@ def contenders(device: str, dtypes: set[torch.dtype]) -> tuple[list[Contender], 
         ]
         supported = {torch.float32, torch.float64}
     else:
-        peers = [("nvidia.nvcomp", "pip install nvidia-nvcomp-cu12", [lambda: bitcomp(False), lambda: bitcomp(True)])]
+        peers = [
+            (
+                "nvidia.nvcomp",
+                "pip install nvidia-nvcomp-cu12 or nvidia-nvcomp-cu13",
+                [lambda: bitcomp(False), lambda: bitcomp(True)],
+            )
+        ]
         supported = {torch.float16, torch.float32, torch.float64}
     for module, way, make in peers:
         if not installed(module):
@@ -172,5 +189,10 @@ def contenders(device: str, dtypes: set[torch.dtype]) -> tuple[list[Contender], 
         elif not dtypes <= supported:
             left_out.append(f"{module} is left out: it does not take {names}")
         else:
-            found += [one() for one in make]
+            for peer in [one() for one in make]:
+                problem = failure(peer, samples[0])
+                if problem is None:
+                    found.append(peer)
+                else:
+                    left_out.append(f"{peer.name} is left out: {problem}")
     return found, left_out

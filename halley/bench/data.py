@@ -60,10 +60,21 @@ def generated(size: float | None, bound: float, mode: Mode, dtype: torch.dtype, 
     return [Sample(kind, name, x.to(device, dtype), bound, mode) for kind, x in fields.items()]
 
 
+def own_bounds(text: str, path: Path) -> dict[str, float]:
+    """The absolute bounds in a file's metadata: {tensor: {"bound": 0.01}} as JSON."""
+    try:
+        bounds = {name: entry["bound"] for name, entry in json.loads(text).items() if "bound" in entry}
+        if not all(isinstance(bound, int | float) and 0 < bound < math.inf for bound in bounds.values()):
+            raise ValueError("a bound is not a positive number")
+    except (ValueError, AttributeError, TypeError) as error:
+        raise UsageError(f"--data {path}: metadata 'meta' must be {{tensor: {{\"bound\": 0.01}}}} ({error})") from error
+    return bounds
+
+
 def from_file(path: Path, bound: float, mode: Mode, dtype: torch.dtype | None, device: str) -> list[Sample]:
     """The floating-point tensors of a safetensors file; absolute bounds from its metadata where it has them.
 
-    The metadata key "meta" holds JSON: {tensor: {"bound": 0.01}}. A tensor without a bound there gets `bound` in `mode`.
+    The metadata key "meta" holds JSON: {tensor: {"bound": 0.01}}. A tensor without one there gets `bound` in `mode`.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -72,18 +83,16 @@ def from_file(path: Path, bound: float, mode: Mode, dtype: torch.dtype | None, d
     samples = []
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            meta = json.loads((file.metadata() or {}).get("meta", "{}"))
-            for name in file.keys():  # noqa: SIM118
+            bounds = own_bounds((file.metadata() or {}).get("meta", "{}"), path)
+            for name in file.keys():
                 tensor = file.get_tensor(name)
                 if not tensor.is_floating_point() or tensor.dtype.itemsize == 1 or tensor.numel() == 0:
                     continue
-                own = meta.get(name, {}).get("bound")
                 tensor = tensor.to(device, dtype or tensor.dtype)
+                own = bounds.get(name)
                 samples.append(Sample(path.stem, name, tensor, own or bound, "abs" if own else mode))
     except SafetensorError as error:
         raise UsageError(f"--data {path}: not a safetensors file ({error})") from error
-    except json.JSONDecodeError as error:
-        raise UsageError(f"--data {path}: the metadata under 'meta' are not JSON ({error})") from error
     if not samples:
         raise UsageError(f"--data {path}: no tensor of dtype float16, bfloat16, float32 or float64 in it")
     return samples

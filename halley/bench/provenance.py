@@ -14,6 +14,9 @@ from pathlib import Path
 
 import torch
 
+# Taken before anything is measured: how busy the machine was with other work.
+LOAD_BEFORE = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else ""
+
 
 def cpu_name() -> str:
     """The processor's name as the system gives it."""
@@ -33,13 +36,14 @@ def version(package: str) -> str:
         return ""
 
 
-def provenance() -> dict[str, str | int]:
+def provenance() -> dict[str, str | int | float]:
     """The columns that every row of a published CSV carries."""
     return {
         "date": datetime.date.today().isoformat(),
         "command": shlex.join(["halley", *sys.argv[1:]]),
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "load_before": LOAD_BEFORE,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import rich.box
 import rich.progress
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -93,6 +94,9 @@ def plot(results: Sequence[Result], path: Path) -> None:
         for axes, direction in zip(pair, ("encode", "decode"), strict=True):
             draw(axes, rows, direction)
             axes.set_title(f"{kind}: {direction}", loc="left")
+    first = results[0]
+    where = "GPU" if first.device == "cuda" else f"CPU, Halley on {torch.get_num_threads()} threads, peers on one"
+    figure.suptitle(f"Ratio and throughput, {first.dtype}, {where}")
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", frameon=False)
     figure.savefig(path, dpi=120)
@@ -112,7 +116,7 @@ def draw(axes: Axes, rows: Sequence[Result], direction: str) -> None:
             markerfacecolor=colour if r.bounded else "none",
             markersize=8,
             linestyle="none",
-            label=r.codec,
+            label=r.codec if r.bounded else f"{r.codec} (no bound)",
         )
     for r in rows:
         if r.codec == "copy":
@@ -121,6 +125,7 @@ def draw(axes: Axes, rows: Sequence[Result], direction: str) -> None:
         elif r.family == "limit":
             axes.axvline(r.ratio, color=COLOURS["limit"], linestyle=":", linewidth=1.5, label=r.codec)
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlim(left=0)
     axes.set_xlabel("ratio")
     axes.set_ylabel("GB/s of input")

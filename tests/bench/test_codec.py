@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,6 +27,9 @@ OURS = [
     "GroupQuant 8 bits",
     "Lossless (mask x != 0)",
 ]
+
+
+NOISE = Sample("noise", "x", torch.randn(20, 30, generator=torch.Generator().manual_seed(0)), 0.02, "abs")
 
 
 def rows_of(path):
@@ -93,7 +97,7 @@ def test_peers_keep_the_bound_they_were_given():
     torch.manual_seed(0)
     for mode in ("abs", "rel"):
         sample = Sample("noise", "x", torch.randn(6, 40, 30).relu(), 0.02, mode)
-        found = {r.codec: r for r in measure(sample, contenders("cpu", {torch.float32})[0], 1)}
+        found = {r.codec: r for r in measure(sample, contenders([sample])[0], 1)}
         for name in ("SZ3", "SZ3, no prediction", "zfp"):
             assert 0 < found[name].error <= 1.0001
             assert found[name].ratio > 1
@@ -102,15 +106,25 @@ def test_peers_keep_the_bound_they_were_given():
 
 def test_peers_that_are_not_installed_are_named(monkeypatch):
     monkeypatch.setattr(peers, "installed", lambda module: False)
-    found, left_out = contenders("cpu", {torch.float32})
+    found, left_out = contenders([NOISE])
     assert all(contender.family != "peer" for contender in found)
     assert [line.split()[0] for line in left_out] == ["pysz", "zfpy"]
 
 
 def test_peers_that_do_not_take_a_dtype_are_named():
-    found, left_out = contenders("cpu", {torch.bfloat16})
+    found, left_out = contenders([replace(NOISE, tensor=NOISE.tensor.bfloat16())])
     assert all(contender.family != "peer" for contender in found)
     assert len(left_out) == 2
+
+
+def test_a_peer_that_fails_is_named_and_left_out(monkeypatch):
+    def broken(sample):
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(peers, "zfp", lambda: peers.Contender("zfp", "peer", 1, True, broken))
+    found, left_out = contenders([NOISE])
+    assert "zfp" not in [contender.name for contender in found]
+    assert left_out == ["zfp is left out: RuntimeError: no driver"]
 
 
 def test_entropy_of_equally_frequent_levels():
