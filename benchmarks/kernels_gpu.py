@@ -1,0 +1,208 @@
+"""Checks the Triton kernels against the reference on the GPU, then measures them.
+
+python3 benchmarks/kernels_gpu.py --csv FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from triton.testing import do_bench
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from halley.kernels import gpu, reference  # noqa: E402
+
+INF = float("inf")
+SEED = 0x1234567890ABCDEF
+MIB = 1 << 20
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+Row = dict[str, str | float]
+
+
+def noise(kind: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Normal noise, its ReLU, or a mixture with everything that is hard to store."""
+    x = torch.randn(numel, device="cuda", dtype=torch.float32)
+    if kind == "relu":
+        x.relu_()
+    elif kind == "hard":
+        x[numel // 2 :].relu_()
+        x[numel // 4 : numel // 3] += 1e4
+        x[::9973], x[5::7001], x[6::7919] = float("nan"), INF, -0.0
+        x[::1021] *= 1e4
+    return x.to(dtype)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def check(dtype: torch.dtype) -> Iterator[str]:
+    """What differs from the reference on about a million values: nothing, if all is well."""
+    numel = MIB + 321
+    x = noise("hard", numel, dtype)
+    for bitmap in (False, True):
+        for stochastic in (False, True):
+            for bound, rel in ((0.02, INF), (INF, 1e-4), (0.0, INF)):
+                args = (x, bound, rel, stochastic, SEED, bitmap, -1)
+                (meta, payload), (gpu_meta, gpu_payload) = reference.eb_encode(*args), gpu.eb_encode(*args)
+                expected = reference.eb_decode(meta, payload, numel, dtype, False)
+                mask = gpu.eb_decode(gpu_meta, gpu_payload, numel, dtype, True)
+                good = len(payload) == len(gpu_payload) and torch.equal(mask, expected != 0)
+                good &= same(gpu.eb_decode(meta, payload, numel, dtype, False), expected)
+                if not (good and same(gpu.eb_decode(gpu_meta, gpu_payload, numel, dtype, False), expected)):
+                    yield f"eb {dtype} bitmap={bitmap} stochastic={stochastic} bound={bound} rel={rel}"
+    for bits in (2, 4, 8):
+        data = reference.gq_encode(x, bits, 256, SEED)
+        expected = reference.gq_decode(data, numel, bits, 256, dtype, False)
+        for kept in (data, gpu.gq_encode(x, bits, 256, SEED)):
+            decoded = gpu.gq_decode(kept, numel, bits, 256, dtype, False)
+            if not torch.equal(decoded.nan_to_num(7.0), expected.nan_to_num(7.0)):
+                yield f"gq {dtype} {bits} bits"
+    for bits in (1, 2, 4):
+        small = torch.randint(0, 1 << bits, (numel,), dtype=torch.uint8, device="cuda")
+        data = gpu.bits_encode(small, bits)
+        if not (same(data, reference.bits_encode(small, bits)) and same(gpu.bits_decode(data, bits, numel), small)):
+            yield f"bits {bits}"
+
+
+def seconds(function: Callable[[], object]) -> float:
+    return do_bench(function, warmup=10, rep=50, return_mode="median") / 1e3
+
+
+def eb_rows(x: torch.Tensor, kind: str) -> Iterator[tuple[str, float, int, Callable, Callable]]:
+    """Name, ratio, bytes moved, encode and decode, with bounds of 1 % of the range."""
+    spread = (x.max() - x.min()).item()
+    settings = [("abs", False, False), ("abs", True, False), ("rel", False, False)]
+    settings += [("abs", False, True)] if kind == "relu" else []
+    for mode, stochastic, bitmap in settings:
+        bound, rel = (0.01 * spread, INF) if mode == "abs" else (INF, 0.01)
+        meta, payload = gpu.eb_encode(x, bound, rel, stochastic, SEED, bitmap, -1)
+        capacity, size = len(payload) + 1024, len(meta) + len(payload)
+        name = f"eb {mode} {'stochastic' if stochastic else 'nearest'}{' bitmap' if bitmap else ''}"
+        yield (
+            name,
+            x.nbytes / size,
+            x.nbytes + size,
+            lambda b=bound, r=rel, s=stochastic, m=bitmap, c=capacity: gpu.eb_encode(x, b, r, s, SEED, m, c),
+            lambda a=meta, p=payload: gpu.eb_decode(a, p, x.numel(), x.dtype, False),
+        )
+
+
+def gq_rows(x: torch.Tensor) -> Iterator[tuple[str, float, int, Callable, Callable]]:
+    for bits in (2, 4, 8):
+        data = gpu.gq_encode(x, bits, 256, SEED)
+        yield (
+            f"gq {bits} bits",
+            x.nbytes / len(data),
+            x.nbytes + len(data),
+            lambda b=bits: gpu.gq_encode(x, b, 256, SEED),
+            lambda b=bits, d=data: gpu.gq_decode(d, x.numel(), b, 256, x.dtype, False),
+        )
+
+
+def bits_rows(size: int) -> Iterator[tuple[str, float, int, Callable, Callable]]:
+    for bits in (1, 2, 4):
+        x = torch.randint(0, 1 << bits, (size,), dtype=torch.uint8, device="cuda")
+        data = gpu.bits_encode(x, bits)
+        yield (
+            f"bits {bits}",
+            8 / bits,
+            x.nbytes + len(data),
+            lambda x=x, b=bits: gpu.bits_encode(x, b),
+            lambda d=data, b=bits: gpu.bits_decode(d, b, size),
+        )
+
+
+def copy_bandwidth(size: int) -> float:
+    """Bytes read and written in a second."""
+    source = torch.empty(size, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * size / seconds(lambda: target.copy_(source))
+
+
+def measure(mib: int) -> Iterator[Row]:
+    """GB/s of input, and the share of the copy bandwidth that all bytes moved make."""
+    size = mib * MIB
+    copy = copy_bandwidth(size)
+    yield {"MiB": mib, "dtype": "", "content": "", "what": "copy (read + written)", "ratio": 1, "encode": copy / 1e9}
+    cases = [("uint8", "random", bits_rows(size))]
+    for dtype in ("float32", "bfloat16"):
+        for kind in ("relu", "normal"):
+            x = noise(kind, size // DTYPES[dtype].itemsize, DTYPES[dtype])
+            cases += [(dtype, kind, eb_rows(x, kind))] + ([(dtype, kind, gq_rows(x))] if kind == "relu" else [])
+    for dtype, kind, rows in cases:
+        for what, ratio, moved, encode, decode in rows:
+            row: Row = {"MiB": mib, "dtype": dtype, "content": kind, "what": what, "ratio": ratio}
+            for name, function in (("encode", encode), ("decode", decode)):
+                time_taken = seconds(function)
+                row[name], row[f"{name} share"] = size / time_taken / 1e9, moved / time_taken / copy
+            yield row
+
+
+def host_rows() -> Iterator[Row]:
+    """Microseconds of host time for a call on a small tensor."""
+    x = noise("relu", 65536, torch.float32)
+    encodings = {bitmap: gpu.eb_encode(x, 0.04, INF, False, SEED, bitmap, -1) for bitmap in (False, True)}
+    data = gpu.gq_encode(x, 2, 256, SEED)
+    calls = {
+        "eb abs": lambda: gpu.eb_encode(x, 0.04, INF, False, SEED, False, 1 << 18),
+        "eb rel": lambda: gpu.eb_encode(x, INF, 0.01, False, SEED, False, 1 << 18),
+        "eb abs bitmap": lambda: gpu.eb_encode(x, 0.04, INF, False, SEED, True, 1 << 18),
+        "eb decode": lambda: gpu.eb_decode(*encodings[False], 65536, x.dtype, False),
+        "eb decode bitmap": lambda: gpu.eb_decode(*encodings[True], 65536, x.dtype, False),
+        "gq encode": lambda: gpu.gq_encode(x, 2, 256, SEED),
+        "gq decode": lambda: gpu.gq_decode(data, 65536, 2, 256, x.dtype, False),
+    }
+    for name, call in calls.items():
+        for _ in range(10):
+            call()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(300):
+            call()
+        taken = (time.perf_counter() - start) / 300
+        torch.cuda.synchronize()
+        yield {"what": f"host microseconds: {name}", "encode": taken * 1e6}
+
+
+def show(row: Row) -> None:
+    cells = [f"{row[k]:.2f}" if isinstance(row.get(k), float) else str(row.get(k, "")) for k in COLUMNS]
+    widths = (4, 9, 8, 36, 6, 8, 6, 8, 6)
+    print("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)), flush=True)
+
+
+COLUMNS = ("MiB", "dtype", "content", "what", "ratio", "encode", "encode share", "decode", "decode share")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--csv", type=Path, help="also write the table there")
+    parser.add_argument("--check", nargs="*", default=list(DTYPES), choices=list(DTYPES), help="dtypes to check first")
+    parser.add_argument("--sizes", nargs="*", type=int, default=[512, 16], help="MiB of input to measure")
+    args = parser.parse_args()
+    wrong = [message for dtype in args.check for message in check(DTYPES[dtype])]
+    print(
+        "\n".join(["differs from the reference:", *wrong]) if wrong else f"as the reference: {args.check}", flush=True
+    )
+    rows = []
+    for source in [*(measure(size) for size in args.sizes), host_rows()] if args.sizes else []:
+        for row in source:
+            show(row)
+            rows.append(row)
+    if args.csv:
+        args.csv.parent.mkdir(parents=True, exist_ok=True)
+        with args.csv.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(rows)
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""The kernels on the GPU: allocates, launches, and nothing else. The Triton code is in the other gpu_*.py files."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from halley.kernels import reference
+from halley.kernels.gpu_decode import decode_kernel, decode_maps_kernel
+from halley.kernels.gpu_encode import encode_kernel, range_kernel
+from halley.kernels.gpu_rate import bits_decode_kernel, bits_encode_kernel, gq_decode_kernel, gq_encode_kernel
+from halley.kernels.reference import GROUP, SMALLEST_BOUND, gq_sizes, meta_size
+
+TYPES = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+RANGE_SIZE = 16384  # values that a program of the range kernel reads
+MAP_PROGRAMS = 132 * 8  # programs of a bitmap encoding: each has a scratch of one tile
+BITS_SIZE = 4096  # bytes that a program of the bits kernels packs
+GQ_VALUES = 4096  # values that a program of the group quantisation takes, with four warps
+TILE = {2: 1, 4: 2, 8: 2}  # itemsize -> groups that a program encodes, one warp each: what was fastest on an H200
+
+_compiled: dict[tuple, Any] = {}
+
+
+def _launch(
+    function: Any, programs: int, tensors: tuple, numbers: tuple, constants: tuple, warps: int, registers: int = 0
+) -> None:
+    """Runs a kernel over (tensors, numbers, constants). The compiled kernel is kept: Triton's own lookup is slow."""
+    device = tensors[0].device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            _launch(function, programs, tensors, numbers, constants, warps, registers)
+        return
+    # What Triton specialises on: 16-byte alignment of pointers, and divisibility of the sizes or their being 1.
+    aligned = tuple([t.data_ptr() % 16 == 0 for t in tensors])
+    sizes = tuple([1 if n == 1 else n % 16 == 0 for n in numbers[:2]])
+    key = (function, device.index, constants, aligned, sizes, tuple([t.dtype for t in tensors]))
+    kernel = _compiled.get(key)
+    if kernel is not None:
+        kernel[(programs, 1, 1)](*tensors, *numbers, *constants)
+        return
+    options = {"num_warps": warps, "enable_fp_fusion": False} | ({"maxnreg": registers} if registers else {})
+    kernel = function[(programs,)](*tensors, *numbers, *constants, **options)
+    if kernel is not None:  # the interpreter compiles nothing
+        _compiled[key] = kernel
+
+
+def _typed(x: Tensor) -> Tensor:
+    """What the kernels see: bf16 travels as int16, bool as uint8."""
+    if x.dtype == torch.bfloat16:
+        return x.view(torch.int16)
+    return x.view(torch.uint8) if x.dtype == torch.bool else x
+
+
+def _halves(seed: int) -> tuple[int, int]:
+    """The low and the high half of a seed as int32."""
+    low, high = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
+    return (low ^ 0x80000000) - 0x80000000, (high ^ 0x80000000) - 0x80000000
+
+
+def _usable_bound(bound: float, dtype: torch.dtype) -> float:
+    """reference.usable_bound of a Python number."""
+    bound = min(bound, 2.0**120)
+    if bound < SMALLEST_BOUND[dtype]:
+        return 0.0
+    if dtype == torch.float64:
+        return bound
+    bits = struct.unpack("<i", struct.pack("<f", bound))[0]
+    near = struct.unpack("<f", struct.pack("<i", bits))[0]
+    return near if near <= bound else struct.unpack("<f", struct.pack("<i", bits - 1))[0]
+
+
+def eb_encode(
+    x: Tensor, bound: float, rel: float, stochastic: bool, seed: int, bitmap: bool, capacity: int
+) -> tuple[Tensor, Tensor]:
+    """Encodes flat float values under min(bound, rel * range): (meta, payload).
+
+    With a capacity there is no synchronisation: the caller compares it later with the size that meta tells.
+    """
+    numel, dtype, relative, device = x.numel(), x.dtype, rel != float("inf"), x.device
+    groups = -(-numel // GROUP)
+    exact = capacity < 0
+    if exact:
+        capacity = groups * GROUP * dtype.itemsize  # no block takes more than its values
+    meta = torch.zeros(meta_size(numel), dtype=torch.uint8, device=device)
+    payload = torch.empty(capacity, dtype=torch.uint8, device=device)
+    if numel == 0:
+        return meta, payload
+    kind, values = TYPES[dtype], _typed(x)
+    if relative:
+        _launch(range_kernel, -(-numel // RANGE_SIZE), (values, meta), (numel,), (kind, RANGE_SIZE), 8)
+    else:
+        bound = _usable_bound(bound, dtype)
+    tile = 1 if bitmap else TILE[dtype.itemsize]
+    tiles = -(-groups // tile)
+    programs = min(tiles, MAP_PROGRAMS) if bitmap else tiles
+    scratch = torch.empty(programs * tile * GROUP + 64, dtype=torch.uint8, device=device) if bitmap else meta
+    # Nearest fits in 96 registers, which lets 20 warps share a multiprocessor; what would spill is left alone.
+    registers = 0 if bitmap or stochastic or dtype == torch.float64 else 96
+    _launch(
+        encode_kernel, programs, (values, meta, payload, scratch),
+        (numel, capacity, bound, rel, *_halves(seed), tiles),
+        (kind, relative, stochastic, bitmap, tile), tile, registers,
+    )  # fmt: skip
+    if exact:
+        payload = payload[: 4 * int(meta[8:16].view(torch.int64))].clone()
+    return meta, payload
+
+
+def eb_decode(meta: Tensor, payload: Tensor, numel: int, dtype: torch.dtype, mask: bool) -> Tensor:
+    """The flat values that eb_encode stored, or only whether each is not zero (bool)."""
+    out = torch.empty(numel, dtype=torch.bool if mask else dtype, device=meta.device)
+    if numel:
+        groups = -(-numel // GROUP)
+        tensors, constants = (meta, payload, _typed(out)), (TYPES[dtype], mask, 1)
+        _launch(decode_kernel, groups, tensors, (numel,), constants, 1)
+        # Groups that a program looks through for bitmaps: one where there are few groups, else as many as keep it quick.
+        each = 1 if groups <= 4096 else 4 if groups <= 32768 else 16
+        _launch(decode_maps_kernel, -(-groups // each), tensors, (numel,), (*constants, each), 1)
+    return out
+
+
+def _fits_kernel(bits: int, group: int) -> bool:
+    """Whether the kernels can take groups of that size: powers of two that fill a row of words and a tile."""
+    return group & (group - 1) == 0 and 32 * 8 // bits <= group <= GQ_VALUES
+
+
+def gq_encode(x: Tensor, bits: int, group: int, seed: int) -> Tensor:
+    """Fixed-rate codes of flat float values, with lo and step of each group, in one buffer."""
+    if not _fits_kernel(bits, group):
+        return reference.gq_encode(x, bits, group, seed)
+    numel = x.numel()
+    data = torch.empty(gq_sizes(numel, bits, group, x.dtype)[2], dtype=torch.uint8, device=x.device)
+    if numel:
+        groups, rows = -(-numel // group), GQ_VALUES // group
+        numbers, constants = (numel, groups, *_halves(seed)), (TYPES[x.dtype], bits, group, rows)
+        _launch(gq_encode_kernel, -(-groups // rows), (_typed(x), data), numbers, constants, 4)
+    return data
+
+
+def gq_decode(data: Tensor, numel: int, bits: int, group: int, dtype: torch.dtype, mask: bool) -> Tensor:
+    """The flat values that gq_encode stored, or only whether each is not zero (bool)."""
+    if not _fits_kernel(bits, group):
+        return reference.gq_decode(data, numel, bits, group, dtype, mask)
+    out = torch.empty(numel, dtype=torch.bool if mask else dtype, device=data.device)
+    if numel:
+        groups, rows = -(-numel // group), GQ_VALUES // group
+        numbers, constants = (numel, groups, torch.finfo(dtype).max), (TYPES[dtype], bits, group, rows, mask)
+        _launch(gq_decode_kernel, -(-groups // rows), (data, _typed(out)), numbers, constants, 4)
+    return out
+
+
+def bits_encode(x: Tensor, bits: int) -> Tensor:
+    """Packs flat uint8 (or bool) values below 2^bits, bits 1, 2 or 4: one field over the whole tensor."""
+    numel = x.numel()
+    length = (numel * bits + 7) // 8
+    data = torch.empty(length, dtype=torch.uint8, device=x.device)
+    if numel:
+        _launch(bits_encode_kernel, -(-length // BITS_SIZE), (_typed(x), data), (numel, length), (bits, BITS_SIZE), 8)
+    return data
+
+
+def bits_decode(data: Tensor, bits: int, numel: int) -> Tensor:
+    """The flat uint8 values that bits_encode stored."""
+    out = torch.empty(numel, dtype=torch.uint8, device=data.device)
+    if numel:
+        length = data.numel()
+        _launch(bits_decode_kernel, -(-length // BITS_SIZE), (data, out), (numel, length), (bits, BITS_SIZE), 8)
+    return out

@@ -1,0 +1,205 @@
+"""What the Triton kernels share: casts, reductions, the hash, and the tile of the error-bounded codec.
+
+A tile is a few groups, shaped [half 2, block 16, group, slice 8, lane 4]: value 8 * slice + 4 * half + lane of a block.
+In this order of dimensions Triton gives each thread four lanes of all eight slices of one block, and each warp a group:
+packing then shifts and ors registers, four bytes in one word, and what is known of a block is known to its two threads.
+"""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+# The interpreter truncates fp32 -> bf16 and its reductions ignore NaN: both are done by hand there.
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+RAW = tl.constexpr(31)
+
+
+@triton.jit
+def nan_max(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def nan_min(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def highest(v, axis: tl.constexpr):
+    """The largest along an axis, where NaN counts as larger than anything."""
+    if INTERPRETED:
+        return tl.max(tl.where(v == v, v, float("inf")), axis)
+    else:
+        return tl.reduce(v, axis, nan_max)
+
+
+@triton.jit
+def lowest(v, axis: tl.constexpr):
+    """The smallest along an axis, where NaN counts as smaller than anything."""
+    if INTERPRETED:
+        return tl.min(tl.where(v == v, v, -float("inf")), axis)
+    else:
+        return tl.reduce(v, axis, nan_min)
+
+
+@triton.jit
+def widen(bits, DTYPE: tl.constexpr):
+    """The computing value of what was loaded; bf16 travels as int16."""
+    if DTYPE == tl.bfloat16:
+        return (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    elif DTYPE == tl.float16:
+        return bits.to(tl.float32)
+    else:
+        return bits
+
+
+@triton.jit
+def narrow(v, DTYPE: tl.constexpr):
+    """The value as it is stored, rounded to nearest even; bf16 travels as int16."""
+    if DTYPE != tl.bfloat16:
+        return v.to(DTYPE)
+    elif INTERPRETED:
+        bits = v.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(v == v, rounded, 0x7FC0).to(tl.int16)
+    else:
+        return v.to(tl.bfloat16).to(tl.int16, bitcast=True)
+
+
+@triton.jit
+def divide(a, b):
+    """a / b rounded to nearest: fp32's own operator is only approximate."""
+    return a / b if b.dtype == tl.float64 else tl.div_rn(a, b)
+
+
+@triton.jit
+def float_bits(v):
+    """The bits of what is stored, as an integer of the same size."""
+    if v.dtype == tl.float64:
+        return v.to(tl.int64, bitcast=True)
+    elif v.dtype == tl.float32:
+        return v.to(tl.int32, bitcast=True)
+    else:
+        return v.to(tl.int16, bitcast=True)
+
+
+@triton.jit
+def exponent(v):
+    """floor(log2 v) of positive normal values, int32."""
+    if v.dtype == tl.float64:
+        return ((float_bits(v) >> 52) - 1023).to(tl.int32)
+    else:
+        return (float_bits(v) >> 23) - 127
+
+
+@triton.jit
+def power(e, like):
+    """2^e in the dtype of `like`."""
+    if like.dtype == tl.float64:
+        return ((e.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
+    else:
+        return ((e + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def random32(index, seed_low, seed_high):
+    """The hash of docs/design.md for each uint32 index, before its last shift by 8."""
+    h = (index ^ seed_low.to(tl.uint32)) * (seed_high.to(tl.uint32) | 1)
+    h = (h ^ (h >> 16)) * 0x7FEB352D
+    h = (h ^ (h >> 15)) * 0x846CA68B
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def tile_index(G: tl.constexpr):
+    """Where each value of a tile stands in its groups' memory."""
+    h = tl.arange(0, 2)[:, None, None, None, None]
+    b = tl.arange(0, 16)[None, :, None, None, None]
+    g = tl.arange(0, G)[None, None, :, None, None]
+    s = tl.arange(0, 8)[None, None, None, :, None]
+    return g * 1024 + b * 64 + s * 8 + h * 4 + tl.arange(0, 4)[None, None, None, None, :]
+
+
+@triton.jit
+def block_index(G: tl.constexpr):
+    """The number of each block of a tile: [block, group]."""
+    return tl.arange(0, 16)[:, None] + tl.arange(0, G)[None, :] * 16
+
+
+@triton.jit
+def of_group(v):
+    return v[None, None, :, None, None]
+
+
+@triton.jit
+def of_block(v):
+    return v[None, :, :, None, None]
+
+
+@triton.jit
+def tile_max(v):
+    """The largest of [block, group], a scalar."""
+    return tl.max(tl.max(v, 0), 0)
+
+
+@triton.jit
+def block_sum(v):
+    return tl.sum(tl.sum(tl.sum(v, 4), 3), 0)
+
+
+@triton.jit
+def rank_of(flags):
+    """How many flags of its block stand before each one."""
+    lanes = tl.sum(flags, 4)
+    slices = tl.sum(lanes, 0)
+    before_slice = tl.cumsum(slices, 2) - slices
+    before_half = (slices[None, :, :, :] - lanes) * tl.arange(0, 2)[:, None, None, None]
+    before = before_slice[None, :, :, :] + before_half
+    return before[:, :, :, :, None] + tl.cumsum(flags, 4) - flags
+
+
+@triton.jit
+def shrink(eb, code):
+    """eb_c of docs/design.md."""
+    return tl.where(code == 0, eb * 0.5, eb - power(exponent(eb) - code, eb))
+
+
+@triton.jit
+def field_bytes(n, width):
+    """Bytes that the fields of n values of `width` bits take."""
+    part = tl.where((width & 4) > 0, (n * 4 + 7) >> 3, 0) + tl.where((width & 2) > 0, (n * 2 + 7) >> 3, 0)
+    return (width >> 3) * n + part + tl.where((width & 1) > 0, (n + 7) >> 3, 0)
+
+
+@triton.jit
+def word_index(N: tl.constexpr):
+    """Where the words of N slices of a field stand: [half, 1, 1, slice]."""
+    return tl.arange(0, N)[None, None, None, :] * 2 + tl.arange(0, 2)[:, None, None, None]
+
+
+@triton.jit
+def unit_pointer(p, BYTES: tl.constexpr):
+    """The same address as a pointer to integers of that size."""
+    if BYTES == 1:
+        return p.to(tl.pointer_type(tl.uint8))
+    elif BYTES == 2:
+        return p.to(tl.pointer_type(tl.int16))
+    elif BYTES == 4:
+        return p.to(tl.pointer_type(tl.int32))
+    else:
+        return p.to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def blocks_of_group(left, G: tl.constexpr):
+    """How many blocks each group of a tile has, of which `left` values remain."""
+    return tl.minimum(tl.maximum((left - tl.arange(0, G) * 1024 + 63) >> 6, 0), 16)
+
+
+@triton.jit
+def base_bytes(kind, blocks):
+    """Bytes that the bases of a group take."""
+    return tl.where(kind == 1, (blocks + 3) & -4, tl.where(kind == 2, blocks * 4, 0))

@@ -1,0 +1,188 @@
+"""The fixed-rate kernels in Triton: group quantisation and the packing of small integers, as in docs/design.md."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from halley.kernels.gpu_common import divide, highest, lowest, nan_max, nan_min, narrow, random32, widen
+
+
+@triton.jit
+def byte_index(ROWS: tl.constexpr, LENGTH: tl.constexpr):
+    """Where each byte of a tile's codes stands: [word 8, group, further words, lane 4].
+
+    In this order of dimensions Triton gives eight threads to a group, and each thread all the slices of its bytes.
+    """
+    w = tl.arange(0, 8)[:, None, None, None]
+    g = tl.arange(0, ROWS)[None, :, None, None]
+    u = tl.arange(0, LENGTH // 32)[None, None, :, None]
+    return g * LENGTH + u * 32 + w * 4 + tl.arange(0, 4)[None, None, None, :]
+
+
+@triton.jit
+def value_index(ROWS: tl.constexpr, LENGTH: tl.constexpr, T: tl.constexpr):
+    """Where each value of a tile stands: [word 8, group, further words, slice, lane 4]; the T slices share bytes."""
+    w = tl.arange(0, 8)[:, None, None, None, None]
+    g = tl.arange(0, ROWS)[None, :, None, None, None]
+    u = tl.arange(0, LENGTH // 32)[None, None, :, None, None]
+    t = tl.arange(0, T)[None, None, None, :, None]
+    return g * (LENGTH * T) + t * LENGTH + u * 32 + w * 4 + tl.arange(0, 4)[None, None, None, None, :]
+
+
+@triton.jit
+def slice_shift(T: tl.constexpr, BITS: tl.constexpr):
+    return (tl.arange(0, T) * BITS).to(tl.uint32)[None, None, None, :, None]
+
+
+@triton.jit
+def group_highest(v):
+    return highest(highest(highest(highest(v, 4), 3), 2), 0)
+
+
+@triton.jit
+def of_group(v):
+    return v[None, :, None, None, None]
+
+
+@triton.jit
+def group_lowest(v):
+    return lowest(lowest(lowest(lowest(v, 4), 3), 2), 0)
+
+
+@triton.jit
+def least_positive(v):
+    """The smallest value above zero in each group, or zero: in unsigned bits minus one, zero is the largest."""
+    if v.dtype == tl.float64:
+        bits = v.to(tl.uint64, bitcast=True) - 1
+    else:
+        bits = v.to(tl.uint32, bitcast=True) - 1
+    bits = tl.min(tl.min(tl.min(tl.min(bits, 4), 3), 2), 0) + 1
+    # Plus 0.0: where -0.0 is all there is, the result is +0.0.
+    return bits.to(v.dtype, bitcast=True) + 0.0
+
+
+@triton.jit
+def step_up(step, spread):
+    """The step as it is stored: bf16 rounded up (fp64 as it is), normal where there is a spread at all."""
+    if step.dtype == tl.float64:
+        step = tl.maximum(step, 2.0**-1022)
+    else:
+        step = ((step.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
+        step = tl.maximum(step, 2.0**-126)
+    return tl.where(spread > 0, step, 0.0)
+
+
+@triton.jit
+def steps_of(v, BITS: tl.constexpr):
+    """For each group: lo, step, number of steps, and whether it has negative values."""
+    top, bottom = group_highest(v), group_lowest(v)
+    signed = bottom < 0
+    lo, hi = least_positive(v if BITS == 2 else tl.abs(v)), tl.maximum(top, -bottom)
+    if BITS == 2:
+        lo, hi = tl.where(signed, bottom, lo), tl.where(signed, top, hi)
+    steps = tl.where(signed, 3.0 if BITS == 2 else 2.0 ** (BITS - 1) - 2, 2.0**BITS - 2).to(v.dtype)
+    step = step_up(divide(hi, steps) - divide(lo, steps), hi - lo)
+    finite = nan_max(top, -bottom) < float("inf")
+    return lo, tl.where(finite, step, float("nan")), steps, signed
+
+
+@triton.jit(do_not_specialize=["groups", "seed_low", "seed_high"])
+def gq_encode_kernel(
+    x, data, numel: tl.int64, groups: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
+    DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    T: tl.constexpr = 8 // BITS
+    LENGTH: tl.constexpr = GROUP // T
+    WORK: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
+    g0 = tl.program_id(0).to(tl.int64) * ROWS
+    first = g0 * GROUP
+    left = tl.minimum(numel - first, ROWS * GROUP).to(tl.int32)
+    i = value_index(ROWS, LENGTH, T)
+    v = widen(tl.load(x + first + i, mask=i < left, other=0), DTYPE)
+    lo, step, steps, signed = steps_of(v, BITS)
+    inverse = tl.where(step > 0, divide(tl.full(step.shape, 1.0, step.dtype), step), 0.0)
+    from_lo = v if BITS == 2 else tl.abs(v)
+    t = tl.minimum((from_lo - of_group(lo)) * of_group(inverse), of_group(steps))
+    # q + (hash < fraction * 2^24) in fixed point, the whole part above bit 24. Zeros come out wrong and are replaced.
+    fixed = (t * 16777216.0).to(tl.uint32)
+    hash = random32(first.to(tl.uint32) + i.to(tl.uint32), seed_low, seed_high)
+    extra = tl.where(signed, 0, 1 << 24) if BITS == 2 else tl.full(signed.shape, 1 << 24, tl.int32)
+    code = (fixed + ((hash ^ 0xFFFFFFFF) >> 8) + of_group(extra).to(tl.uint32)) >> 24
+    if BITS == 2:
+        code = tl.where((v != 0) | of_group(signed), code, 0)
+    else:
+        code = tl.where(v != 0, code | ((v < 0).to(tl.uint32) << (BITS - 1)), 0)
+        lo = tl.where(signed, -lo, lo)
+    byte = tl.sum(code << slice_shift(T, BITS), 3)
+    here = g0 + tl.arange(0, ROWS) < groups
+    tl.store(data + g0 * LENGTH + byte_index(ROWS, LENGTH), byte.to(tl.uint8), mask=here[None, :, None, None])
+    g = g0 + tl.arange(0, ROWS)
+    at_lo = data + groups * LENGTH
+    tl.store(at_lo.to(tl.pointer_type(WORK)) + g, lo, mask=here)
+    if DTYPE == tl.float64:
+        tl.store((at_lo + groups * 8).to(tl.pointer_type(WORK)) + g, step, mask=here)
+    else:
+        half_bits = (step.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
+        tl.store((at_lo + groups * 4).to(tl.pointer_type(tl.int16)) + g, half_bits, mask=here)
+
+
+@triton.jit(do_not_specialize=["groups"])
+def gq_decode_kernel(
+    data, out, numel: tl.int64, groups: tl.int64, limit: tl.float64,
+    DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    T: tl.constexpr = 8 // BITS
+    LENGTH: tl.constexpr = GROUP // T
+    WORK: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
+    g0 = tl.program_id(0).to(tl.int64) * ROWS
+    g = g0 + tl.arange(0, ROWS)
+    here = g < groups
+    at_lo = data + groups * LENGTH
+    lo = tl.load(at_lo.to(tl.pointer_type(WORK)) + g, mask=here, other=0.0)
+    if DTYPE == tl.float64:
+        step = tl.load((at_lo + groups * 8).to(tl.pointer_type(WORK)) + g, mask=here, other=0.0)
+    else:
+        step = widen(tl.load((at_lo + groups * 4).to(tl.pointer_type(tl.int16)) + g, mask=here, other=0), tl.bfloat16)
+    at = data + g0 * LENGTH + byte_index(ROWS, LENGTH)
+    byte = tl.load(at, mask=here[None, :, None, None], other=0).to(tl.uint32)
+    code = ((byte[:, :, :, None, :] >> slice_shift(T, BITS)) & ((1 << BITS) - 1)).to(tl.int32)
+
+    signed, zeros = lo < 0, step == step
+    top = tl.full((), limit, tl.float64).to(WORK)
+    if BITS == 2:
+        q = code - of_group(tl.where(signed, 0, 1))
+        value = nan_min(of_group(lo) + q.to(WORK) * of_group(step), top)
+        value = tl.where((code == 0) & of_group(zeros & (signed == 0)), 0.0, value)
+    else:
+        size = code & of_group(tl.where(signed, (1 << (BITS - 1)) - 1, (1 << BITS) - 1))
+        value = nan_min(of_group(tl.abs(lo)) + (size - 1).to(WORK) * of_group(step), top)
+        value = tl.where((size == 0) & of_group(zeros), 0.0, value)
+        value = tl.where(code != size, -value, value)
+    value = narrow(value, DTYPE)
+    if MASK:
+        value = (widen(value, DTYPE) != 0).to(tl.uint8)
+    first = g0 * GROUP
+    i = value_index(ROWS, LENGTH, T)
+    tl.store(out + first + i, value, mask=i < tl.minimum(numel - first, ROWS * GROUP).to(tl.int32))
+
+
+@triton.jit
+def bits_encode_kernel(x, data, numel: tl.int64, length: tl.int64, BITS: tl.constexpr, SIZE: tl.constexpr):
+    T: tl.constexpr = 8 // BITS
+    j = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    byte = tl.zeros((SIZE,), tl.uint8)
+    for t in tl.static_range(T):
+        at = j + t * length
+        byte |= tl.load(x + at, mask=(j < length) & (at < numel), other=0) << (t * BITS)
+    tl.store(data + j, byte, mask=j < length)
+
+
+@triton.jit
+def bits_decode_kernel(data, out, numel: tl.int64, length: tl.int64, BITS: tl.constexpr, SIZE: tl.constexpr):
+    T: tl.constexpr = 8 // BITS
+    j = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    byte = tl.load(data + j, mask=j < length, other=0)
+    for t in tl.static_range(T):
+        at = j + t * length
+        tl.store(out + at, (byte >> (t * BITS)) & ((1 << BITS) - 1), mask=(j < length) & (at < numel))

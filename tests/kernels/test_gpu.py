@@ -1,0 +1,168 @@
+"""The Triton kernels against the reference: on a GPU where there is one, otherwise through Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read by triton.jit when gpu.py is imported
+
+from halley.kernels import gpu, reference  # noqa: E402
+from halley.kernels.reference import GROUP, HEADER  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INF = float("inf")
+SEED = 0x9E3779B97F4A7C15 >> 1
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def content(name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    if name == "mixed":  # another content in each group: every base kind, bitmaps, raw blocks
+        parts = ("relu", "normal", "far", "sparse", "special")
+        sizes = [min(GROUP, numel - i * GROUP) for i in range(-(-numel // GROUP))]
+        return torch.cat([content(part, size, dtype) for part, size in zip(parts, sizes, strict=True)])
+    if name in ("special", "outlier") and numel:
+        x[numel // 3] = 3e38 if dtype != torch.float16 else 6e4
+        if name == "special":
+            x[::97], x[5::301], x[6::300], x[::7] = float("nan"), INF, -INF, -0.0
+    else:
+        x = {
+            "normal": x,
+            "relu": x.relu(),
+            "zeros": x * 0.0,
+            "constant": x * 0.0 + 3.0,
+            "far": x + (1e4 if dtype == torch.float16 else 1e5),
+            "sparse": torch.where(x > 1.3, x, 0.0),
+            "denormal": x * {torch.float16: 1e-6, torch.float64: 1e-310}.get(dtype, 1e-41),
+            "largest": x.sign() * torch.finfo(dtype).max,
+        }[name]
+    return x.to(dtype).to(DEVICE)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bit for bit."""
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def check_eb(x: torch.Tensor, bound: float, rel: float, stochastic: bool, bitmap: bool) -> None:
+    """Both implementations store the same, and each decodes what the other stored."""
+    args = (x, bound, rel, stochastic, SEED, bitmap, -1)
+    (meta, payload), (gpu_meta, gpu_payload) = reference.eb_encode(*args), gpu.eb_encode(*args)
+    numel, groups = x.numel(), -(-x.numel() // GROUP)
+    expected = reference.eb_decode(meta, payload, numel, x.dtype, False)
+    assert meta[:8].view(torch.float64) == gpu_meta[:8].view(torch.float64)
+    assert torch.equal(meta[8:16], gpu_meta[8:16])
+    assert torch.equal(meta[HEADER + 4 * groups :], gpu_meta[HEADER + 4 * groups :])
+    assert len(payload) == len(gpu_payload)
+    assert same(reference.eb_decode(gpu_meta, gpu_payload, numel, x.dtype, False), expected)
+    assert same(gpu.eb_decode(meta, payload, numel, x.dtype, False), expected)
+    assert torch.equal(gpu.eb_decode(gpu_meta, gpu_payload, numel, x.dtype, True), expected != 0)
+
+
+@pytest.mark.parametrize("bitmap", [False, True])
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_eb_every_kind_of_block(dtype, stochastic, bitmap):
+    check_eb(content("mixed", 5000, dtype), *((1e-2, INF) if stochastic else (INF, 1e-3)), stochastic, bitmap)
+
+
+@pytest.mark.parametrize("name", ["zeros", "constant", "denormal", "largest", "outlier"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_eb_contents(dtype, name):
+    x = content(name, 1025, dtype)
+    check_eb(x, 1e-2, INF, stochastic=name == "outlier", bitmap=name in ("constant", "denormal"))
+    check_eb(x, *((INF, 1e-2) if name in ("largest", "outlier") else (1e30, INF)), stochastic=False, bitmap=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bound", [0.0, 0.3])
+def test_eb_bounds(dtype, bound):
+    check_eb(content("special", 1000, dtype), bound, INF, False, False)
+    check_eb(content("relu", 1000, dtype), bound, INF, True, True)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 63, 65, 1024])
+def test_eb_sizes(numel):
+    check_eb(content("relu", numel, torch.float32), 1e-2, INF, False, True)
+    check_eb(content("normal", numel, torch.float16), INF, 1e-2, False, False)
+
+
+def encode_guarded(x: torch.Tensor, bitmap: bool, capacity: int, monkeypatch) -> tuple[torch.Tensor, ...]:
+    """eb_encode with a payload inside a larger buffer: meta, payload, and what lies behind the payload."""
+    buffer = torch.full((capacity + 4096,), 77, dtype=torch.uint8, device=DEVICE)
+    empty = torch.empty
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", lambda *s, **k: buffer[:capacity] if s == (capacity,) else empty(*s, **k))
+        meta, payload = gpu.eb_encode(x, 1e-2, INF, False, SEED, bitmap, capacity)
+    return meta, payload, buffer[capacity:]
+
+
+@pytest.mark.parametrize("bitmap", [False, True])
+def test_eb_capacity(monkeypatch, bitmap):
+    """Too little space: the size is still counted, something is written, and nothing after the end."""
+    x = content("mixed", 5000, torch.float32)
+    meta, payload = reference.eb_encode(x, 1e-2, INF, False, SEED, bitmap, -1)
+    for capacity in (len(payload) // 8 * 4, len(payload) + 400):
+        gpu_meta, gpu_payload, behind = encode_guarded(x, bitmap, capacity, monkeypatch)
+        assert len(gpu_payload) == capacity
+        assert torch.equal(gpu_meta[8:16], meta[8:16])
+        assert bool((behind == 77).all())
+        assert bool((gpu_payload != 77).any())
+    expected = reference.eb_decode(meta, payload, 5000, torch.float32, False)
+    assert same(gpu.eb_decode(gpu_meta, gpu_payload, 5000, torch.float32, False), expected)
+
+
+def test_eb_groups_in_any_order():
+    x = content("mixed", 5000, torch.float32)
+    meta, payload = reference.eb_encode(x, 1e-2, INF, False, SEED, True, -1)
+    expected = reference.eb_decode(meta, payload, 5000, torch.float32, False)
+    moved = meta.clone()
+    offsets = moved[HEADER : HEADER + 20].view(torch.int32)
+    offsets += 3
+    offsets[0] += (len(payload) + 12) // 4
+    shifted = torch.cat([payload.new_zeros(12), payload, payload.new_zeros(12), payload])
+    assert same(gpu.eb_decode(moved, shifted, 5000, torch.float32, False), expected)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gq(dtype, bits):
+    sizes = {"normal": 5000, "relu": 5000, "special": 1000, "largest": 300, "denormal": 300, "far": 1}
+    for name, numel in sizes.items():
+        x = content(name, numel, dtype)
+        data, gpu_data = reference.gq_encode(x, bits, 256, SEED), gpu.gq_encode(x, bits, 256, SEED)
+        expected = reference.gq_decode(data, numel, bits, 256, dtype, False)
+        if name not in ("special", "largest"):  # codes of a group that decodes to NaN do not matter
+            assert torch.equal(data, gpu_data)
+        for kept in (data, gpu_data):
+            decoded = gpu.gq_decode(kept, numel, bits, 256, dtype, False)
+            assert torch.equal(decoded.isnan(), expected.isnan())
+            assert torch.equal(decoded.nan_to_num(0.0), expected.nan_to_num(0.0))
+            assert torch.equal(gpu.gq_decode(kept, numel, bits, 256, dtype, True), expected != 0)
+
+
+@pytest.mark.parametrize("group", [128, 512, 200])
+def test_gq_groups(group):
+    x = content("normal", 3000, torch.float32)
+    data = gpu.gq_encode(x, 4, group, SEED)
+    assert torch.equal(data, reference.gq_encode(x, 4, group, SEED))
+    args = (data, 3000, 4, group, x.dtype, False)
+    assert same(gpu.gq_decode(*args), reference.gq_decode(*args))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+@pytest.mark.parametrize("numel", [0, 1, 63, 1000, 5003])
+def test_bits(bits, numel):
+    x = torch.randint(0, 1 << bits, (numel,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    data = gpu.bits_encode(x, bits)
+    assert torch.equal(data, reference.bits_encode(x, bits))
+    assert torch.equal(gpu.bits_decode(data, bits, numel), x)
+    if bits == 1:
+        assert torch.equal(gpu.bits_encode(x.bool(), 1), data)
