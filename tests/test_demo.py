@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from halley.cli import main
-from halley.demo import network
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +39,3 @@ def test_the_process_holds_what_was_counted(results):
     assert results["plain"]["held_bytes"] == pytest.approx(report["saved_bytes"], rel=0.1)
     assert results["compressed"]["held_bytes"] < results["plain"]["held_bytes"] / 3
     assert results["compressed"]["peak_bytes"] < results["plain"]["peak_bytes"]
-
-
-def test_the_network_is_trained_from_the_digits_size_on():
-    import torch
-
-    assert network()(torch.zeros(2, 1, 28, 28)).shape == (2, 10)

@@ -122,7 +122,7 @@ def eb_decode(meta: Tensor, payload: Tensor, numel: int, dtype: torch.dtype, mas
         groups = -(-numel // GROUP)
         tensors, constants = (meta, payload, _typed(out)), (TYPES[dtype], mask, 1)
         _launch(decode_kernel, groups, tensors, (numel,), constants, 1)
-        # Groups that a program looks through for bitmaps: one where there are few groups, else as many as keep it quick.
+        # Groups that a program looks through for bitmaps: many where there are many, so that finding none is quick.
         each = 1 if groups <= 4096 else 4 if groups <= 32768 else 16
         _launch(decode_maps_kernel, -(-groups // each), tensors, (numel,), (*constants, each), 1)
     return out

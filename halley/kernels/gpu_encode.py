@@ -228,7 +228,7 @@ def put_raw(payload, start, raw, x, left, SIZE: tl.constexpr, UNIT: tl.constexpr
 
 @triton.jit
 def put_field(at, words, n, shift, present, BITS: tl.constexpr, G: tl.constexpr):
-    """Writes one field of the n values whose bytes stand in the scratch `words` at byte pointers `at` [block, group]."""
+    """Writes one field of the n values whose bytes stand in the scratch `words`, at byte pointers `at`."""
     length = ((n * BITS + 7) >> 3)[None, :, :, None]
     word = tl.zeros((2, 16, G, BITS), tl.uint32)
     for t in tl.static_range(8 // BITS):
@@ -249,7 +249,7 @@ def put_field(at, words, n, shift, present, BITS: tl.constexpr, G: tl.constexpr)
 
 @triton.jit
 def put_bytes(at, rest, flags, is_map, n, width, most, scratch, G: tl.constexpr):
-    """Writes bitmaps and fields at byte pointers `at` [block, group]; a scratch brings the n values of a block together."""
+    """Writes bitmaps and fields at byte pointers `at`; a scratch brings the n values of a block together."""
     s = tl.arange(0, 8)[None, None, None, :, None]
     lane = (tl.arange(0, 2)[:, None, None, None] * 4 + tl.arange(0, 4)[None, None, None, :]) & 63
     tl.store(at[None, :, :, None] + lane, tl.sum(flags << s, 3).to(tl.uint8), mask=is_map[None, :, :, None])
@@ -353,8 +353,8 @@ def put_tables(meta, tile, numel, exists, offset, info, head, G: tl.constexpr):
 @triton.jit
 def put_bases(groups_at, base, kind, exists):
     """Writes the bases of each group at its byte pointer."""
-    if tile_max(kind[None, :]) > 0:
-        column, kind, at = tl.arange(0, 16)[:, None], kind[None, :], groups_at[None, :]
+    column, kind, at = tl.arange(0, 16)[:, None], kind[None, :], groups_at[None, :]
+    if tile_max(kind) > 0:
         tl.store(at + column, base.to(tl.uint8), mask=exists & (kind == 1))
         tl.store(unit_pointer(at, 4) + column, base, mask=exists & (kind == 2))
 
@@ -413,7 +413,7 @@ def encode_kernel(
     seed_low: tl.int32, seed_high: tl.int32, tiles: tl.int32,
     DTYPE: tl.constexpr, RELATIVE: tl.constexpr, STOCHASTIC: tl.constexpr, BITMAP: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """Encodes tiles. Each reserves its space with one addition to the counter in meta; too late, and it writes nothing."""
+    """Encodes tiles. Each reserves its space with one addition to the counter in meta, and writes only what fits."""
     eb = usable_bound(meta, bound, rel, DTYPE, RELATIVE)
     pid = tl.program_id(0)
     if pid == 0:
