@@ -363,8 +363,8 @@ class Capture:
             site.operation, site.slot = operation_name(node), slot
             if site.operation.startswith("CompiledFunction"):
                 raise RuntimeError(
-                    "halley: this model was attached and then compiled with torch.compile. Its saved tensors cannot be told "
-                    "apart there; detach() it, or train it without torch.compile."
+                    "halley: this model was attached and then compiled with torch.compile. Its saved tensors cannot be "
+                    "told apart there; detach() it, or train it without torch.compile."
                 )
             if cell.held.untyped_storage().data_ptr() in self._weights():
                 site.need = "weight"

@@ -71,8 +71,9 @@ def demo(epochs: int = 3, samples: int = 5000, batch: int = 125, seed: int = 0, 
         for training, measured in zip(trainings, memory_runs, strict=True)
     }
     data.unlink()
-    show(results)
     save(results, out / "results.json")
+    show(results)
+    say(f"wrote {out / 'results.json'}")
 
 
 def say(line: str = "") -> None:
@@ -348,7 +349,6 @@ def save(results: dict[str, Any], path: Path) -> None:
 
     runs = {name: {key: value for key, value in result.items() if key != "layers"} for name, result in results.items()}
     path.write_text(json.dumps({**provenance(), **runs}, indent=2) + "\n")
-    say(f"wrote {path}")
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def copy(threads: int | None) -> Contender:
 
 
 def rows(x: Tensor) -> Any:
-    """What CPU peers get: all dimensions but the last as one, which gave them the best ratios of all layouts tried."""
+    """What CPU peers get: all dimensions but the last as one. Of five layouts, within 3 % of their best on all data."""
     return x.reshape(-1, x.shape[-1] if x.dim() else 1).numpy()
 
 

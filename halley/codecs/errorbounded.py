@@ -18,12 +18,13 @@ from halley.packed import Layout, Packed
 class ErrorBoundedPacked(LatePacked):
     """meta and payload of docs/design.md; on a GPU the payload's size is settled later."""
 
-    __slots__ = ()
+    __slots__ = ("bitmap",)
+    bitmap: bool
 
     def decode_flat(self, mask: bool = False) -> Tensor:
         self.settle()
         meta, payload = self.parts
-        return torch.ops.halley.eb_decode(meta, payload, self.numel, self.dtype, mask)
+        return torch.ops.halley.eb_decode(meta, payload, self.numel, self.dtype, mask, self.bitmap)
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,5 +93,6 @@ class ErrorBounded(Codec):
             return torch.ops.halley.eb_encode(flat, bound, rel, stochastic, seed, bitmap, capacity)
 
         packed = ErrorBoundedPacked(self, layout, flat.dtype, flat.numel())
+        packed.bitmap = bitmap
         packed.fill(flat, encode, hint)
         return packed

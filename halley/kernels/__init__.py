@@ -24,7 +24,7 @@ __all__ = ["FLOATS", "SCHEMAS", "gq_sizes", "implementation", "meta_size"]
 SCHEMAS = {
     "eb_encode": "(Tensor x, float bound, float rel, bool stochastic, int seed, bool bitmap, int capacity)"
     " -> (Tensor, Tensor)",
-    "eb_decode": "(Tensor meta, Tensor payload, int numel, ScalarType dtype, bool mask) -> Tensor",
+    "eb_decode": "(Tensor meta, Tensor payload, int numel, ScalarType dtype, bool mask, bool bitmap=True) -> Tensor",
     "gq_encode": "(Tensor x, int bits, int group, int seed) -> Tensor",
     "gq_decode": "(Tensor data, int numel, int bits, int group, ScalarType dtype, bool mask) -> Tensor",
     "bits_encode": "(Tensor x, int bits) -> Tensor",
@@ -53,7 +53,7 @@ def _decode_fake(numel: int, dtype: torch.dtype, mask: bool, like: Tensor) -> Te
 
 _FAKES: dict[str, Callable[..., Any]] = {
     "eb_encode": _eb_encode_fake,
-    "eb_decode": lambda meta, payload, numel, dtype, mask: _decode_fake(numel, dtype, mask, meta),
+    "eb_decode": lambda meta, payload, numel, dtype, mask, bitmap=True: _decode_fake(numel, dtype, mask, meta),
     "gq_encode": lambda x, bits, group, seed: x.new_empty(
         gq_sizes(x.numel(), bits, group, x.dtype)[2], dtype=torch.uint8
     ),

@@ -128,12 +128,13 @@ def _narrow(v, like):
 
 
 @inline
-def random24(i, a, b):
-    """24 random bits for index i, from the halves of the seed (b with its lowest bit set), as int32."""
+def random24(i, turn, a, b):
+    """24 random bits of index i turned by `turn`, from the halves of the seed (b with its lowest bit set), as int32."""
     h = u32(u32(i ^ a) * b)
     h = u32(u32(h ^ h >> 16) * u32(0x7FEB352D))
     h = u32(u32(h ^ h >> 15) * u32(0x846CA68B))
-    return i32(u32(h ^ h >> 16) >> 8)
+    h = u32(h ^ h >> 16)
+    return i32(u32(h >> turn | u32(h << (u32(32) - turn & u32(31)))) >> 8)
 
 
 @inline
@@ -298,7 +299,7 @@ def stochastic_levels(v, k, b, like, limit, eb, factor, half, start, seed_low, s
         q = a * factor + f32(0.5)
         level = i32(q)
         chance = i32((q - as_float(level, q)) * f32(2.0**24))
-        up = random24(u32(start + i), seed_low, seed_high) < chance
+        up = random24(u32(start // 4 + (i & 15)), u32(i >> 4 << 3), seed_low, seed_high) < chance
         level = max(i32(level + up), i32(1)) if a > 0 else i32(0)
         back = widen(narrow(as_float(i32(2 * level - 1), q) * half, like))
         bad |= i32((m >= limit) | ((a > 0) & (not abs(back - a) <= eb)))
@@ -597,6 +598,7 @@ def decode_task(task, size, numel, out, first_out, meta, payload, eb):
 @inline
 def quantize_group(v, codes, bits, start, seed_low, seed_high):
     """Codes of a group; returns lo and step as they are stored."""
+    length = v.size * bits // 8
     zero = as_float(0, v[0])
     infinite = magnitude(as_float(math.inf, zero))
     least, most = infinite, magnitude(zero)
@@ -627,7 +629,8 @@ def quantize_group(v, codes, bits, start, seed_low, seed_high):
         t = t if t < n else n
         q = i32(t)
         chance = i32((t - as_float(q, t)) * f32(2.0**24))
-        q = i32(q + (random24(u32(start + i), seed_low, seed_high) < chance))
+        word, turn = start * bits // 8 + i % length, i // length * 4 * bits
+        q = i32(q + (random24(u32(word), u32(turn), seed_low, seed_high) < chance))
         marked = i32(q + 1 | i32(v[i] < 0) << bits - 1) if abs(v[i]) > 0 else i32(0)
         codes[i] = u8(q if affine else marked)
     return (-lo if signed and not affine else lo), step

@@ -144,8 +144,8 @@ def decode(kernel: Callable, size: int, numel: int, dtype: torch.dtype, mask: bo
     return torch.from_numpy(flags)
 
 
-def eb_decode(meta: Tensor, payload: Tensor, numel: int, dtype: torch.dtype, mask: bool) -> Tensor:
-    """The flat values that eb_encode stored, or only whether each is not zero (bool)."""
+def eb_decode(meta: Tensor, payload: Tensor, numel: int, dtype: torch.dtype, mask: bool, bitmap: bool = True) -> Tensor:
+    """The flat values that eb_encode stored, or only whether each is not zero. `bitmap`: there may be bitmaps."""
     work = np.float64 if dtype == torch.float64 else np.float32
     meta_bytes = meta.numpy()
     eb = work(meta_bytes[:8].view(np.float64)[0])

@@ -115,16 +115,17 @@ def eb_encode(
     return meta, payload
 
 
-def eb_decode(meta: Tensor, payload: Tensor, numel: int, dtype: torch.dtype, mask: bool) -> Tensor:
-    """The flat values that eb_encode stored, or only whether each is not zero (bool)."""
+def eb_decode(meta: Tensor, payload: Tensor, numel: int, dtype: torch.dtype, mask: bool, bitmap: bool = True) -> Tensor:
+    """The flat values that eb_encode stored, or only whether each is not zero. `bitmap`: there may be bitmaps."""
     out = torch.empty(numel, dtype=torch.bool if mask else dtype, device=meta.device)
     if numel:
         groups = -(-numel // GROUP)
         tensors, constants = (meta, payload, _typed(out)), (TYPES[dtype], mask, 1)
         _launch(decode_kernel, groups, tensors, (numel,), constants, 1)
-        # Groups that a program looks through for bitmaps: many where there are many, so that finding none is quick.
-        each = 1 if groups <= 4096 else 4 if groups <= 32768 else 16
-        _launch(decode_maps_kernel, -(-groups // each), tensors, (numel,), (*constants, each), 1)
+        if bitmap:
+            # Groups that a program looks through for bitmaps: many where there are many, so that finding none is quick.
+            each = 1 if groups <= 4096 else 4 if groups <= 32768 else 16
+            _launch(decode_maps_kernel, -(-groups // each), tensors, (numel,), (*constants, each), 1)
     return out
 
 

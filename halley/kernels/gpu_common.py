@@ -106,11 +106,17 @@ def power(e, like):
 
 @triton.jit
 def random32(index, seed_low, seed_high):
-    """The hash of docs/design.md for each uint32 index, before its last shift by 8."""
+    """The hash of docs/design.md for each uint32 index, before it is turned and shifted."""
     h = (index ^ seed_low.to(tl.uint32)) * (seed_high.to(tl.uint32) | 1)
     h = (h ^ (h >> 16)) * 0x7FEB352D
     h = (h ^ (h >> 15)) * 0x846CA68B
     return h ^ (h >> 16)
+
+
+@triton.jit
+def turned(h, turn):
+    """h rotated to the right."""
+    return (h >> turn) | (h << ((32 - turn) & 31))
 
 
 @triton.jit

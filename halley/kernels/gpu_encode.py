@@ -26,6 +26,7 @@ from halley.kernels.gpu_common import (
     shrink,
     tile_index,
     tile_max,
+    turned,
     unit_pointer,
     widen,
     word_index,
@@ -97,12 +98,21 @@ def shrink_code(m, eb, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def level_size(a, inverse, index, seed_low, seed_high, STOCHASTIC: tl.constexpr):
-    """The magnitude of the level of magnitude a, in floating point."""
+def tile_hash(block, seed_low, seed_high, G: tl.constexpr):
+    """The random bits of a tile. Values 16 apart share a hash: the compiler finds it the same and computes it once."""
+    i = tile_index(G).to(tl.uint32)
+    slice = tl.arange(0, 8).to(tl.uint32)[None, None, None, :, None]
+    word = block.to(tl.uint32) * 16 + (i >> 6) * 16 + (slice & 1) * 8 + (i & 7)
+    return turned(random32(word, seed_low, seed_high), (slice >> 1) * 8)
+
+
+@triton.jit
+def level_size(a, inverse, block, seed_low, seed_high, STOCHASTIC: tl.constexpr):
+    """The magnitude of the level of magnitude a, in floating point; `block` is the number of the tile's first block."""
     if STOCHASTIC:
         q = a * inverse + 0.5
         k = tl.floor(q)
-        hash = (random32(index, seed_low, seed_high) >> 8).to(tl.int32)
+        hash = (tile_hash(block, seed_low, seed_high, a.shape[2]) >> 8).to(tl.int32)
         k += (hash < ((q - k) * 16777216.0).to(tl.int32)).to(a.dtype)
     else:
         k = tl.ceil(a * inverse)
@@ -286,7 +296,7 @@ def put_plane(at, words, n, width, plane, G: tl.constexpr):
 
 
 @triton.jit
-def find_levels(v, bits, eb, index, seed_low, seed_high, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
+def find_levels(v, bits, eb, block, seed_low, seed_high, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Levels of a tile, their smallest and largest for each block, the shrink codes, and which blocks must be raw."""
     limit = eb * 4194304.0
     top, bottom = block_highest(v), block_lowest(v)
@@ -304,7 +314,7 @@ def find_levels(v, bits, eb, index, seed_low, seed_high, DTYPE: tl.constexpr, ST
     inverse = divide(tl.full(eb_c.shape, 1.0 if STOCHASTIC else 0.5, eb_c.dtype), eb_c)
     half = eb_c * 0.5 if STOCHASTIC else eb_c
     a = tl.abs(v)
-    size = level_size(a, of_group(inverse), index, seed_low, seed_high, STOCHASTIC)
+    size = level_size(a, of_group(inverse), block, seed_low, seed_high, STOCHASTIC)
     if STOCHASTIC or eb > 0.5:
         size = at_least_one(size, a)
         error = block_highest(tl.where(a > 0, decode_error(size, a, of_group(half), DTYPE), 0.0))
@@ -370,8 +380,8 @@ def encode_tile(
     left = tl.minimum(numel - first, G * 1024).to(tl.int32)
     i = tile_index(G)
     bits = tl.load(x + i, mask=i < left, other=0)
-    v, index = widen(bits, DTYPE), first.to(tl.uint32) + i.to(tl.uint32)
-    k, low, high, code, must_raw = find_levels(v, float_bits(bits), eb, index, seed_low, seed_high, DTYPE, STOCHASTIC)
+    v, block = widen(bits, DTYPE), tile.to(tl.int64) * (G * 16)
+    k, low, high, code, must_raw = find_levels(v, float_bits(bits), eb, block, seed_low, seed_high, DTYPE, STOCHASTIC)
 
     flags = (k != 0).to(tl.int32)
     count, low_nz, high_nz = low, low, high

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halley.kernels.gpu_common import divide, highest, lowest, nan_max, nan_min, narrow, random32, widen
+from halley.kernels.gpu_common import divide, highest, lowest, nan_max, nan_min, narrow, random32, turned, widen
 
 
 @triton.jit
@@ -106,7 +106,9 @@ def gq_encode_kernel(
     t = tl.minimum((from_lo - of_group(lo)) * of_group(inverse), of_group(steps))
     # q + (hash < fraction * 2^24) in fixed point, the whole part above bit 24. Zeros come out wrong and are replaced.
     fixed = (t * 16777216.0).to(tl.uint32)
-    hash = random32(first.to(tl.uint32) + i.to(tl.uint32), seed_low, seed_high)
+    # The values of a byte share one hash.
+    word = (g0 * LENGTH).to(tl.uint32) + byte_index(ROWS, LENGTH).to(tl.uint32)
+    hash = turned(random32(word, seed_low, seed_high)[:, :, :, None, :], slice_shift(T, BITS * 4))
     extra = tl.where(signed, 0, 1 << 24) if BITS == 2 else tl.full(signed.shape, 1 << 24, tl.int32)
     code = (fixed + ((hash ^ 0xFFFFFFFF) >> 8) + of_group(extra).to(tl.uint32)) >> 24
     if BITS == 2:

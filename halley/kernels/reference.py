@@ -38,12 +38,18 @@ def meta_size(numel: int) -> int:
     return HEADER + 5 * -(-numel // GROUP) + -(-numel // BLOCK)
 
 
-def random24(index: Tensor, seed: int) -> Tensor:
-    """24 random bits for each index: the hash of docs/design.md, as int64."""
+def random24(index: Tensor, seed: int, run: int, length: int) -> Tensor:
+    """24 random bits for each value index: the hash of docs/design.md, as int64.
+
+    Within a run of values those at a distance of `length` share one hash, each turned by its own number of bits.
+    """
+    turn = index % run // length * (32 * length // run)
+    index = index // run * length + index % length
     h = ((index & MASK32) ^ (seed & MASK32)) * ((seed >> 32 & MASK32) | 1) & MASK32
     h = (h ^ h >> 16) * 0x7FEB352D & MASK32
     h = (h ^ h >> 15) * 0x846CA68B & MASK32
-    return (h ^ h >> 16) >> 8
+    h = h ^ h >> 16
+    return (h >> turn | h << 32 - turn & MASK32) >> 8
 
 
 def exponent(x: Tensor) -> Tensor:
@@ -141,7 +147,7 @@ def levels_of(x: Tensor, eb: Tensor, code: Tensor, stochastic: bool, seed: int) 
         q = a * (1.0 / eb_c) + 0.5
         k = q.floor()
         index = torch.arange(x.numel(), device=x.device).view(x.shape)
-        k = k + (random24(index, seed) < ((q - k) * 2.0**24).long())
+        k = k + (random24(index, seed, BLOCK, BLOCK // 4) < ((q - k) * 2.0**24).long())
         half = eb_c * 0.5
     else:
         k = (a * (0.5 / eb_c)).ceil()
@@ -269,8 +275,8 @@ def eb_encode(
     return meta, payload
 
 
-def eb_decode(meta: Tensor, payload: Tensor, numel: int, dtype: torch.dtype, mask: bool) -> Tensor:
-    """The flat values that eb_encode stored, or only whether each is not zero (bool)."""
+def eb_decode(meta: Tensor, payload: Tensor, numel: int, dtype: torch.dtype, mask: bool, bitmap: bool = True) -> Tensor:
+    """The flat values that eb_encode stored, or only whether each is not zero. `bitmap`: there may be bitmaps."""
     device = meta.device
     if numel == 0:
         return torch.zeros(0, dtype=torch.bool if mask else dtype, device=device)
@@ -399,7 +405,7 @@ def gq_encode(x: Tensor, bits: int, group: int, seed: int) -> Tensor:
     t = torch.minimum(t.clamp(min=0.0), n[:, None]).nan_to_num(0.0)
     q = t.floor()
     index = torch.arange(v.numel(), device=x.device).view(v.shape)
-    q = (q + (random24(index, seed) < ((t - q) * 2.0**24).long())).long()
+    q = (q + (random24(index, seed, group, group * bits // 8) < ((t - q) * 2.0**24).long())).long()
     sign = (v < 0).long() << bits - 1
     code = torch.where(affine[:, None], q, torch.where(a > 0, (q + 1) | sign, 0))
     lo = torch.where(signed & ~affine, -lo, lo)
