@@ -65,6 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--only", help="one method alone", choices=list(POLICIES))
     parser.add_argument("--csv")
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
@@ -72,6 +73,8 @@ def main() -> None:
     rows = []
     for half in (False, True):
         for name, policy in POLICIES.items():
+            if args.only not in (None, name):
+                continue
             row = {
                 "model": "ResNet-50",
                 "batch": args.batch,
