@@ -123,6 +123,12 @@ def get_fields(payload: Tensor, start: Tensor, n: Tensor, width: Tensor) -> Tens
     return v
 
 
+def raw_bytes_at(start: Tensor, size: Tensor, item: int) -> tuple[Tensor, Tensor]:
+    """Which bytes of raw blocks are stored, and where in the payload: blocks x (64 * item)."""
+    column = torch.arange(BLOCK * item, device=start.device)
+    return column < size[:, None], start[:, None] + column
+
+
 def compact(v: Tensor, flags: Tensor) -> Tensor:
     """Moves the flagged values of each row to its front, in order."""
     order = torch.sort((~flags).to(torch.uint8), dim=1, stable=True).indices
@@ -261,10 +267,9 @@ def eb_encode(
     put_fields(payload, start[is_map], (k[is_map] != 0).long(), full[is_map], one[is_map])
     n = (k[is_map] != 0).sum(1)
     put_fields(payload, start[is_map] + 8, compact(k[is_map], k[is_map] != 0) - base[is_map, None], n, width[is_map])
-    item = x.element_size()
-    for block in torch.nonzero(is_raw)[:, 0].tolist():
-        a, b = int(start[block]), int(valid[block]) * item
-        payload[a : a + b] = raw_bytes.view(torch.uint8)[block * BLOCK * item : block * BLOCK * item + b]
+    stored, at = raw_bytes_at(start[is_raw], valid[is_raw] * x.element_size(), x.element_size())
+    source = raw_bytes.view(torch.uint8).view(-1, BLOCK * x.element_size())
+    payload[at[stored]] = source[: len(is_raw)][is_raw][stored]
 
     meta = torch.zeros(meta_size(numel), dtype=torch.uint8, device=device)
     meta[:8] = (-eb if stochastic else eb).double().reshape(1).view(torch.uint8)
@@ -335,10 +340,10 @@ def eb_decode(meta: Tensor, payload: Tensor, numel: int, dtype: torch.dtype, mas
     else:
         half = shrink(eb.abs().expand(groups), code) * torch.where(eb < 0, 0.5, 1.0).to(eb.dtype)
         out = values_of(k, half[group][:, None], dtype)
-    bytes_ = out.view(torch.uint8)
-    for block in torch.nonzero(is_raw)[:, 0].tolist():
-        a, b = int(start[block]), int(valid[block]) * dtype.itemsize
-        bytes_[block, :b] = payload[a : a + b]
+    stored, at = raw_bytes_at(start[is_raw], valid[is_raw] * dtype.itemsize, dtype.itemsize)
+    raw = torch.zeros(at.shape, dtype=torch.uint8, device=device)
+    raw[stored] = payload[at[stored]]
+    out.view(torch.uint8)[is_raw] = raw
     flat = out.view(-1)[:numel]
     return flat != 0 if mask else flat.clone()
 

@@ -19,7 +19,7 @@ from halley.kernels import reference
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 IMPLEMENTATIONS = {"reference": reference, "cpu": kernels.implementation("cpu"), "gpu": kernels.implementation("cuda")}
 DEVICE = {"reference": "cpu", "cpu": "cpu", "gpu": "cuda" if torch.cuda.is_available() else "cpu"}
-EXAMPLES = {"reference": 200, "cpu": 500, "gpu": 15}
+EXAMPLES = {"reference": 100, "cpu": 300, "gpu": 30}
 
 CONTENT = {
     "normal": lambda n, g: torch.randn(n, generator=g),
