@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch._C import _autograd
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from halley.cells import LATE, Cell, Record, Saved, Unknown, strictest
-from halley.codecs import Codec, Lossless, Mask, Window
+from halley.cells import LATE, Cell, Record, Saved, Unknown, satisfies, strictest
+from halley.codecs import Codec, Lossless, Mask, Sign, Window
 from halley.codecs.base import mix
 from halley.codecs.late import settle_all
 from halley.packed import flatten
-from halley.sites import Site, need_of, operation_name, signature
+from halley.sites import Site, need_of, needs_weight_gradient, operation_name, signature
 
 SMALL = 16384
 """Tensors of fewer bytes than this pass through as they are."""
@@ -199,7 +199,7 @@ class Capture:
             return self._pass(saved, t)
         frame.sizes[index] = tuple(t.shape)
         known = frame.sites[index] if index < len(frame.sites) else None
-        if known is not None and known.stable and known.signature == signature(t):
+        if known is not None and known.stable and known.signature == signature(t) and not thawed(known, frame.layer):
             saved.site = known
             if forward.pending:
                 self._read_graph(t.grad_fn)
@@ -303,6 +303,8 @@ class Capture:
         codec: Codec
         if site.need == "mask":
             codec = Mask()
+        elif site.need == "sign":
+            codec = Sign()
         elif site.need == "exact":
             codec = Lossless(high=site.high)
             if site.window is not None and frame is not None and site.pair in frame.sizes:
@@ -315,7 +317,7 @@ class Capture:
     def _encode(self, cell: Cell, flat: Tensor, saved: Saved) -> None:
         """Makes the cell satisfy all who asked, encoding from the memory at hand where it does not yet."""
         codec = strictest(cell.wanted)
-        if cell.packed is None or not (cell.packed.codec == codec or satisfies(cell.packed.codec, codec)):
+        if cell.packed is None or not satisfies(cell.packed.codec, codec):
             assert saved.layout is not None
             with torch.no_grad():
                 cell.packed = codec.encode_flat(flat, saved.layout, cell.key, cell.record.site.hint)
@@ -435,18 +437,13 @@ class Capture:
             return
         raise RuntimeError(
             f"halley: what layer '{site.layer or '(root)'}' saved for {site.operation}.{site.slot} is read by "
-            f"{node.name()}: the order of operations in this layer changed since the last step, and what was kept may "
-            "not be enough for this gradient. Run this step again: from now on this place is examined anew each time. "
-            "Or leave the layer out with attach(filter=...)."
+            f"{node.name()}: the order of operations in this layer, or what is frozen, changed since the last step, "
+            "and what was kept may not be enough for this gradient. Run this step again: from now on this place is "
+            "examined anew each time. Or leave the layer out with attach(filter=...)."
         )
 
 
 KEPT = Site("", -1, (), operation="(small or kept)", slot="")
-
-
-def satisfies(codec: Codec, other: Codec) -> bool:
-    """Whether what is packed serves a reader that asks for `other`; every codec but Mask keeps masks."""
-    return isinstance(other, Mask) or (not isinstance(codec, Mask) and codec.covers(other))
 
 
 def unpack(saved: Saved) -> Tensor:
@@ -458,9 +455,17 @@ def unpack(saved: Saved) -> Tensor:
             pass
         elif saved.pending is not None:
             saved.capture.learn_late(node)
-        elif operation_name(node) != site.operation:
+        elif operation_name(node) != site.operation or (site.need == "shape" and needs_weight_gradient(node)):
             saved.capture.mismatch(saved, node)
     return saved.restore()
+
+
+def thawed(site: Site, layer: Layer) -> bool:
+    """Whether a convolution's weight needs a gradient now, though its input was kept as a shape while it was frozen."""
+    if site.need != "shape" or site.operation != "Convolution":
+        return False
+    weight = getattr(layer.owner(), "weight", None)
+    return weight is not None and weight.requires_grad
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:

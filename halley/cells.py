@@ -9,18 +9,25 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from halley.codecs import Codec, ErrorBounded, Mask
+from halley.codecs import Codec, ErrorBounded, Mask, Sign
 from halley.packed import Layout, Packed, check_version
 from halley.sites import Site, comes_from_parameter, is_view_of_parameter
 
 
 def strictest(codecs: list[Codec]) -> Codec:
     """The codec that satisfies all who asked; bit-exact if none of those named does."""
-    wanted = [codec for codec in codecs if not isinstance(codec, Mask)] or codecs
-    for codec in wanted:
-        if all(codec is other or codec.covers(other) for other in wanted):
+    for codec in codecs:
+        if all(satisfies(codec, other) for other in codecs):
             return codec
     return ErrorBounded(0)
+
+
+def satisfies(codec: Codec, other: Codec) -> bool:
+    """Whether what `codec` restores serves a reader that asks for `other`."""
+    if codec == other or codec.exact:
+        return True
+    # Only ReLU's result is read as a mask: it is not negative, and there every codec keeps zeros.
+    return (isinstance(other, Mask) and not isinstance(codec, Sign)) or codec.covers(other)
 
 
 LATE = -1

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from halley.codecs.base import Hint
 from halley.kernels import FLOATS
 
-Need = Literal["weight", "shape", "mask", "exact", "attention", "logprob", "lossy"]
+Need = Literal["weight", "shape", "mask", "sign", "exact", "attention", "logprob", "lossy"]
 
 SHAPE_ONLY = {
     ("MaxPool2DWithIndices", "self"),
@@ -27,6 +27,7 @@ SHAPE_ONLY = {
     ("AdaptiveAvgPool3D", "self"),
 }
 MASK_ONLY = {("Relu", "result")}
+SIGN_ONLY = {("LeakyRelu", "self"), ("LeakyRelu", "result")}
 # Slots that hold data whether or not it needs a gradient: the first layer's input is such a tensor.
 DATA_SLOTS = {"input", "query", "key", "value", "output"}
 ATTENTION = ("ScaledDotProduct", "Bmm", "Baddbmm", "Softmax", "SafeSoftmax", "EfficientAttention", "FlashAttention")
@@ -119,6 +120,11 @@ def is_view_of_parameter(grad_fn: Any) -> bool:
     return False
 
 
+def needs_weight_gradient(node: Any) -> bool:
+    """Whether a node is a convolution whose weight needs a gradient, and so its input's values."""
+    return operation_name(node) == "Convolution" and node.next_functions[1][0] is not None
+
+
 def need_of(site: Site, node: Any, module: nn.Module | None, view: bool, computed: bool) -> Need:
     """What the reader `node` needs of the tensor saved at `site`.
 
@@ -130,7 +136,7 @@ def need_of(site: Site, node: Any, module: nn.Module | None, view: bool, compute
         return "weight"
     if (operation, slot) in SHAPE_ONLY:
         return "shape"
-    if operation == "Convolution" and slot == "input" and node.next_functions[1][0] is None:
+    if operation == "Convolution" and slot == "input" and not needs_weight_gradient(node):
         return "shape"
     if dtype not in FLOATS:
         return "exact"
@@ -142,6 +148,8 @@ def need_of(site: Site, node: Any, module: nn.Module | None, view: bool, compute
         return "weight"
     if (operation, slot) in MASK_ONLY:
         return "mask"
+    if (operation, slot) in SIGN_ONLY:
+        return "sign"
     if operation == "LogSoftmax" or (operation.startswith("NllLoss") and slot == "self"):
         return "logprob"
     if any(word in operation for word in EXACT_WORDS) or "logsumexp" in slot:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import math
 import threading
 
 import pytest
@@ -268,6 +269,32 @@ def test_a_relu_nobody_else_reads_costs_one_bit() -> None:
     assert row.packed_bytes == 64 * 1024 // 8
 
 
+@pytest.mark.parametrize("codec", [GroupQuant(bits=2), ErrorBounded(0.3, "rel")], ids=repr)
+def test_a_leaky_relu_gets_exact_signs_and_costs_one_bit(codec) -> None:
+    class Leaky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1024))
+
+        def forward(self, x: torch.Tensor, shared: bool) -> torch.Tensor:
+            y = x + self.scale
+            return F.leaky_relu(y, 0.1).sum() + (y.sin().sum() * 0 if shared else 0)
+
+    x = torch.randn(64, 1024)
+    x[0, :3] = torch.tensor([-1.0, math.nan, -0.5])
+    for shared in (False, True):
+        model = Leaky()
+        plain = copy.deepcopy(model)
+        handle = halley.attach(model, Fixed(codec))
+        for _ in range(2):
+            for m in (plain, model):
+                m.zero_grad()
+                m(x, shared).backward()
+            assert torch.equal(plain.scale.grad[3:], model.scale.grad[3:])
+        (row,) = [row for row in handle.report().layers if row.operation == "LeakyRelu"]
+        assert shared or row.packed_bytes == 64 * 1024 // 8
+
+
 def test_what_nobody_could_be_asked_about_keeps_its_values() -> None:
     """The last operation's input was packed as a mask for the one before: its own reader is known only in backward."""
     x, w = torch.randn(128, 128, requires_grad=True), torch.randn(128, 128, requires_grad=True)
@@ -322,6 +349,36 @@ def test_frozen_convolutions_keep_no_input() -> None:
         assert torch.equal(plain[0].weight.grad, model[0].weight.grad)
     rows = {row.layer: row for row in handle.report().layers}
     assert rows["1"].codec == "shape" and rows["1"].packed_bytes == 0 and rows["0"].packed_bytes > 0
+
+
+@pytest.mark.parametrize("functional", [False, True])
+def test_a_convolution_that_is_thawed_gets_its_gradient_or_an_error(functional: bool) -> None:
+    class Convs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            return F.conv2d(x, self.second.weight).sin() if functional else self.second(x).sin()
+
+    model = Convs()
+    model.second.requires_grad_(False)
+    plain = copy.deepcopy(model)
+    halley.attach(model, EXACT)
+    x = torch.randn(8, 4, 32, 32)
+    for step in range(4):
+        if step == 2:
+            plain.second.requires_grad_(True)
+            model.second.requires_grad_(True)
+            if functional:
+                with pytest.raises(RuntimeError, match="what is frozen"):
+                    model(x).sum().backward()
+        for m in (plain, model):
+            m.zero_grad()
+            m(x).sum().backward()
+        assert torch.equal(plain.first.weight.grad, model.first.weight.grad)
+    assert torch.equal(plain.second.weight.grad, model.second.weight.grad)
 
 
 def test_exception_in_forward_leaves_no_hooks() -> None:

@@ -3,6 +3,6 @@
 from halley.codecs.base import Codec
 from halley.codecs.errorbounded import ErrorBounded
 from halley.codecs.groupquant import GroupQuant
-from halley.codecs.lossless import Lossless, Mask, Window
+from halley.codecs.lossless import Lossless, Mask, Sign, Window
 
-__all__ = ["Codec", "ErrorBounded", "GroupQuant", "Lossless", "Mask", "Window"]
+__all__ = ["Codec", "ErrorBounded", "GroupQuant", "Lossless", "Mask", "Sign", "Window"]

@@ -26,6 +26,9 @@ def mix(*words: int) -> int:
 class Codec:
     """Turns a tensor into a `Packed`. Subclasses are frozen dataclasses with `encode_flat`, `covers` and `takes`."""
 
+    signs_only = False
+    """Whether nothing but signs comes back."""
+
     @property
     def exact(self) -> bool:
         """Whether every bit comes back."""

@@ -66,7 +66,7 @@ class ErrorBounded(Codec):
         return dtype in FLOATS
 
     def covers(self, other: Codec) -> bool:
-        if self.bound == 0:
+        if self.bound == 0 or other.signs_only:
             return True
         if not isinstance(other, ErrorBounded):
             return False

@@ -45,6 +45,8 @@ class GroupQuant(Codec):
         return dtype in FLOATS
 
     def covers(self, other: Codec) -> bool:
+        if other.signs_only:
+            return self.bits >= 4
         return isinstance(other, GroupQuant) and self.bits >= other.bits and self.group <= other.group
 
     def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:

@@ -1,4 +1,4 @@
-"""Lossless and Mask: booleans and flags at one bit, integers at the narrowest width, floats bit for bit."""
+"""Lossless and its kin: booleans, masks and signs at one bit, integers at the narrowest width, floats bit for bit."""
 
 from __future__ import annotations
 
@@ -32,6 +32,16 @@ class BitsPacked(Packed):
             return data.view(torch.bool)
         value = data.to(self.dtype)
         return value.add_(self.low) if self.low else value
+
+
+class SignPacked(BitsPacked):
+    """A bit each: one or minus one."""
+
+    __slots__ = ()
+
+    def decode_flat(self, mask: bool = False) -> Tensor:
+        positive = torch.ops.halley.bits_decode(self.parts[0], 1, self.numel)
+        return positive.bool() if mask else positive.to(self.dtype).mul_(2).sub_(1)
 
 
 class RawPacked(Packed):
@@ -154,6 +164,22 @@ class Mask(Codec):
 
     def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
         return pack_bits(self, flat != 0, layout, torch.bool, 1)
+
+
+@dataclass(frozen=True, repr=False)
+class Sign(Codec):
+    """Keeps only whether each value is positive: enough for leaky ReLU's backward. `decode` gives 1 and -1."""
+
+    signs_only = True
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        return dtype in FLOATS
+
+    def covers(self, other: Codec) -> bool:
+        return isinstance(other, Sign)
+
+    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
+        return pack_bits(self, flat > 0, layout, flat.dtype, 1, kind=SignPacked)
 
 
 @dataclass(frozen=True, repr=False)
