@@ -309,7 +309,8 @@ class Capture:
             codec = Lossless(high=site.high)
             if site.window is not None and frame is not None and site.pair in frame.sizes:
                 kernel, stride, padding, dilation = site.window
-                codec = Window(kernel, stride, padding, dilation, frame.sizes[site.pair][-len(kernel) :])
+                window = Window(kernel, stride, padding, dilation, frame.sizes[site.pair][-len(kernel) :])
+                codec = window if window.takes(dtype) else codec
         else:
             codec = self.policy.choose(site)
         return codec if codec.takes(dtype) else None

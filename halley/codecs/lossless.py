@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -62,15 +63,9 @@ class WindowPacked(BitsPacked):
     def decode_flat(self, mask: bool = False) -> Tensor:
         codec, layout = self.codec, self.layout
         code = super().decode_flat().view(layout.size)
-        index = torch.zeros_like(code)
-        corners = codec.corners(code)
-        scale = 1
-        for d in reversed(range(len(codec.kernel))):
-            index += (corners[d] + code % codec.kernel[d] * codec.dilation[d]) * scale
-            code = code // codec.kernel[d]
-            scale *= codec.plane[d]
-        restored = torch.empty_strided(layout.size, layout.stride, dtype=torch.int64, device=index.device)
-        return restored.copy_(index).as_strided((self.numel,), (1,))
+        restored = torch.empty_strided(layout.size, layout.stride, dtype=torch.int64, device=code.device)
+        torch.add(codec.offsets(code.device)[code], codec.corners(code), out=restored)
+        return restored.as_strided((self.numel,), (1,))
 
 
 def pack_bits(
@@ -200,29 +195,36 @@ class Window(Codec):
         return True
 
     def takes(self, dtype: torch.dtype) -> bool:
-        return dtype == torch.int64
+        return dtype == torch.int64 and math.prod(self.kernel) <= 256
 
     def covers(self, other: Codec) -> bool:
         return True
 
-    def corners(self, x: Tensor) -> list[Tensor]:
-        """For each pooled dimension the window's first input position, shaped to broadcast over x."""
-        corners = []
-        for d in range(len(self.kernel)):
-            n = x.shape[x.dim() - len(self.kernel) + d]
-            corner = torch.arange(n, device=x.device) * self.stride[d] - self.padding[d]
-            corners.append(corner.view(-1, *([1] * (len(self.kernel) - d - 1))))
-        return corners
+    def steps(self) -> list[int]:
+        """How far apart neighbours in each pooled dimension stand in the plane."""
+        return [math.prod(self.plane[d + 1 :]) for d in range(len(self.plane))]
+
+    def offsets(self, device: torch.device) -> Tensor:
+        """For each position in the window its distance from the window's corner."""
+        total = torch.zeros(1, dtype=torch.int64, device=device)
+        for extent, dilation, step in zip(self.kernel, self.dilation, self.steps(), strict=True):
+            total = (total[:, None] + torch.arange(extent, device=device) * (dilation * step)).view(-1)
+        return total
+
+    def corners(self, x: Tensor) -> Tensor:
+        """Where the window of each output begins, shaped to broadcast over x; negative in the padding."""
+        total = torch.zeros((), dtype=torch.int64, device=x.device)
+        sizes = x.shape[x.dim() - len(self.kernel) :]
+        for size, stride, padding, step in zip(sizes, self.stride, self.padding, self.steps(), strict=True):
+            total = total[..., None] + (torch.arange(size, device=x.device) * stride - padding) * step
+        return total
 
     def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
         index = layout.restore(flat)
-        code = torch.zeros_like(index)
-        scale = 1
-        corners = self.corners(index)
-        for d in reversed(range(len(self.kernel))):
-            position = index % self.plane[d]
-            index = index // self.plane[d]
-            code += (position - corners[d]) // self.dilation[d] * scale
-            scale *= self.kernel[d]
-        bits = next(b for b in (1, 2, 4, 8) if scale <= 1 << b)
+        offsets = self.offsets(flat.device)
+        reach = sum((k - 1) * d * s for k, d, s in zip(self.kernel, self.dilation, self.steps(), strict=True))
+        position = torch.zeros(reach + 1, dtype=torch.uint8, device=flat.device)
+        position[offsets] = torch.arange(len(offsets), device=flat.device).to(torch.uint8)
+        code = position[index - self.corners(index)]
+        bits = next(b for b in (1, 2, 4, 8) if len(offsets) <= 1 << b)
         return pack_bits(self, code.contiguous().view(-1), layout, torch.int64, bits, kind=WindowPacked)

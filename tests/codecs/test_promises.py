@@ -8,12 +8,14 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import halley
 from halley import kernels
-from halley.codecs import ErrorBounded, GroupQuant, Lossless
+from halley.codecs import ErrorBounded, GroupQuant, Lossless, Window
 from halley.kernels import reference
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -255,3 +257,38 @@ def test_bound_must_be_a_number() -> None:
 def test_codecs_print_as_they_are_written() -> None:
     assert repr(ErrorBounded(0.01, "rel")) == "ErrorBounded(bound=0.01, mode='rel')"
     assert eval(repr(GroupQuant(bits=4))) == GroupQuant(bits=4)
+
+
+@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "dilation", "ceil"),
+    [(2, 2, 0, 1, False), (3, 2, 1, 1, False), (3, 1, 1, 2, False), (5, 3, 2, 1, True), ((1, 16), 4, 0, 1, False)],
+)
+def test_max_pool_indices_come_back_from_their_windows(kernel, stride, padding, dilation, ceil: bool, memory) -> None:
+    x = torch.randn(3, 4, 13, 18).contiguous(memory_format=memory)
+    _, index = F.max_pool2d(x, kernel, stride, padding, dilation, ceil, return_indices=True)
+    pairs = [(v, v) if isinstance(v, int) else v for v in (kernel, stride, padding, dilation)]
+    packed = Window(*pairs, plane=(13, 18)).encode(index)
+    decoded = packed.decode()
+    assert torch.equal(decoded, index) and decoded.stride() == index.stride() and decoded.dtype == index.dtype
+    assert packed.nbytes <= index.numel()
+
+
+def test_max_pool_indices_in_three_dimensions_and_in_planes_smaller_than_the_window() -> None:
+    _, index = F.max_pool3d(torch.randn(2, 3, 6, 7, 8), 3, 2, 1, return_indices=True)
+    packed = Window((3, 3, 3), (2, 2, 2), (1, 1, 1), (1, 1, 1), plane=(6, 7, 8)).encode(index)
+    assert torch.equal(packed.decode(), index) and packed.nbytes == index.numel()
+    _, index = F.max_pool2d(torch.randn(2, 3, 2, 2), 3, 1, 1, return_indices=True)
+    assert torch.equal(Window((3, 3), (1, 1), (1, 1), (1, 1), plane=(2, 2)).encode(index).decode(), index)
+
+
+def test_windows_too_large_for_a_byte_fall_back_to_the_range() -> None:
+    x = torch.randn(4, 8, 40, 40, requires_grad=True)
+    expected = torch.autograd.grad(F.max_pool2d(x, 20, 1).square().sum(), x)[0]
+    context = halley.compress()
+    for _ in range(2):
+        with context as handle:
+            y = F.max_pool2d(x, 20, 1)
+        assert torch.equal(torch.autograd.grad(y.square().sum(), x)[0], expected)
+    (row,) = [row for row in handle.report().layers if row.slot == "result1"]
+    assert row.codec == "Lossless" and row.ratio > 3.9
