@@ -104,7 +104,6 @@ class Capture:
         self.step = 0
         self.rank = 0
         self.last: list[Record] = []
-        self.packs = 0
         self.hooks = (self.pack, unpack)
 
     # -- entering and leaving ------------------------------------------------------------------------------------------
@@ -186,10 +185,13 @@ class Capture:
     def pack(self, t: Tensor) -> Saved:
         """Autograd saves `t`."""
         forward = self.forward
+        saved = Saved(self)
+        if not forward.frames:
+            # Somebody kept our hooks on beyond the forward pass: what is saved now is none of ours.
+            return self._pass(saved, t)
         frame = forward.frames[-1]
         index = frame.index
         frame.index = index + 1
-        saved = Saved(self)
         if (
             t.numel() * t.element_size() < SMALL
             or isinstance(t, nn.Parameter)
@@ -325,7 +327,6 @@ class Capture:
             cell.decoded = None
             cell.record.codec = codec
             cell.record.packed_bytes = LATE if getattr(cell.packed, "late", None) else cell.packed.nbytes
-            self.packs += 1
         cell.held = None
 
     # -- learning who reads --------------------------------------------------------------------------------------------

@@ -137,6 +137,31 @@ def test_never_above_somebody_elses_hooks() -> None:
     assert seen and handle.report().forwards == 0
 
 
+def test_hooks_that_somebody_keeps_on_pass_everything_through() -> None:
+    class Pushes(nn.Module):
+        """Pushes hooks of its own and forgets to take them off."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.net(x)
+            torch._C._autograd._push_saved_tensors_default_hooks(lambda t: t, lambda t: t)
+            return y
+
+    model = Pushes()
+    halley.attach(model, EXACT)
+    model(batch())
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    x = batch().requires_grad_()
+    y = x.sin().sum()
+    y.backward()
+    assert torch.equal(x.grad, x.detach().cos())
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    assert hooks_are_clear()
+
+
 def test_in_place_change_of_a_tensor_that_was_passed_through_raises() -> None:
     class Scale(nn.Module):
         def __init__(self) -> None:
