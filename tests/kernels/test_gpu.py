@@ -23,7 +23,13 @@ ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF = float("inf")
 SEED = 0x9E3779B97F4A7C15 >> 1
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+# The interpreter is slow: the quick tests take the two most used dtypes.
+DTYPES = [
+    torch.bfloat16,
+    torch.float32,
+    pytest.param(torch.float16, marks=pytest.mark.slow),
+    pytest.param(torch.float64, marks=pytest.mark.slow),
+]
 
 
 def content(name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
