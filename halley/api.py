@@ -33,10 +33,7 @@ class _Hook:
         self.layer = layer
 
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        if output is None:
-            self.function(self.layer)
-        else:
-            self.function(self.layer, output)
+        self.function(self.layer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return inert
@@ -135,12 +132,9 @@ def attach(
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if filter is not None and not callable(filter):
         raise TypeError(f"filter must be a function (module, name) -> bool, got {type(filter).__name__}")
-    if (
-        isinstance(model, torch._dynamo.eval_frame.OptimizedModule)
-        or getattr(model, "_compiled_call_impl", None) is not None
-    ):
+    if "_orig_mod" in model._modules or getattr(model, "_compiled_call_impl", None) is not None:
         raise NotImplementedError(
-            "compiled models cannot be attached yet: attach the model before torch.compile is used on it, in eager mode"
+            "compiled models cannot be attached yet: attach the model itself, without torch.compile"
         )
     if next(model.parameters(), None) is None:
         raise ValueError(f"{type(model).__name__} has no parameters, so there is no training to compress")

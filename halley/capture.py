@@ -373,7 +373,7 @@ class Capture:
             if cell.held.untyped_storage().data_ptr() in self._weights():
                 site.need = "weight"
             else:
-                site.need = need_of(site, node, unknown.frame.layer.owner(), unknown.view, unknown.computed)
+                site.need = need_of(site, node, unknown.frame.layer.owner(), unknown.weight, unknown.computed)
             if "MaxPool" in site.operation and site.signature[0] == torch.int64:
                 inputs = [other.site for name, other in found if name == "self" and other.site is not None]
                 if inputs:

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from halley.codecs import Codec, ErrorBounded, Mask, Sign
 from halley.packed import Layout, Packed, check_version
-from halley.sites import Site, comes_from_parameter, is_view_of_parameter
+from halley.sites import Site, comes_from_leaves, is_view_of_parameter
 
 
 def strictest(codecs: list[Codec]) -> Codec:
@@ -91,13 +91,13 @@ class Cell:
 class Unknown:
     """A saving whose reader is not known yet: where its site belongs, and what the graph behind the tensor told."""
 
-    __slots__ = ("computed", "frame", "index", "view")
+    __slots__ = ("computed", "frame", "index", "weight")
 
     def __init__(self, frame: Any, index: int, grad_fn: Any) -> None:
         self.frame = frame
         self.index = index
-        self.view = is_view_of_parameter(grad_fn)
-        self.computed = comes_from_parameter(grad_fn)
+        self.weight = is_view_of_parameter(grad_fn) or comes_from_leaves(grad_fn, parameters=True)
+        self.computed = comes_from_leaves(grad_fn, parameters=False)
 
 
 class Saved:

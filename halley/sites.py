@@ -42,6 +42,7 @@ NORMS = ("BatchNorm", "LayerNorm", "GroupNorm", "InstanceNorm", "RmsNorm", "RMSN
 LINEAR_MODULES = (nn.Linear, nn.LazyLinear)
 MATMULS = {"Addmm", "Mm", "Linear", "Addmv", "Mv", "Matmul"}
 SECOND = {"mat2", "other", "vec"}
+LOOKUPS = {"Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather", "Take"}
 VIEWS = {
     "T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Expand", "ToCopy", "Unsqueeze", "Squeeze",
     "AsStrided", "Slice", "Select", "Clone", "Alias", "Detach", "Split", "Chunk", "Unbind", "SplitWithSizes",
@@ -91,8 +92,11 @@ def signature(t: Tensor) -> tuple[Any, ...]:
     return (t.dtype, t.dim(), t.requires_grad, type(t.grad_fn))
 
 
-def comes_from_parameter(grad_fn: Any, limit: int = 64) -> bool:
-    """Whether all that a tensor was computed from are parameters: weight norm and the like, casts and views."""
+def comes_from_leaves(grad_fn: Any, parameters: bool, limit: int = 64) -> bool:
+    """Whether a tensor was computed from leaves alone, as weight norm does; `parameters`: only nn.Parameters count.
+
+    Looking rows up in a table is not that: which rows is data.
+    """
     stack, seen = [grad_fn], 0
     while stack:
         node = stack.pop()
@@ -100,7 +104,11 @@ def comes_from_parameter(grad_fn: Any, limit: int = 64) -> bool:
         if node is None or seen > limit:
             return False
         if hasattr(node, "variable"):
+            if parameters and not isinstance(node.variable, nn.Parameter):
+                return False
             continue
+        if operation_name(node) in LOOKUPS:
+            return False
         stack.extend(next_node for next_node, _ in node.next_functions)
         if not node.next_functions:
             return False
@@ -125,14 +133,15 @@ def needs_weight_gradient(node: Any) -> bool:
     return operation_name(node) == "Convolution" and node.next_functions[1][0] is not None
 
 
-def need_of(site: Site, node: Any, module: nn.Module | None, view: bool, computed: bool) -> Need:
+def need_of(site: Site, node: Any, module: nn.Module | None, weight: bool, computed: bool) -> Need:
     """What the reader `node` needs of the tensor saved at `site`.
 
-    `view` and `computed` say whether it is a parameter behind views and casts, or computed from parameters alone.
+    `weight` says whether it is a parameter behind views and casts or computed from parameters alone, `computed` whether
+    it is computed from any leaves alone.
     """
     operation, slot = site.operation, site.slot
     dtype, _, requires_grad, _ = site.signature
-    if slot.startswith("weight") or (dtype in FLOATS and view):
+    if slot.startswith("weight") or (dtype in FLOATS and weight):
         return "weight"
     if (operation, slot) in SHAPE_ONLY:
         return "shape"

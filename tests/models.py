@@ -168,7 +168,8 @@ class Normed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = F.elu(self.conv(x)).transpose(1, 2)
         y = torch.sigmoid(self.spectral(F.relu(self.linear(y))))
-        return y @ torch._weight_norm(self.v, self.g, 0).t()
+        weight = torch._weight_norm(self.v, self.g, 0)
+        return weight @ (y @ weight.t()).flatten(0, 1).t()
 
 
 def normed():
