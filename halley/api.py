@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from halley.capture import Capture, Layer, Policy, may_push
-from halley.codecs import ErrorBounded
 from halley.codecs.late import settle_all
-from halley.policies import Fixed
-from halley.report import Report, peak_bytes, rows_of
+from halley.policies import Comet
+from halley.report import Report, StepLog, peak_bytes, rows_of
 
-DEFAULT = Fixed(ErrorBounded(1e-2, "rel"))
+DEFAULT = Comet()
 _handles: weakref.WeakKeyDictionary[nn.Module, Handle] = weakref.WeakKeyDictionary()
 
 
@@ -57,7 +57,23 @@ class Handle:
 
     @property
     def policy(self) -> Policy:
+        """The policy at work."""
         return self._capture.policy
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """What the policy set at each collection step, site by site, with the figures behind it; for plotting."""
+        return list(getattr(self.policy, "history", ()))
+
+    def log(self, target: str | os.PathLike[str] | TextIO | None, every: int = 1) -> None:
+        """Writes bound and ratio of every layer at every `every`-th forward pass; None ends it.
+
+        A path gets JSON lines, appended; a stream such as `sys.stdout` gets lines to read. A pass is written when the
+        next one begins or the handle is detached: only then all sizes are known.
+        """
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"every must be a whole number of forward passes, at least 1, got {every!r}")
+        self._capture.log = None if target is None else StepLog(target, every)
 
     @property
     def attached(self) -> bool:
@@ -68,8 +84,7 @@ class Handle:
         """What the last training forward pass saved, and the measured peak."""
         settle_all()
         capture = self._capture
-        records = capture.last
-        rows = rows_of(records)
+        rows = rows_of(capture.last)
         device = None
         model = self._model() if self._model is not None else None
         if model is not None:
@@ -91,6 +106,9 @@ class Handle:
             hook.remove()
         self._hooks.clear()
         self._capture.abandon()
+        self._capture.write_log()
+        if self._capture.follower is not None:
+            self._capture.follower.stop()
         model = self._model() if self._model is not None else None
         if model is not None and _handles.get(model) is self:
             del _handles[model]
@@ -112,15 +130,16 @@ class Handle:
 
 def attach(
     model: nn.Module,
-    policy: Policy | None = None,
+    policy: Policy | Comet | None = None,
     optimizer: Optimizer | None = None,
     filter: Callable[[nn.Module, str], bool] | None = None,
 ) -> Handle:
     """Keeps what autograd saves in `model` compressed from now on, in place, until `handle.detach()`.
 
-    `policy` chooses the codec for each saved tensor (default: `Fixed(ErrorBounded(1e-2, "rel"))`).
+    `policy` chooses the codec for each saved tensor (default: `Comet()`, which follows the training). With the
+    `optimizer` it sees the momentum and what becomes of the gradients; without, it averages gradients itself.
     `filter(module, name)` returning False leaves what that layer itself saves as it is. Nothing happens in `eval()` and
-    under `no_grad`. `optimizer` is for policies that follow the training.
+    under `no_grad`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -128,8 +147,7 @@ def attach(
         )
     policy = DEFAULT if policy is None else policy
     check_policy(policy)
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    check_optimizer(optimizer)
     if filter is not None and not callable(filter):
         raise TypeError(f"filter must be a function (module, name) -> bool, got {type(filter).__name__}")
     if "_orig_mod" in model._modules or getattr(model, "_compiled_call_impl", None) is not None:
@@ -148,7 +166,7 @@ def attach(
     if attached:
         raise ValueError(f"{type(model).__name__} is part of a {type(attached[0]).__name__} that is attached already")
 
-    capture = Capture(policy, model)
+    capture = Capture(at_work(policy, model, optimizer), model)
     handle = Handle(capture, model, optimizer)
     layers: dict[str, Layer] = {}
     for full_name, module in model.named_modules():
@@ -185,10 +203,19 @@ def clean(name: str) -> str:
 
 
 def check_policy(policy: Any) -> None:
-    if not callable(getattr(policy, "choose", None)):
-        raise TypeError(
-            f"policy must be one of halley.policies, such as Fixed(ErrorBounded(1e-2, 'rel')), got {policy!r}"
-        )
+    if isinstance(policy, type) or not any(callable(getattr(policy, name, None)) for name in ("choose", "follow")):
+        raise TypeError(f"policy must be one of halley.policies, such as halley.policies.Comet(), got {policy!r}")
+
+
+def check_optimizer(optimizer: Any) -> None:
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+
+
+def at_work(policy: Any, model: nn.Module | None, optimizer: Optimizer | None) -> Policy:
+    """The policy itself, or for one that follows the training, what it is in this one."""
+    follow = getattr(policy, "follow", None)
+    return follow(model, optimizer) if follow is not None else policy
 
 
 class compress:
@@ -197,12 +224,13 @@ class compress:
     Make it once and enter it at every step: it learns from one step to the next who reads what.
     """
 
-    def __init__(self, policy: Policy | None = None) -> None:
+    def __init__(self, policy: Policy | Comet | None = None, optimizer: Optimizer | None = None) -> None:
         policy = DEFAULT if policy is None else policy
         check_policy(policy)
-        self._capture = Capture(policy, None)
+        check_optimizer(optimizer)
+        self._capture = Capture(at_work(policy, None, optimizer), None)
         self._layer = Layer("", None, None, True)
-        self._handle = Handle(self._capture)
+        self._handle = Handle(self._capture, optimizer=optimizer)
 
     def __enter__(self) -> Handle:
         if self._capture.forward.frames:

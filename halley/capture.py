@@ -24,7 +24,10 @@ from halley.cells import LATE, Cell, Record, Saved, Unknown, satisfies, strictes
 from halley.codecs import Codec, Lossless, Mask, Sign, Window
 from halley.codecs.base import mix
 from halley.codecs.late import settle_all
+from halley.collection import Collection
+from halley.follow import Follower
 from halley.packed import flatten
+from halley.report import StepLog
 from halley.sites import Site, need_of, needs_weight_gradient, operation_name, signature
 
 SMALL = 16384
@@ -34,7 +37,7 @@ ACCUMULATE = 0xFFFFFFFFFFFFFFFF
 
 
 class Policy(Protocol):
-    """What capture asks of a policy."""
+    """What capture asks of a policy. One that follows the training has a `follower` as well."""
 
     def choose(self, site: Site) -> Codec: ...
     def state_dict(self) -> dict[str, Any]: ...
@@ -90,6 +93,8 @@ class Forward(threading.local):
         self.visited: set[int] = {ACCUMULATE}
         self.records: list[Record] = []
         self.weights: set[int] | None = None
+        self.collection: Collection | None = None
+        self.nodes: list[Any] = []
         self.outer: Any = None
         self.step = 0
 
@@ -99,11 +104,13 @@ class Capture:
 
     def __init__(self, policy: Policy, root: nn.Module | None) -> None:
         self.policy = policy
+        self.follower: Follower | None = getattr(policy, "follower", None)
         self.root = weakref.ref(root) if root is not None else None
         self.forward = Forward()
         self.step = 0
         self.rank = 0
         self.last: list[Record] = []
+        self.log: StepLog | None = None
         self.hooks = (self.pack, unpack)
 
     # -- entering and leaving ------------------------------------------------------------------------------------------
@@ -127,9 +134,12 @@ class Capture:
         forward = self.forward
         forward.clear()
         forward.outer = outer
+        self.write_log()
         self.step += 1
         forward.step = self.step
         self.rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        if self.follower is not None:
+            forward.collection = self.follower.begin()
         self._push(layer)
         _autograd._push_saved_tensors_default_hooks(*self.hooks)
 
@@ -149,9 +159,17 @@ class Capture:
         self._unhook()
         for tensor in tensors_in(output) if forward.pending else ():
             self._read_graph(tensor.grad_fn)
+        if forward.collection is not None:
+            ends = [tensor.grad_fn for tensor in tensors_in(output)]
+            forward.collection.walk(ends if any(ends) else forward.nodes, saved_by)
         self.last = forward.records
         forward.clear()
         settle_all(wait=False)
+
+    def write_log(self) -> None:
+        """What the last forward pass saved, to the log if one is kept."""
+        if self.log is not None and self.last:
+            self.log.write(self.step, self.last)
 
     def abandon(self) -> None:
         """Forgets a forward pass that was interrupted, and takes its hooks off this thread."""
@@ -192,6 +210,8 @@ class Capture:
         frame = forward.frames[-1]
         index = frame.index
         frame.index = index + 1
+        if forward.collection is not None:
+            forward.nodes.append(t.grad_fn)
         if (
             t.numel() * t.element_size() < SMALL
             or isinstance(t, nn.Parameter)
@@ -257,8 +277,8 @@ class Capture:
 
     def _hold(self, saved: Saved, t: Tensor, frame: Frame, index: int) -> None:
         """Keeps `t` as it is until the graph tells who reads it."""
-        name = f"{frame.layer.name}/{frame.number}/{index}"
-        saved.site = Site(frame.layer.name, index, signature(t), number=zlib.crc32(name.encode()))
+        place = f"{frame.layer.name}/{frame.number}/{index}"
+        saved.site = Site(frame.layer.name, index, signature(t), place=place, number=zlib.crc32(place.encode()))
         saved.pending = Unknown(frame, index, t.grad_fn)
         cell, flat = self._cell(saved, t)
         cell.record.saved_bytes += self._count(t)
@@ -328,6 +348,9 @@ class Capture:
             cell.record.codec = codec
             cell.record.packed_bytes = LATE if getattr(cell.packed, "late", None) else cell.packed.nbytes
         cell.held = None
+        if self.forward.collection is not None:
+            with torch.no_grad():
+                self.forward.collection.saved(saved, cell, flat)
 
     # -- learning who reads --------------------------------------------------------------------------------------------
 

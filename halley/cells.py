@@ -9,25 +9,27 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from halley.codecs import Codec, ErrorBounded, Mask, Sign
+from halley.codecs import Codec, ErrorBounded, Mask
 from halley.packed import Layout, Packed, check_version
 from halley.sites import Site, comes_from_leaves, is_view_of_parameter
 
 
 def strictest(codecs: list[Codec]) -> Codec:
-    """The codec that satisfies all who asked; bit-exact if none of those named does."""
-    for codec in codecs:
-        if all(satisfies(codec, other) for other in codecs):
-            return codec
-    return ErrorBounded(0)
+    """A codec that satisfies all who asked; bit-exact if there is no other."""
+    found = codecs[0]
+    for codec in codecs[1:]:
+        if satisfies(found, codec):
+            continue
+        found = codec if satisfies(codec, found) else found.join(codec) or codec.join(found) or ErrorBounded(0)
+    return found
 
 
 def satisfies(codec: Codec, other: Codec) -> bool:
     """Whether what `codec` restores serves a reader that asks for `other`."""
     if codec == other or codec.exact:
         return True
-    # Only ReLU's result is read as a mask: it is not negative, and there every codec keeps zeros.
-    return (isinstance(other, Mask) and not isinstance(codec, Sign)) or codec.covers(other)
+    # Only ReLU's result is read as a mask, and it is not negative.
+    return (isinstance(other, Mask) and codec.keeps_zeros) or codec.covers(other)
 
 
 LATE = -1

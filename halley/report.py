@@ -6,12 +6,13 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
 from halley.cells import LATE, Record
 from halley.codecs import Codec, ErrorBounded, GroupQuant
+from halley.codecs.late import settle_all
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,45 @@ class Report:
         lines.insert(len(lines) - 1, "-" * len(lines[0]))
         note = f"{self.policy}; last of {self.forwards} forward passes; measured peak {human(self.peak_bytes)}"
         return "\n".join([*(line.rstrip() for line in lines), note])
+
+
+class StepLog:
+    """Bound and ratio of every layer, forward pass by forward pass: JSON lines in a file, or lines to read."""
+
+    def __init__(self, target: str | os.PathLike[str] | TextIO, every: int) -> None:
+        self.every = every
+        self.written = 0
+        self.stream: TextIO | None = None
+        if isinstance(target, str | os.PathLike):
+            self.path = Path(target)
+            if not self.path.parent.is_dir():
+                raise FileNotFoundError(f"cannot log to {target}: the folder {self.path.parent} does not exist")
+            self.path.open("a").close()
+        elif callable(getattr(target, "write", None)):
+            self.stream = target
+        else:
+            raise TypeError(f"log takes a path or an open text stream, got {type(target).__name__}")
+
+    def write(self, step: int, records: list[Record]) -> None:
+        """One forward pass; each is written once."""
+        if step == self.written or step % self.every:
+            return
+        self.written = step
+        settle_all()
+        rows = rows_of(records)
+        saved, packed = sum(row.saved_bytes for row in rows), sum(row.packed_bytes for row in rows)
+        total = saved / packed if packed else None
+        if self.stream is None:
+            layers = [{**asdict(row), "ratio": row.ratio if row.packed_bytes else None} for row in rows]
+            line = {"step": step, "ratio": total, "saved_bytes": saved, "packed_bytes": packed, "layers": layers}
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            return
+        for row in rows:
+            ratio = f"{row.ratio:.2f}" if row.packed_bytes else "-"
+            setting = " ".join(filter(None, (row.codec, row.bound)))
+            self.stream.write(f"step {step} {row.layer or '-'} {row.operation}.{row.slot} {setting} ratio {ratio}\n")
+        self.stream.write(f"step {step} all ratio {f'{total:.2f}' if total else '-'}\n")
 
 
 def human(n: int) -> str:

@@ -74,8 +74,10 @@ class Site:
     readers: set[Site] = field(default_factory=set)
     """Sites that later save the same memory: the strictest of them decides."""
     hint: Hint = field(default_factory=Hint)
+    place: str = ""
+    """Layer, call of the layer within a forward pass, and index within the call: the same in every run."""
     number: int = 0
-    """A hash of the site's place: it varies stochastic rounding from site to site."""
+    """A hash of the place: it varies stochastic rounding from site to site."""
     stable: bool = True
     """False once another operation than the one learnt has read from here: then every pass learns it anew."""
 

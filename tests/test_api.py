@@ -115,7 +115,7 @@ def test_report_prints_and_exports(tmp_path: Path) -> None:
     assert report.ratio == pytest.approx(report.saved_bytes / report.packed_bytes) and report.ratio > 5
     assert report.peak_bytes > report.saved_bytes
     text = str(report)
-    assert "4.conv1" in text and "ErrorBounded" in text and "MaxPool2DWithIndices.result1" in text
+    assert "4.conv1" in text and "GroupQuant" in text and "MaxPool2DWithIndices.result1" in text
     report.to_json(tmp_path / "report.json")
     data = json.loads((tmp_path / "report.json").read_text())
     assert data == json.loads(json.dumps(report.to_dict()))
@@ -160,7 +160,7 @@ def test_state_goes_on_where_it_was() -> None:
     for bad, words in (
         ({}, "lacks"),
         ({**state, "version": 2}, "version 2"),
-        ({**state, "policy": {"a": 1}}, "no state"),
+        ({**state, "policy": {"a": 1}}, "not a state of Comet"),
     ):
         with pytest.raises(ValueError, match=words):
             handle.load_state_dict(bad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +24,20 @@ def mix(*words: int) -> int:
     return h - (1 << 64) if h >> 63 else h
 
 
+def as_written(thing: Any) -> str:
+    """A codec or policy as one would write it: the fields that differ from their defaults."""
+    values = [(f, getattr(thing, f.name)) for f in fields(thing)]
+    given = [f"{f.name}={value!r}" for f, value in values if value != f.default]
+    return f"{type(thing).__name__}({', '.join(given)})"
+
+
 class Codec:
     """Turns a tensor into a `Packed`. Subclasses are frozen dataclasses with `encode_flat`, `covers` and `takes`."""
 
     signs_only = False
     """Whether nothing but signs comes back."""
+    keeps_zeros = True
+    """Whether zeros of non-negative data, and only they, come back as zeros: what a reader of a mask needs."""
 
     @property
     def exact(self) -> bool:
@@ -41,6 +51,10 @@ class Codec:
     def covers(self, other: Codec) -> bool:
         """Whether what this codec restores satisfies a reader that asked for `other`."""
         raise NotImplementedError
+
+    def join(self, other: Codec) -> Codec | None:
+        """One codec that serves a reader of either, where neither covers the other; None if there is none."""
+        return None
 
     def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
         """Encodes a flat run of memory. `key` varies stochastic rounding, `hint` carries sizes between steps."""
@@ -63,9 +77,7 @@ class Codec:
             return self.encode_flat(flat, layout)
 
     def __repr__(self) -> str:
-        values = [(f, getattr(self, f.name)) for f in fields(self)]  # type: ignore[arg-type]
-        given = [f"{f.name}={value!r}" for f, value in values if value != f.default]
-        return f"{type(self).__name__}({', '.join(given)})"
+        return as_written(self)
 
 
 class Hint:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -76,6 +76,15 @@ class ErrorBounded(Codec):
             and self.limit <= other.limit
             and (self.rounding == other.rounding)
         )
+
+    def join(self, other: Codec) -> Codec | None:
+        if not isinstance(other, ErrorBounded) or self.rounding != other.rounding:
+            return None
+        pairs = (self.bounds(), other.bounds())
+        absolute, relative = (min(pair[i] for pair in pairs) for i in range(2))
+        if math.isinf(absolute):
+            return replace(self, bound=relative, mode="rel", limit=math.inf)
+        return replace(self, bound=absolute, mode="abs", limit=relative)
 
     def bounds(self) -> tuple[float, float]:
         """The absolute and the relative bound, infinite where there is none."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -48,6 +48,11 @@ class GroupQuant(Codec):
         if other.signs_only:
             return self.bits >= 4
         return isinstance(other, GroupQuant) and self.bits >= other.bits and self.group <= other.group
+
+    def join(self, other: Codec) -> Codec | None:
+        if not isinstance(other, GroupQuant):
+            return None
+        return replace(self, bits=max(self.bits, other.bits), group=min(self.group, other.group))
 
     def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
         data = torch.ops.halley.gq_encode(flat, self.bits, self.group, mix(self.seed, key))

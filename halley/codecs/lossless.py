@@ -148,6 +148,21 @@ class Lossless(Codec):
 
 
 @dataclass(frozen=True, repr=False)
+class Keep(Codec):
+    """Keeps the tensor itself, in which packing would find nothing to gain: what a policy chooses to leave it alone."""
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        return False
+
+    def covers(self, other: Codec) -> bool:
+        return True
+
+
+@dataclass(frozen=True, repr=False)
 class Mask(Codec):
     """Keeps only whether each value differs from zero: enough for ReLU's backward. `decode` gives booleans."""
 
@@ -166,6 +181,7 @@ class Sign(Codec):
     """Keeps only whether each value is positive: enough for leaky ReLU's backward. `decode` gives 1 and -1."""
 
     signs_only = True
+    keeps_zeros = False
 
     def takes(self, dtype: torch.dtype) -> bool:
         return dtype in FLOATS

@@ -1,0 +1,109 @@
+"""The mean absolute momentum of a weight, in one unit for all optimizers: that of SGD's buffer.
+
+SGD's buffer is a sum of gradients in which older ones fade: 1 / (1 - momentum) times their average. Adam's `exp_avg` is
+an average, so it is divided by 1 - beta1. Both start at zero; dividing by 1 - decay^steps undoes that. Where an
+optimizer keeps no such thing, an average of the gradients is kept here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+DECAY = 0.9
+"""Of the averages that we keep ourselves."""
+
+
+def mean_abs(x: Tensor) -> Tensor:
+    """The mean absolute value, as a 0-dim tensor on x's device."""
+    return torch.linalg.vector_norm(x.detach(), 1, dtype=torch.float32 if x.dtype.itemsize < 8 else None) / x.numel()
+
+
+class Averages:
+    """Averages of gradients for weights whose optimizer has no momentum, or is not known."""
+
+    def __init__(self) -> None:
+        self._kept: Any = WeakTensorKeyDictionary()
+
+    def add(self, weight: Tensor, gradient: Tensor) -> None:
+        """Another step's gradient of a weight."""
+        if gradient.layout != torch.strided:
+            return
+        gradient = gradient.detach()
+        average, count = self._kept.get(weight, (None, 0))
+        average = gradient * (1 - DECAY) if average is None else average.lerp_(gradient.to(average.dtype), 1 - DECAY)
+        self._kept[weight] = (average, count + 1)
+
+    def momentum(self, weight: Tensor) -> Tensor | None:
+        """The mean absolute momentum of a weight, None if no gradient has come by."""
+        if weight not in self._kept:
+            return None
+        average, count = self._kept[weight]
+        return mean_abs(average) / ((1 - DECAY**count) * (1 - DECAY))
+
+    def clear(self) -> None:
+        self._kept.clear()
+
+    def state_dict(self, names: dict[str, Tensor]) -> dict[str, Any]:
+        """The averages of the named weights."""
+        return {name: self._kept[weight] for name, weight in names.items() if weight in self._kept}
+
+    def load_state_dict(self, state: dict[str, Any], names: dict[str, Tensor]) -> None:
+        self.clear()
+        for name, (average, count) in state.items():
+            if name in names:
+                self._kept[names[name]] = (average.clone().to(names[name].device), count)
+
+
+class Momenta:
+    """What an optimizer keeps of each weight's gradients."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.groups: dict[int, dict[str, Any]] = {
+            id(p): group for group in optimizer.param_groups for p in group["params"]
+        }
+
+    def kept(self, weight: Tensor) -> bool:
+        """Whether the optimizer keeps a momentum of this weight's gradient, now or after its first step."""
+        group, state = self.groups.get(id(weight)), self.optimizer.state.get(weight, {})
+        if group is None:
+            return False
+        if isinstance(self.optimizer, torch.optim.SGD):
+            return bool(group["momentum"])
+        return "exp_avg" in state or (not state and "betas" in group)
+
+    def of(self, weight: Tensor, updates: int | None) -> Tensor | None:
+        """The mean absolute momentum of a weight; None if there is none.
+
+        `updates` is how many steps SGD's buffer has seen; None if nobody counted: then it is taken as long since full.
+        """
+        group, state = self.groups.get(id(weight)), self.optimizer.state.get(weight, {})
+        if group is None or not state:
+            return None
+        if isinstance(self.optimizer, torch.optim.SGD):
+            buffer, decay = state.get("momentum_buffer"), group["momentum"]
+            if buffer is None or not decay:
+                return None
+            seen = 1 - decay**updates if updates else 1.0
+            return mean_abs(buffer) / ((1 - group["dampening"]) * seen)
+        if isinstance(state.get("exp_avg"), Tensor) and "betas" in group:
+            decay, steps = group["betas"][0], state.get("step")
+            seen = 1.0 if steps is None else 1 - decay**steps
+            return mean_abs(state["exp_avg"]) / (seen * (1 - decay))
+        return None
+
+
+def gradient_norm(weights: Iterable[Tensor]) -> Tensor | None:
+    """The norm of the weights' gradients together, None without any; nothing waits for the GPU."""
+    gradients = [w.grad.detach() for w in weights if w.grad is not None and w.grad.layout == torch.strided]
+    if not gradients:
+        return None
+    device = gradients[0].device
+    norms = [torch.linalg.vector_norm(g, dtype=torch.float32 if g.dtype.itemsize < 8 else None) for g in gradients]
+    return torch.linalg.vector_norm(torch.stack([n.to(device, torch.float64) for n in norms]))

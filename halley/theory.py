@@ -1,0 +1,85 @@
+"""What a lossy input does to a weight's gradient: COMET's theory, with exact norms.
+
+A weight gradient is a sum over positions of output gradient times input. An error in the input that is independent from
+value to value, with mean square `power`, therefore gives the gradient an error that is normal, with
+
+    std = sqrt(power) * rms(output gradient) * sqrt(terms)
+
+`terms` is how many positions meet a kernel tap inside the image, averaged over the taps. Exact zeros carry no error, so
+`power` is the share of non-zeros times that of a single one: bound^2 / 3 for levels rounded to nearest, step^2 / 6 for
+stochastic ones. An error that is not zero on average adds what does not cancel: its mean times the sum of the output
+gradient over all positions.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+PAPER_A = 0.72
+"""COMET's own constant: rms over mean absolute value over sqrt(3), for normally distributed output gradients."""
+
+
+def nearest_power(bound: float, share: float) -> float:
+    """Mean square error of levels rounded to nearest: uniform within the bound, none where the value is zero."""
+    return share * bound**2 / 3
+
+
+def stochastic_power(step: float, share: float) -> float:
+    """Mean square error of stochastic rounding between levels a step apart, averaged over where a value lies."""
+    return share * step**2 / 6
+
+
+def taps_inside(size: int, out: int, kernel: int, stride: int, padding: int, dilation: int) -> float:
+    """In one dimension: output positions whose window has a given tap inside the input, averaged over the taps."""
+    inside = 0
+    for tap in range(kernel):
+        first = tap * dilation - padding
+        low = max(0, -(first // stride))
+        high = min(out - 1, (size - 1 - first) // stride)
+        inside += max(0, high - low + 1)
+    return inside / kernel
+
+
+@dataclass(frozen=True)
+class Product:
+    """Which positions a weight's gradient sums over. Linear layers have neither kernel nor plane."""
+
+    rows: int
+    """Samples of a convolution; tokens of a linear layer."""
+    plane: tuple[int, ...] = ()
+    """Height and width of what the weight slides over (a transposed convolution's output)."""
+    out: tuple[int, ...] = ()
+    """Height and width of the other side (a transposed convolution's input)."""
+    kernel: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    padding: tuple[int, ...] = ()
+    dilation: tuple[int, ...] = ()
+
+    @property
+    def positions(self) -> int:
+        """Positions counted as COMET does, padding included."""
+        return self.rows * math.prod(self.out)
+
+    @property
+    def terms(self) -> float:
+        """Positions that meet a tap inside the image, averaged over the taps."""
+        dimensions = zip(self.plane, self.out, self.kernel, self.stride, self.padding, self.dilation, strict=True)
+        return self.rows * math.prod(taps_inside(*dimension) for dimension in dimensions)
+
+
+def error_std(power: float, gradient_rms: float, terms: float, mean: float = 0.0, sums_rms: float = 0.0) -> float:
+    """The standard deviation that a weight gradient's error has.
+
+    `power` and `mean`: mean square and mean of the input's error over all values, zeros included. `gradient_rms`: root
+    mean square of the output gradient. `sums_rms`: root mean square, over output channels, of its sum over positions.
+    """
+    return math.sqrt(power * gradient_rms**2 * terms + (mean * sums_rms) ** 2)
+
+
+def paper_std(power: float, gradient_abs: float, positions: float) -> float:
+    """COMET's own form of it: a * bound * sqrt(share * positions) * mean absolute output gradient.
+
+    The bound is taken from the power, share * bound^2 / 3, so that the form serves every codec.
+    """
+    return PAPER_A * math.sqrt(3 * power * positions) * gradient_abs
