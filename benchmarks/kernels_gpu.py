@@ -59,9 +59,9 @@ def check(dtype: torch.dtype) -> Iterator[str]:
                     yield f"eb {dtype} bitmap={bitmap} stochastic={stochastic} bound={bound} rel={rel}"
     for bits in (2, 4, 8):
         data = reference.gq_encode(x, bits, 256, SEED)
-        expected = reference.gq_decode(data, numel, bits, 256, dtype, False)
+        expected = reference.gq_decode(data, numel, bits, 256, dtype, False, SEED)
         for kept in (data, gpu.gq_encode(x, bits, 256, SEED)):
-            decoded = gpu.gq_decode(kept, numel, bits, 256, dtype, False)
+            decoded = gpu.gq_decode(kept, numel, bits, 256, dtype, False, SEED)
             if not torch.equal(decoded.nan_to_num(7.0), expected.nan_to_num(7.0)):
                 yield f"gq {dtype} {bits} bits"
     for bits in (1, 2, 4):
@@ -102,7 +102,7 @@ def gq_rows(x: torch.Tensor) -> Iterator[tuple[str, float, int, Callable, Callab
             x.nbytes / len(data),
             x.nbytes + len(data),
             lambda b=bits: gpu.gq_encode(x, b, 256, SEED),
-            lambda b=bits, d=data: gpu.gq_decode(d, x.numel(), b, 256, x.dtype, False),
+            lambda b=bits, d=data: gpu.gq_decode(d, x.numel(), b, 256, x.dtype, False, SEED),
         )
 
 
@@ -157,7 +157,7 @@ def host_rows() -> Iterator[Row]:
         "eb decode": lambda: gpu.eb_decode(*encodings[False], 65536, x.dtype, False),
         "eb decode bitmap": lambda: gpu.eb_decode(*encodings[True], 65536, x.dtype, False),
         "gq encode": lambda: gpu.gq_encode(x, 2, 256, SEED),
-        "gq decode": lambda: gpu.gq_decode(data, 65536, 2, 256, x.dtype, False),
+        "gq decode": lambda: gpu.gq_decode(data, 65536, 2, 256, x.dtype, False, SEED),
     }
     for name, call in calls.items():
         for _ in range(10):

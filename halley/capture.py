@@ -424,7 +424,8 @@ class Capture:
             if not cell.wanted:
                 cell.record.codec = "shape"
         elif codec is None or changed:
-            saved.tensor, saved.version = saved.layout.restore(held), cell.version
+            saved.tensor = saved.layout.restore(held)
+            saved.version = saved.tensor._version if saved.layout.copied else cell.version
             saved.cell = None
             if held.untyped_storage().data_ptr() in self._weights():
                 cell.record.saved_bytes = 0

@@ -126,9 +126,10 @@ class Saved:
         assert self.layout is not None
         if self.cell is None:
             return dummy(self.layout, self.dtype, self.device)
-        mask = self.site is not None and self.site.need == "mask" and not torch.is_grad_enabled()
+        mask = self.site is not None and self.site.need == "mask"
         flat = self.cell.flat(mask)
-        if flat.dtype != self.dtype and not mask:
+        # Where backward itself is recorded, booleans would not do; zero and one are as good as the values.
+        if flat.dtype != self.dtype and (not mask or torch.is_grad_enabled()):
             flat = flat.to(self.dtype)
         return self.layout.restore(flat)
 

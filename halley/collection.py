@@ -33,13 +33,21 @@ PROBE = 1 << 22
 Gradient = Callable[[Tensor, Tensor], Tensor]
 
 
-def sample(flat: Tensor) -> Tensor:
-    """At most SAMPLE values of a flat tensor, in evenly spaced runs of whole groups."""
+def sample(flat: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
+    """At most SAMPLE values of a flat tensor, in evenly spaced runs of whole groups (channels_last: of whole pixels)."""
+    channels = layout.size[1] if len(layout.size) > 3 and layout.stride[1] == 1 and not layout.copied else 1
     if flat.numel() <= SAMPLE:
-        return flat
-    length = SAMPLE // RUNS
-    step = (flat.numel() - length) // (RUNS - 1) // 1024 * 1024
-    return torch.cat([flat[i * step : i * step + length] for i in range(RUNS)])
+        values = flat
+    else:
+        unit = 1024 * channels
+        length = max(SAMPLE // RUNS // unit, 1) * unit
+        runs = max(min(RUNS, SAMPLE // length), 1)
+        step = (flat.numel() - length) // max(runs - 1, 1) // unit * unit
+        values = torch.cat([flat[i * step : i * step + length] for i in range(runs)])
+    pixels = values.numel() // channels
+    if channels == 1 or pixels * channels != values.numel():
+        return values, Layout((values.numel(),), (1,))
+    return values, Layout((pixels, channels, 1, 1), (channels, 1, channels, channels))
 
 
 def wide(x: Tensor) -> Tensor:
@@ -49,8 +57,8 @@ def wide(x: Tensor) -> Tensor:
 class Stats:
     """One piece of saved memory as it was when it was packed. The numbers are 0-dim tensors until they are fetched."""
 
-    def __init__(self, flat: Tensor, packed: Packed, trials: Iterable[Codec], key: int) -> None:
-        values = sample(flat)
+    def __init__(self, flat: Tensor, layout: Layout, packed: Packed, trials: Iterable[Codec], key: int) -> None:
+        values, shape = sample(flat, layout)
         exact = wide(values)
         self.values = flat.numel()
         self.trials = tuple(trials)
@@ -61,13 +69,13 @@ class Stats:
         """For each codec tried, and the one in force: mean square and mean of its error, zeros included."""
         for codec in dict.fromkeys([*self.trials, packed.codec]):
             if codec.takes(values.dtype):
-                error = round_trip(codec, values, key) - exact
+                error = round_trip(codec, values, shape, key) - exact
                 self.errors[codec] = (error.square().mean(), error.mean())
 
 
-def round_trip(codec: Codec, flat: Tensor, key: int) -> Tensor:
+def round_trip(codec: Codec, flat: Tensor, layout: Layout, key: int) -> Tensor:
     """What a flat tensor comes back as, in a precision fit for differences."""
-    return wide(codec.encode_flat(flat, Layout((flat.numel(),), (1,)), key).decode_flat())
+    return wide(codec.encode_flat(flat, layout, key).decode_flat())
 
 
 class Probe:
@@ -78,13 +86,14 @@ class Probe:
         row = flat.numel() // max(size[0], 1)
         ordered = len(size) > 1 and not layout.copied and stride[0] == row and row * size[0] == flat.numel()
         self.rows = size[0] if whole or not ordered else max(1, min(size[0], PROBE // row))
+        mine = Layout((self.rows, *size[1:]), stride, layout.copied)
         if self.rows == size[0]:
             error = wide(packed.decode_flat()) - wide(flat)
         else:
             # Codecs of a fixed rate give the first rows the same codes without the others.
             part = flat[: self.rows * row]
-            error = round_trip(packed.codec, part, key) - wide(part)
-        self.error = Layout((self.rows, *size[1:]), stride, layout.copied).restore(error.to(flat.dtype))
+            error = round_trip(packed.codec, part, mine, key) - wide(part)
+        self.error = mine.restore(error.to(flat.dtype))
 
     def measure(self, g: Tensor, weight_gradient: Gradient) -> Tensor:
         """The mean square error of the weight's gradient; variances add up, so that a part tells the whole."""
@@ -145,15 +154,16 @@ class Collection:
     def saved(self, saved: Saved, cell: Cell, flat: Tensor) -> None:
         """A tensor has been packed, or shares what was packed before; `flat` is still at hand."""
         site, packed = saved.site, cell.packed
-        if self.batches > 1 or site is None or packed is None or site.need != "lossy":
+        layout = saved.layout
+        if self.batches > 1 or site is None or packed is None or layout is None or site.need != "lossy":
             return
         known = self._stats.get(id(cell))
         if known is None or known[1].packed is not packed:
-            known = self._stats[id(cell)] = (cell, Stats(flat, packed, self.trials, cell.key))
+            known = self._stats[id(cell)] = (cell, Stats(flat, layout, packed, self.trials, cell.key))
             self._probes.pop(id(cell), None)
         self.sites[site.place] = (site, known[1])
-        if site.place in self.probes and saved.layout is not None:
-            self._probes[id(cell)] = Probe(flat, saved.layout, packed, cell.key, self.whole)
+        if site.place in self.probes:
+            self._probes[id(cell)] = Probe(flat, layout, packed, cell.key, self.whole)
 
     def walk(self, nodes: Iterable[Any], saved_by: Callable[[Any], list[tuple[str, Saved]]]) -> None:
         """The forward pass is over: hooks on the nodes behind `nodes` that compute a weight's gradient."""

@@ -68,13 +68,14 @@ class Product:
         return self.rows * math.prod(taps_inside(*dimension) for dimension in dimensions)
 
 
-def error_std(power: float, gradient_rms: float, terms: float, mean: float = 0.0, sums_rms: float = 0.0) -> float:
+def error_std(power: float, gradient_rms: float, terms: float, coherent: float = 0.0) -> float:
     """The standard deviation that a weight gradient's error has.
 
-    `power` and `mean`: mean square and mean of the input's error over all values, zeros included. `gradient_rms`: root
-    mean square of the output gradient. `sums_rms`: root mean square, over output channels, of its sum over positions.
+    `power`: mean square of the input's error over all values, zeros included. `gradient_rms`: root mean square of the
+    output gradient. `coherent`: the variance that an error adds which does not cancel between positions, such as the
+    square of its mean times the output gradient's sum.
     """
-    return math.sqrt(power * gradient_rms**2 * terms + (mean * sums_rms) ** 2)
+    return math.sqrt(power * gradient_rms**2 * terms + coherent)
 
 
 def paper_std(power: float, gradient_abs: float, positions: float) -> float:

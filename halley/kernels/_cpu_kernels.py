@@ -75,6 +75,15 @@ step_up = choose(
     lambda step: max(i32(f32(step).view(i32) + 0xFFFF & -0x10000).view(f32), f32(2.0**-126)),
     lambda step: max(step, 2.0**-1022),
 )
+# A group's lo as it is stored: bf16 rounded down (fp64 as it is), finite; not zero where its sign is a mark.
+lo_down = choose(
+    lambda marked, lo: (
+        -i32(min(f32(lo).view(i32) & 0x7FFFFFFF, 0x7F7F0000) + 0xFFFF & -0x10000).view(f32)
+        if lo < 0
+        else i32(max(f32(lo).view(i32) & -0x10000, 0x10000 if marked else 0)).view(f32)
+    ),
+    lambda marked, lo: lo,
+)
 
 
 def widen(element: Any) -> Any:
@@ -128,13 +137,24 @@ def _narrow(v, like):
 
 
 @inline
-def random24(i, turn, a, b):
-    """24 random bits of index i turned by `turn`, from the halves of the seed (b with its lowest bit set), as int32."""
+def random32(i, a, b):
+    """The hash of index i, from the halves of the seed (b with its lowest bit set)."""
     h = u32(u32(i ^ a) * b)
     h = u32(u32(h ^ h >> 16) * u32(0x7FEB352D))
     h = u32(u32(h ^ h >> 15) * u32(0x846CA68B))
-    h = u32(h ^ h >> 16)
+    return u32(h ^ h >> 16)
+
+
+@inline
+def turned24(h, turn):
+    """24 bits of a hash turned by `turn`, as int32."""
     return i32(u32(h >> turn | u32(h << (u32(32) - turn & u32(31)))) >> 8)
+
+
+@inline
+def random24(i, turn, a, b):
+    """24 random bits of index i, turned by `turn`, as int32."""
+    return turned24(random32(i, a, b), turn)
 
 
 @inline
@@ -612,10 +632,10 @@ def quantize_group(v, codes, bits, start, seed_low, seed_high):
     affine = signed and bits == 2
     finite = most < infinite
     if affine:
-        lo = as_float(math.nan, zero) if most > infinite else of_ordered(low)
-        hi = of_ordered(high)
+        lo, hi = of_ordered(low), of_ordered(high)
     else:
         lo, hi = of_magnitude(least) if least < infinite else zero, of_magnitude(most)
+    lo = lo_down(signed and not affine, lo) if finite else zero
     n = as_float((3 if affine else (1 << bits - 1) - 2) if signed else (1 << bits) - 2, zero)
     step, inverse = zero, zero
     if not finite:
@@ -637,44 +657,200 @@ def quantize_group(v, codes, bits, start, seed_low, seed_high):
 
 
 @jit
-def quantize_task(task, size, x, bits, group, seed_low, seed_high, out, los, steps):
-    """Codes, lo and step of the groups of a task."""
-    v, codes = np.full(group, los[0]), np.empty(group, u8)
+def quantize_task(task, size, x, bits, group, stride, seed_low, seed_high, out, los, steps):
+    """Codes, lo and step of the groups of a task. The values of a group lie `stride` apart."""
+    v, codes = np.full(group, widen(los[0])), np.empty(group, u8)
     length = group * bits // 8
     for g in range(task * size // group, min((task + 1) * size // group, los.size)):
-        mine = x[g * group : (g + 1) * group]
+        first = g // stride * group
+        mine = x[first * stride + g % stride : (first + group) * stride : stride]
         for i in range(mine.size):
             v[i] = widen(mine[i])
         v[mine.size :] = 0
-        los[g], step = quantize_group(v, codes, bits, g * group, seed_low, seed_high)
-        steps[g] = narrow(step, steps[g])
+        lo, step = quantize_group(v, codes, bits, g * group, seed_low, seed_high)
+        los[g], steps[g] = narrow(lo, los[g]), narrow(step, steps[g])
         pack(codes, bits, length, 0, length, out[g * length : (g + 1) * length])
 
 
 @jit
-def dequantize_task(task, size, numel, out, first_out, data, bits, group, los, steps, nan, limit):
-    """Decodes the groups of a task into out, which starts with value `first_out`."""
+def dequantize_task(task, size, out, data, bits, group, stride, seed_low, seed_high, los, steps, nan, limit):
+    """Decodes the groups of a task into out."""
     codes = np.empty(group, u8)
     length = group * bits // 8
     for g in range(task * size // group, min((task + 1) * size // group, los.size)):
         unpack(data[g * length : (g + 1) * length], bits, length, 0, length, codes)
-        lo, step = abs(los[g]), widen(steps[g])
-        signed = los[g] < 0
+        lo, step = widen(los[g]), widen(steps[g])
+        signed = lo < 0
         affine = signed and bits == 2
-        if affine:
-            lo = los[g]
+        if not affine:
+            lo = abs(lo)
         top = i32(1 << bits - 1 if signed and not affine else 256)
-        first = g * group - first_out
-        to = out[first : min(first + group, out.size)]
+        first = g // stride * group
+        to = out[first * stride + g % stride : (first + group) * stride : stride]
         for i in range(to.size):
             code = i32(codes[i])
             m = code if affine else i32((code & top - 1) - 1)
-            value = lo + as_float(m, lo) * step
+            q = as_float(m, lo)
+            if bits == 2:
+                word, turn = g * length + i % length, i // length * 8
+                chance = random24(u32(word), u32(turn), seed_low, seed_high)
+                q += as_float(chance, lo) * f32(2.0**-24) - f32(0.5)
+            value = lo + q * step
             value = min(max(value, -limit), limit)
             value = value if m >= 0 else as_float(0, lo)
             to[i] = narrow(-value if code & top else value, nan)
         if step != step:
             to[:] = nan
+
+
+@jit
+def dequantize_mask_task(task, size, out, data, bits, group, stride, los, steps):
+    """Whether the values of a task's groups are not zero, as their codes tell: signed groups of 2 bits cannot."""
+    codes = np.empty(group, u8)
+    length = group * bits // 8
+    for g in range(task * size // group, min((task + 1) * size // group, los.size)):
+        unpack(data[g * length : (g + 1) * length], bits, length, 0, length, codes)
+        step, signed = widen(steps[g]), widen(los[g]) < 0
+        unknown = step != step or (signed and bits == 2)
+        top = u8((1 << bits - 1) - 1 if signed else 255)
+        first = g // stride * group
+        to = out[first * stride + g % stride : (first + group) * stride : stride]
+        for i in range(to.size):
+            to[i] = unknown or codes[i] & top != 0
+
+
+# --- dual precision ---------------------------------------------------------------------------------------------------
+
+
+@jit
+def average_tiles(v, height, width, tall, wide, sums, lows, at):
+    """Averages of a plane's tiles as they are kept: columns from top to bottom, then their sums from left to right."""
+    zero = as_float(0, v[0])
+    for top in range(0, height, tall):
+        rows = min(tall, height - top)
+        for x in range(width):
+            sums[x] = zero
+        for y in range(top, top + rows):
+            first = index(y * width)
+            for x in range(width):
+                sums[x] += v[first + x]
+        for left in range(0, width, wide):
+            columns, total = min(wide, width - left), zero
+            for x in range(columns):
+                total += sums[index(left) + x]
+            mean = f32(total / as_float(rows * columns, zero))
+            kept = narrow(mean, np.uint16(0))
+            lows[at] = kept if mean - mean == 0 and kept & 0x7F80 != 0x7F80 else np.uint16(0)
+            at += 1
+
+
+@inline
+def spread_averages(lows, at, width, wide, row):
+    """The averages of one row of tiles at all places of a row of values."""
+    for left in range(0, width, wide):
+        mean = as_float(widen(lows[at]), row[0])
+        for x in range(min(wide, width - left)):
+            row[index(left) + x] = mean
+        at += 1
+
+
+@jit
+def subtract_averages(v, height, width, tall, wide, lows, at, row):
+    """Leaves of a plane what the averages do not tell; returns the smallest and the largest of it."""
+    for top in range(0, height, tall):
+        spread_averages(lows, at, width, wide, row)
+        at += (width + wide - 1) // wide
+        for y in range(top, min(top + tall, height)):
+            first = index(y * width)
+            for x in range(width):
+                v[first + x] -= row[x]
+    low, high = ordered(as_float(math.inf, v[0])), ordered(as_float(-math.inf, v[0]))
+    for i in range(v.size):  # a loop of its own: one over many values vectorises better than many over a row
+        key = ordered(v[i])
+        low, high = min(low, key), max(high, key)
+    return of_ordered(low), of_ordered(high)
+
+
+@jit
+def quantize_plane(v, codes, bits, length, lo, inverse, hashes):
+    """Codes of what is left of a plane. The values of a byte share one hash."""
+    zero, n = as_float(0, lo), as_float((1 << bits) - 1, lo)
+    for t in range(8 // bits):
+        first, turn = index(t * length), u32(4 * bits * t)
+        for j in range(min(length, v.size - t * length)):
+            s = (v[first + j] - lo) * inverse
+            s = s if s > 0 else zero
+            s = s if s < n else n
+            q = i32(s)
+            chance = i32((s - as_float(q, s)) * f32(2.0**24))
+            codes[first + j] = u8(q + (turned24(hashes[j], turn) < chance))
+
+
+@jit
+def dual_encode_task(
+    task, size, x, height, width, tall, wide, bits, seed_low, seed_high, los, steps, lows, codes, masks
+):
+    """Everything that is kept of the planes of a task."""
+    values = height * width
+    length, mask_length = (values * bits + 7) // 8, (values + 7) // 8
+    v, flags, sums, row = np.full(values, los[0]), np.empty(values, u8), np.full(width, los[0]), np.full(width, los[0])
+    hashes, tiles = np.empty(length, u32), lows.size // los.size
+    zero, n = as_float(0, los[0]), as_float((1 << bits) - 1, los[0])
+    for p in range(task * size // values, min((task + 1) * size // values, los.size)):
+        mine = x[p * values : (p + 1) * values]
+        for i in range(values):
+            v[i] = widen(mine[i])
+        if masks.size:
+            for i in range(values):
+                flags[i] = magnitude(v[i]) != 0
+            pack(flags, 1, mask_length, 0, mask_length, masks[p * mask_length : (p + 1) * mask_length])
+        average_tiles(v, height, width, tall, wide, sums, lows, p * tiles)
+        lo, hi = subtract_averages(v, height, width, tall, wide, lows, p * tiles, row)
+        lo += zero  # never -0.0
+        step, inverse = zero, zero
+        if not hi - lo < math.inf:
+            lo, step = zero, as_float(math.nan, zero)
+        elif hi > lo:
+            step = step_up(hi / n - lo / n)
+            inverse = f32(1.0) / step
+        los[p], steps[p] = lo, narrow(step, steps[p])
+        for j in range(length):
+            hashes[j] = random32(u32(p * length + j), seed_low, seed_high)
+        quantize_plane(v, flags, bits, length, lo, inverse, hashes)
+        pack(flags, bits, length, 0, length, codes[p * length : (p + 1) * length])
+
+
+@jit
+def dual_decode_task(
+    task, size, numel, out, first_out, height, width, tall, wide, bits, los, steps, lows, data, nan, limit
+):
+    """Decodes the planes of a task into out, which starts with value `first_out`."""
+    values = height * width
+    length, tiles = (values * bits + 7) // 8, lows.size // los.size
+    codes, row = np.empty(values, u8), np.full(width, los[0])
+    for p in range(task * size // values, min((task + 1) * size // values, los.size)):
+        unpack(data[p * length : (p + 1) * length], bits, length, 0, length, codes)
+        lo, step, at = los[p], widen(steps[p]), p * tiles
+        to = out[p * values - first_out : (p + 1) * values - first_out]
+        for top in range(0, height, tall):
+            spread_averages(lows, at, width, wide, row)
+            at += (width + wide - 1) // wide
+            for y in range(top, min(top + tall, height)):
+                first = index(y * width)
+                for x in range(width):
+                    value = row[x] + (lo + as_float(i32(codes[first + x]), lo) * step)
+                    to[first + x] = narrow(min(max(value, -limit), limit), nan)
+        if step != step:
+            to[:] = nan
+
+
+@jit
+def dual_mask_task(task, size, values, masks, out):
+    """The mask bits of the planes of a task, a byte each."""
+    length = (values + 7) // 8
+    for p in range(task * size // values, min((task + 1) * size, out.size) // values):
+        mine = masks[p * length : (p + 1) * length]
+        unpack(mine, 1, length, 0, length, out[p * values : (p + 1) * values])
 
 
 # --- masks and small integers -----------------------------------------------------------------------------------------

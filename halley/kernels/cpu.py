@@ -18,7 +18,17 @@ import torch
 from torch import Tensor
 
 from halley.kernels import _cpu_kernels as kernels
-from halley.kernels.reference import FLOATS, GROUP, HEADER, MASK32, SMALLEST_BOUND, gq_sizes, meta_size
+from halley.kernels.reference import (
+    FLOATS,
+    GROUP,
+    HEADER,
+    MASK32,
+    SMALLEST_BOUND,
+    dp_sizes,
+    dp_tiles,
+    gq_sizes,
+    meta_size,
+)
 
 MIN_TASK = 64 * GROUP  # values: less is not worth waking a thread for
 MAX_TASK = 256 * GROUP
@@ -152,31 +162,92 @@ def eb_decode(meta: Tensor, payload: Tensor, numel: int, dtype: torch.dtype, mas
     return decode(kernels.decode_task, task_size(numel, GROUP), numel, dtype, mask, meta_bytes, payload.numpy(), eb)
 
 
-def gq_parts(data: np.ndarray, numel: int, bits: int, group: int, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
+def gq_parts(data: np.ndarray, dtype: torch.dtype, sizes: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
     """The lo and step arrays in a buffer."""
-    at_lo, at_step, _ = gq_sizes(numel, bits, group, dtype)
-    lo, step = (np.float64, np.float64) if dtype == torch.float64 else (np.float32, np.uint16)
-    return data[at_lo:at_step].view(lo), data[at_step:].view(step)
+    at_lo, at_step, _ = sizes
+    kept = np.float64 if dtype == torch.float64 else np.uint16
+    return data[at_lo:at_step].view(kept), data[at_step:].view(kept)
 
 
-def gq_encode(x: Tensor, bits: int, group: int, seed: int) -> Tensor:
+def gq_encode(x: Tensor, bits: int, group: int, seed: int, stride: int = 1) -> Tensor:
     """Fixed-rate codes of flat float values, with lo and step of each group, in one buffer."""
     numel = x.numel()
-    out = torch.empty(gq_sizes(numel, bits, group, x.dtype)[2], dtype=torch.uint8)
-    data, size = out.numpy(), task_size(numel, group)
-    parts = gq_parts(data, numel, bits, group, x.dtype)
-    run(kernels.quantize_task, -(-numel // size), size, elements(x), bits, group, *halves(seed), data, *parts)
+    if numel % stride:
+        raise ValueError(f"{numel} values cannot be taken in groups that lie {stride} apart")
+    sizes = gq_sizes(numel, bits, group, x.dtype, stride)
+    out = torch.empty(sizes[2], dtype=torch.uint8)
+    if numel:
+        data, size = out.numpy(), task_size(numel, group)
+        los, steps = gq_parts(data, x.dtype, sizes)
+        args = (size, elements(x), bits, group, stride, *halves(seed), data, los, steps)
+        run(kernels.quantize_task, -(-los.size * group // size), *args)
     return out
 
 
-def gq_decode(data: Tensor, numel: int, bits: int, group: int, dtype: torch.dtype, mask: bool) -> Tensor:
-    """The flat values that gq_encode stored, or only whether each is not zero (bool)."""
-    codes = data.numpy()
-    los, steps = gq_parts(codes, numel, bits, group, dtype)
+def gq_decode(
+    data: Tensor, numel: int, bits: int, group: int, dtype: torch.dtype, mask: bool, seed: int, stride: int = 1
+) -> Tensor:
+    """The flat values that gq_encode stored with the same seed and stride, or only whether each is not zero (bool)."""
+    if numel == 0:  # numpy gives empty arrays strides that torch cannot view
+        return torch.empty(0, dtype=torch.bool if mask else dtype)
+    codes, size = data.numpy(), task_size(numel, group)
+    los, steps = gq_parts(codes, dtype, gq_sizes(numel, bits, group, dtype, stride))
+    tasks = -(-los.size * group // size)
+    if mask:
+        flags = np.empty(numel, np.bool_)
+        run(kernels.dequantize_mask_task, tasks, size, flags, codes, bits, group, stride, los, steps)
+        return torch.from_numpy(flags)
+    out = np.empty(numel, CARRIER[dtype])
     nan = elements(torch.full((1,), math.nan, dtype=dtype))[0]
     limit = (np.float64 if dtype == torch.float64 else np.float32)(torch.finfo(dtype).max)
-    args = (codes, bits, group, los, steps, nan, limit)
-    return decode(kernels.dequantize_task, task_size(numel, group), numel, dtype, mask, *args)
+    args = (size, out, codes, bits, group, stride, *halves(seed), los, steps, nan, limit)
+    run(kernels.dequantize_task, tasks, *args)
+    return torch.from_numpy(out).view(dtype)
+
+
+def dp_parts(data: np.ndarray, dtype: torch.dtype, places: tuple[int, ...]) -> list[np.ndarray]:
+    """The lo, step, average, code and mask arrays in a buffer."""
+    lo, step = (np.float64, np.float64) if dtype == torch.float64 else (np.float32, np.uint16)
+    kinds = (lo, step, np.uint16, np.uint8, np.uint8)
+    return [data[start:end].view(kind) for start, end, kind in zip((0, *places[:4]), places, kinds, strict=True)]
+
+
+def dp_encode(x: Tensor, height: int, width: int, block: int, bits: int, masked: bool, seed: int) -> Tensor:
+    """Planes of height x width values, one after the other, in dual precision: one buffer."""
+    numel = x.numel()
+    places = dp_sizes(numel, height, width, block, bits, masked, x.dtype)
+    out = torch.empty(places[4], dtype=torch.uint8)
+    if numel:
+        size, tile = task_size(numel, height * width), dp_tiles(height, width, block)[:2]
+        parts = dp_parts(out.numpy(), x.dtype, places)
+        args = (size, elements(x), height, width, *tile, bits, *halves(seed), *parts)
+        run(kernels.dual_encode_task, -(-numel // size), *args)
+    return out
+
+
+def dp_decode(
+    data: Tensor,
+    numel: int,
+    height: int,
+    width: int,
+    block: int,
+    bits: int,
+    masked: bool,
+    dtype: torch.dtype,
+    mask: bool,
+) -> Tensor:
+    """The values that dp_encode stored, or only whether each was not zero: exactly, where the buffer is `masked`."""
+    size = task_size(numel, height * width)
+    *parts, masks = dp_parts(data.numpy(), dtype, dp_sizes(numel, height, width, block, bits, masked, dtype))
+    if mask and masked:
+        flags = torch.empty(numel, dtype=torch.bool)
+        args = (size, height * width, masks, flags.view(torch.uint8).numpy())
+        run(kernels.dual_mask_task, -(-numel // size), *args)
+        return flags
+    nan = elements(torch.full((1,), math.nan, dtype=dtype))[0]
+    limit = (np.float64 if dtype == torch.float64 else np.float32)(torch.finfo(dtype).max)
+    plane = (height, width, *dp_tiles(height, width, block)[:2])
+    return decode(kernels.dual_decode_task, size, numel, dtype, mask, *plane, bits, *parts, nan, limit)
 
 
 def bits_encode(x: Tensor, bits: int) -> Tensor:

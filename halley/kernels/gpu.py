@@ -11,9 +11,10 @@ from torch import Tensor
 
 from halley.kernels import reference
 from halley.kernels.gpu_decode import decode_kernel, decode_maps_kernel
+from halley.kernels.gpu_dual import dp_decode_kernel, dp_encode_kernel, dp_mask_kernel
 from halley.kernels.gpu_encode import encode_kernel, range_kernel
 from halley.kernels.gpu_rate import bits_decode_kernel, bits_encode_kernel, gq_decode_kernel, gq_encode_kernel
-from halley.kernels.reference import GROUP, SMALLEST_BOUND, gq_sizes, meta_size
+from halley.kernels.reference import GROUP, SMALLEST_BOUND, dp_sizes, dp_tiles, gq_groups, gq_sizes, meta_size
 
 TYPES = {
     torch.float16: tl.float16,
@@ -25,6 +26,8 @@ RANGE_SIZE = 16384  # values that a program of the range kernel reads
 MAP_PROGRAMS = 132 * 8  # programs of a bitmap encoding: each has a scratch of one tile
 BITS_SIZE = 4096  # bytes that a program of the bits kernels packs
 GQ_VALUES = 4096  # values that a program of the group quantisation takes, with four warps
+DP_COLUMNS = 512  # columns of tiles that a program of the dual precision sums at a time, with four warps
+DP_BYTES = 1024  # bytes of codes or mask bits that such a program packs at a time
 TILE = {2: 1, 4: 2, 8: 2}  # itemsize -> groups that a program encodes, one warp each: what was fastest on an H200
 
 _compiled: dict[tuple, Any] = {}
@@ -134,28 +137,95 @@ def _fits_kernel(bits: int, group: int) -> bool:
     return group & (group - 1) == 0 and 32 * 8 // bits <= group <= GQ_VALUES
 
 
-def gq_encode(x: Tensor, bits: int, group: int, seed: int) -> Tensor:
+def gq_encode(x: Tensor, bits: int, group: int, seed: int, stride: int = 1) -> Tensor:
     """Fixed-rate codes of flat float values, with lo and step of each group, in one buffer."""
-    if not _fits_kernel(bits, group):
-        return reference.gq_encode(x, bits, group, seed)
     numel = x.numel()
-    data = torch.empty(gq_sizes(numel, bits, group, x.dtype)[2], dtype=torch.uint8, device=x.device)
+    if not _fits_kernel(bits, group) or numel % stride:
+        return reference.gq_encode(x, bits, group, seed, stride)
+    data = torch.empty(gq_sizes(numel, bits, group, x.dtype, stride)[2], dtype=torch.uint8, device=x.device)
     if numel:
-        groups, rows = -(-numel // group), GQ_VALUES // group
-        numbers, constants = (numel, groups, *_halves(seed)), (TYPES[x.dtype], bits, group, rows)
+        groups, rows = gq_groups(numel, group, stride), GQ_VALUES // group
+        numbers, constants = (numel, groups, stride, *_halves(seed)), (TYPES[x.dtype], bits, group, rows, stride > 1)
         _launch(gq_encode_kernel, -(-groups // rows), (_typed(x), data), numbers, constants, 4)
     return data
 
 
-def gq_decode(data: Tensor, numel: int, bits: int, group: int, dtype: torch.dtype, mask: bool) -> Tensor:
-    """The flat values that gq_encode stored, or only whether each is not zero (bool)."""
+def gq_decode(
+    data: Tensor, numel: int, bits: int, group: int, dtype: torch.dtype, mask: bool, seed: int, stride: int = 1
+) -> Tensor:
+    """The flat values that gq_encode stored with the same seed and stride, or only whether each is not zero (bool)."""
     if not _fits_kernel(bits, group):
-        return reference.gq_decode(data, numel, bits, group, dtype, mask)
+        return reference.gq_decode(data, numel, bits, group, dtype, mask, seed, stride)
     out = torch.empty(numel, dtype=torch.bool if mask else dtype, device=data.device)
     if numel:
-        groups, rows = -(-numel // group), GQ_VALUES // group
-        numbers, constants = (numel, groups, torch.finfo(dtype).max), (TYPES[dtype], bits, group, rows, mask)
+        groups, rows = gq_groups(numel, group, stride), GQ_VALUES // group
+        numbers = (numel, groups, stride, *_halves(seed), torch.finfo(dtype).max)
+        constants = (TYPES[dtype], bits, group, rows, stride > 1, mask)
         _launch(gq_decode_kernel, -(-groups // rows), (data, _typed(out)), numbers, constants, 4)
+    return out
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest power of two that is not less."""
+    return 1 << (n - 1).bit_length()
+
+
+def _reciprocal(height: int, width: int) -> tuple[int, bool]:
+    """2^32 / width rounded up, which serves to divide indices of a plane by width, or that this would not be exact."""
+    divide = width == 1 or height * width * width >= 1 << 32
+    return 0 if divide else -(-(1 << 32) // width), divide
+
+
+def _chunks(planes: int, length: int) -> tuple[int, int, int]:
+    """How `length` bytes of each plane are shared out: planes and bytes of a program, and programs for a plane."""
+    each = min(_power_of_two(length), DP_BYTES)
+    return min(DP_BYTES // each, _power_of_two(planes)), each, -(-length // each)
+
+
+def dp_encode(x: Tensor, height: int, width: int, block: int, bits: int, masked: bool, seed: int) -> Tensor:
+    """Planes of height x width values, one after the other, in dual precision: one buffer."""
+    numel, values = x.numel(), height * width
+    size = dp_sizes(numel, height, width, block, bits, masked, x.dtype)[4]
+    data = torch.empty(size, dtype=torch.uint8, device=x.device)
+    if numel:
+        planes = numel // values
+        tall, wide, down, across = dp_tiles(height, width, block)
+        columns, (magic, divide) = _power_of_two(wide), _reciprocal(height, width)
+        tiles = min(_power_of_two(down * across), max(DP_COLUMNS // columns, 1))
+        each = min(max(DP_COLUMNS // (tiles * columns), 1), _power_of_two(planes))
+        length = min(_power_of_two(-(-values * bits // 8)), DP_BYTES // each)
+        numbers = (planes, values, height, width, magic, *_halves(seed))
+        constants = (TYPES[x.dtype], bits, masked, tall, wide, columns, divide, each, tiles, length)
+        _launch(dp_encode_kernel, -(-planes // each), (_typed(x), data), numbers, constants, 4)
+    return data
+
+
+def dp_decode(
+    data: Tensor,
+    numel: int,
+    height: int,
+    width: int,
+    block: int,
+    bits: int,
+    masked: bool,
+    dtype: torch.dtype,
+    mask: bool,
+) -> Tensor:
+    """The values that dp_encode stored, or only whether each was not zero: exactly, where the buffer is `masked`."""
+    out = torch.empty(numel, dtype=torch.bool if mask else dtype, device=data.device)
+    values = height * width
+    planes = numel // values
+    if numel and mask and masked:
+        masks = data[dp_sizes(numel, height, width, block, bits, masked, dtype)[3] :]
+        each, length, chunks = _chunks(planes, -(-values // 8))
+        programs = -(-planes // each) * chunks
+        _launch(dp_mask_kernel, programs, (masks, _typed(out)), (planes, values, chunks), (each, length), 4)
+    elif numel:
+        each, length, chunks = _chunks(planes, -(-values * bits // 8))
+        magic, divide = _reciprocal(height, width)
+        numbers = (planes, values, height, width, magic, chunks, torch.finfo(dtype).max)
+        constants = (TYPES[dtype], bits, *dp_tiles(height, width, block)[:2], divide, mask, each, length)
+        _launch(dp_decode_kernel, -(-planes // each) * chunks, (data, _typed(out)), numbers, constants, 4)
     return out
 
 

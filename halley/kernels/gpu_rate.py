@@ -31,6 +31,16 @@ def value_index(ROWS: tl.constexpr, LENGTH: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
+def value_place(g0, groups, positions, stride, ROWS: tl.constexpr, LENGTH: tl.constexpr, T: tl.constexpr):
+    """Where the values of a tile's groups lie in memory when they are `stride` apart, and which of them there are."""
+    g = g0 + tl.arange(0, ROWS).to(tl.int64)
+    block = g // stride
+    within = value_index(1, LENGTH, T)
+    place = of_group(block * (LENGTH * T * stride) + (g - block * stride)) + within * stride
+    return place, (of_group(block * (LENGTH * T)) + within < positions) & of_group(g < groups)
+
+
+@triton.jit
 def slice_shift(T: tl.constexpr, BITS: tl.constexpr):
     return (tl.arange(0, T) * BITS).to(tl.uint32)[None, None, None, :, None]
 
@@ -74,6 +84,19 @@ def step_up(step, spread):
 
 
 @triton.jit
+def lo_down(lo, signed, BITS: tl.constexpr):
+    """A group's lo as it is stored: bf16 rounded down (fp64 as it is), finite; not zero where its sign is a mark."""
+    if lo.dtype == tl.float64:
+        return lo
+    size = lo.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    away = tl.minimum((size + 0xFFFF) & -0x10000, 0x7F7F0000).to(tl.float32, bitcast=True)
+    near = size & -0x10000
+    if BITS != 2:
+        near = tl.where(signed, tl.maximum(near, 0x10000), near)
+    return tl.where(lo < 0, -away, near.to(tl.float32, bitcast=True))
+
+
+@triton.jit
 def steps_of(v, BITS: tl.constexpr):
     """For each group: lo, step, number of steps, and whether it has negative values."""
     top, bottom = group_highest(v), group_lowest(v)
@@ -81,30 +104,36 @@ def steps_of(v, BITS: tl.constexpr):
     lo, hi = least_positive(v if BITS == 2 else tl.abs(v)), tl.maximum(top, -bottom)
     if BITS == 2:
         lo, hi = tl.where(signed, bottom, lo), tl.where(signed, top, hi)
+    lo = lo_down(lo, signed, BITS)
     steps = tl.where(signed, 3.0 if BITS == 2 else 2.0 ** (BITS - 1) - 2, 2.0**BITS - 2).to(v.dtype)
     step = step_up(divide(hi, steps) - divide(lo, steps), hi - lo)
     finite = nan_max(top, -bottom) < float("inf")
-    return lo, tl.where(finite, step, float("nan")), steps, signed
+    return tl.where(finite, lo, 0.0), tl.where(finite, step, float("nan")), steps, signed
 
 
-@triton.jit(do_not_specialize=["groups", "seed_low", "seed_high"])
+@triton.jit(do_not_specialize=["groups", "stride", "seed_low", "seed_high"])
 def gq_encode_kernel(
-    x, data, numel: tl.int64, groups: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
-    DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    x, data, numel: tl.int64, groups: tl.int64, stride: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
+    DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, STRIDED: tl.constexpr,
 ):  # fmt: skip
     T: tl.constexpr = 8 // BITS
     LENGTH: tl.constexpr = GROUP // T
     WORK: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
     g0 = tl.program_id(0).to(tl.int64) * ROWS
-    first = g0 * GROUP
-    left = tl.minimum(numel - first, ROWS * GROUP).to(tl.int32)
-    i = value_index(ROWS, LENGTH, T)
-    v = widen(tl.load(x + first + i, mask=i < left, other=0), DTYPE)
+    if STRIDED:
+        place, there = value_place(g0, groups, numel // stride, stride, ROWS, LENGTH, T)
+        v = widen(tl.load(x + place, mask=there, other=0), DTYPE)
+    else:
+        first = g0 * GROUP
+        left = tl.minimum(numel - first, ROWS * GROUP).to(tl.int32)
+        i = value_index(ROWS, LENGTH, T)
+        v = widen(tl.load(x + first + i, mask=i < left, other=0), DTYPE)
     lo, step, steps, signed = steps_of(v, BITS)
     inverse = tl.where(step > 0, divide(tl.full(step.shape, 1.0, step.dtype), step), 0.0)
     from_lo = v if BITS == 2 else tl.abs(v)
-    t = tl.minimum((from_lo - of_group(lo)) * of_group(inverse), of_group(steps))
-    # q + (hash < fraction * 2^24) in fixed point, the whole part above bit 24. Zeros come out wrong and are replaced.
+    # Below lo are zeros, which are replaced further down, and values beyond bf16's largest.
+    t = tl.minimum(tl.maximum((from_lo - of_group(lo)) * of_group(inverse), 0.0), of_group(steps))
+    # q + (hash < fraction * 2^24) in fixed point, the whole part above bit 24.
     fixed = (t * 16777216.0).to(tl.uint32)
     # The values of a byte share one hash.
     word = (g0 * LENGTH).to(tl.uint32) + byte_index(ROWS, LENGTH).to(tl.uint32)
@@ -121,18 +150,21 @@ def gq_encode_kernel(
     tl.store(data + g0 * LENGTH + byte_index(ROWS, LENGTH), byte.to(tl.uint8), mask=here[None, :, None, None])
     g = g0 + tl.arange(0, ROWS)
     at_lo = data + groups * LENGTH
-    tl.store(at_lo.to(tl.pointer_type(WORK)) + g, lo, mask=here)
     if DTYPE == tl.float64:
+        tl.store(at_lo.to(tl.pointer_type(WORK)) + g, lo, mask=here)
         tl.store((at_lo + groups * 8).to(tl.pointer_type(WORK)) + g, step, mask=here)
     else:
-        half_bits = (step.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
-        tl.store((at_lo + groups * 4).to(tl.pointer_type(tl.int16)) + g, half_bits, mask=here)
+        lo_bits = (lo.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
+        step_bits = (step.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
+        tl.store(at_lo.to(tl.pointer_type(tl.int16)) + g, lo_bits, mask=here)
+        tl.store((at_lo + groups * 2).to(tl.pointer_type(tl.int16)) + g, step_bits, mask=here)
 
 
-@triton.jit(do_not_specialize=["groups"])
+@triton.jit(do_not_specialize=["groups", "stride", "seed_low", "seed_high"])
 def gq_decode_kernel(
-    data, out, numel: tl.int64, groups: tl.int64, limit: tl.float64,
-    DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, MASK: tl.constexpr,
+    data, out, numel: tl.int64, groups: tl.int64, stride: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
+    limit: tl.float64, DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    STRIDED: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     T: tl.constexpr = 8 // BITS
     LENGTH: tl.constexpr = GROUP // T
@@ -141,32 +173,42 @@ def gq_decode_kernel(
     g = g0 + tl.arange(0, ROWS)
     here = g < groups
     at_lo = data + groups * LENGTH
-    lo = tl.load(at_lo.to(tl.pointer_type(WORK)) + g, mask=here, other=0.0)
     if DTYPE == tl.float64:
+        lo = tl.load(at_lo.to(tl.pointer_type(WORK)) + g, mask=here, other=0.0)
         step = tl.load((at_lo + groups * 8).to(tl.pointer_type(WORK)) + g, mask=here, other=0.0)
     else:
-        step = widen(tl.load((at_lo + groups * 4).to(tl.pointer_type(tl.int16)) + g, mask=here, other=0), tl.bfloat16)
+        lo = widen(tl.load(at_lo.to(tl.pointer_type(tl.int16)) + g, mask=here, other=0), tl.bfloat16)
+        step = widen(tl.load((at_lo + groups * 2).to(tl.pointer_type(tl.int16)) + g, mask=here, other=0), tl.bfloat16)
     at = data + g0 * LENGTH + byte_index(ROWS, LENGTH)
     byte = tl.load(at, mask=here[None, :, None, None], other=0).to(tl.uint32)
     code = ((byte[:, :, :, None, :] >> slice_shift(T, BITS)) & ((1 << BITS) - 1)).to(tl.int32)
 
     signed, zeros = lo < 0, step == step
     top = tl.full((), limit, tl.float64).to(WORK)
-    if BITS == 2:
-        q = code - of_group(tl.where(signed, 0, 1))
-        value = nan_min(of_group(lo) + q.to(WORK) * of_group(step), top)
+    if MASK:
+        size = code if BITS == 2 else code & of_group(tl.where(signed, (1 << (BITS - 1)) - 1, (1 << BITS) - 1))
+        unknown = (zeros == 0) | signed if BITS == 2 else zeros == 0
+        value = ((size != 0) | of_group(unknown)).to(tl.uint8)
+    elif BITS == 2:
+        # What was added by chance before rounding is known, and taken off again.
+        word = (g0 * LENGTH).to(tl.uint32) + byte_index(ROWS, LENGTH).to(tl.uint32)
+        hash = turned(random32(word, seed_low, seed_high)[:, :, :, None, :], slice_shift(T, BITS * 4))
+        q = (code - of_group(tl.where(signed, 0, 1))).to(WORK) + ((hash >> 8).to(WORK) * 5.9604644775390625e-08 - 0.5)
+        value = nan_min(nan_max(of_group(lo) + q * of_group(step), -top), top)
         value = tl.where((code == 0) & of_group(zeros & (signed == 0)), 0.0, value)
+        value = narrow(value, DTYPE)
     else:
         size = code & of_group(tl.where(signed, (1 << (BITS - 1)) - 1, (1 << BITS) - 1))
         value = nan_min(of_group(tl.abs(lo)) + (size - 1).to(WORK) * of_group(step), top)
         value = tl.where((size == 0) & of_group(zeros), 0.0, value)
-        value = tl.where(code != size, -value, value)
-    value = narrow(value, DTYPE)
-    if MASK:
-        value = (widen(value, DTYPE) != 0).to(tl.uint8)
-    first = g0 * GROUP
-    i = value_index(ROWS, LENGTH, T)
-    tl.store(out + first + i, value, mask=i < tl.minimum(numel - first, ROWS * GROUP).to(tl.int32))
+        value = narrow(tl.where(code != size, -value, value), DTYPE)
+    if STRIDED:
+        place, there = value_place(g0, groups, numel // stride, stride, ROWS, LENGTH, T)
+        tl.store(out + place, value, mask=there)
+    else:
+        first = g0 * GROUP
+        i = value_index(ROWS, LENGTH, T)
+        tl.store(out + first + i, value, mask=i < tl.minimum(numel - first, ROWS * GROUP).to(tl.int32))
 
 
 @triton.jit

@@ -358,6 +358,17 @@ def step_up(step: Tensor, spread: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(spread > 0, step, 0.0)
 
 
+def lo_down(lo: Tensor, marked: Tensor) -> Tensor:
+    """A group's lo as it is stored: bf16 rounded down (fp64 as it is), finite; not zero where its sign is a mark."""
+    if lo.dtype == torch.float64:
+        return lo
+    size = lo.view(torch.int32) & 0x7FFFFFFF
+    away = ((size + 0xFFFF) & -0x10000).clamp(max=0x7F7F0000).view(torch.float32)
+    near = size & -0x10000
+    near = torch.where(marked, near.clamp(min=0x10000), near).view(torch.float32)
+    return torch.where(lo < 0, -away, near)
+
+
 def pack_fields(code: Tensor, bits: int) -> Tensor:
     """One field of `bits` bits over each row: rows x n -> rows x ceil(n * bits / 8) bytes."""
     rows, n = code.shape
@@ -378,33 +389,45 @@ def unpack_fields(data: Tensor, bits: int, n: int) -> Tensor:
     return torch.cat(pieces, 1)[:, :n]
 
 
-def gq_sizes(numel: int, bits: int, group: int, dtype: torch.dtype) -> tuple[int, int, int]:
+def gq_groups(numel: int, group: int, stride: int) -> int:
+    """How many groups there are: each takes `group` values that lie `stride` apart."""
+    return -(-(numel // stride) // group) * stride
+
+
+def gq_sizes(numel: int, bits: int, group: int, dtype: torch.dtype, stride: int = 1) -> tuple[int, int, int]:
     """Where the lo and step arrays start, and the size of the whole buffer, in bytes."""
-    groups = -(-numel // group)
+    groups = gq_groups(numel, group, stride)
     codes = groups * group * bits // 8
-    lo, step = (8, 8) if dtype == torch.float64 else (4, 2)
-    return codes, codes + groups * lo, codes + groups * (lo + step)
+    each = 8 if dtype == torch.float64 else 2
+    return codes, codes + groups * each, codes + groups * 2 * each
 
 
-def gq_encode(x: Tensor, bits: int, group: int, seed: int) -> Tensor:
-    """Fixed-rate codes of flat float values, with lo and step of each group, in one buffer."""
+def gq_encode(x: Tensor, bits: int, group: int, seed: int, stride: int = 1) -> Tensor:
+    """Fixed-rate codes of flat float values, with lo and step of each group, in one buffer.
+
+    The values of a group lie `stride` apart: with the channels of channels_last memory, each group has one channel.
+    """
     dtype, numel = x.dtype, x.numel()
+    if numel % stride:
+        raise ValueError(f"{numel} values cannot be taken in groups that lie {stride} apart")
     if numel == 0:
         return torch.zeros(0, dtype=torch.uint8, device=x.device)
     work = compute_dtype(dtype)
-    groups = -(-numel // group)
-    v = torch.zeros(groups * group, dtype=work, device=x.device)
-    v[:numel] = x.reshape(-1).to(work)
-    v = v.view(groups, group)
+    blocks = gq_groups(numel, group, stride) // stride
+    v = torch.zeros(blocks * group, stride, dtype=work, device=x.device)
+    v[: numel // stride] = x.reshape(-1, stride).to(work)
+    v = v.view(blocks, group, stride).transpose(1, 2).reshape(-1, group)
     a = v.abs()
     signed = (v < 0).any(1)
     affine = signed if bits == 2 else torch.zeros_like(signed)
     lo = torch.where(a > 0, a, torch.inf).amin(1)
     lo = torch.where(affine, v.amin(1), torch.where(torch.isinf(lo), 0.0, lo))
     hi = torch.where(affine, v.amax(1), a.amax(1))
+    finite = torch.isfinite(v).all(1)
+    lo = torch.where(finite, lo_down(lo, signed & ~affine), 0.0)
     n = torch.where(signed, 3.0 if bits == 2 else 2.0 ** (bits - 1) - 2, 2.0**bits - 2).to(work)
     step = step_up(hi / n - lo / n, hi - lo, dtype)
-    step = torch.where(torch.isfinite(v).all(1), step, torch.nan)
+    step = torch.where(finite, step, torch.nan)
     inverse = torch.where(step > 0, 1.0 / step, 0.0)
     t = (torch.where(affine[:, None], v, a) - lo[:, None]) * inverse[:, None]
     t = torch.minimum(t.clamp(min=0.0), n[:, None]).nan_to_num(0.0)
@@ -414,33 +437,43 @@ def gq_encode(x: Tensor, bits: int, group: int, seed: int) -> Tensor:
     sign = (v < 0).long() << bits - 1
     code = torch.where(affine[:, None], q, torch.where(a > 0, (q + 1) | sign, 0))
     lo = torch.where(signed & ~affine, -lo, lo)
-    kept = step if dtype == torch.float64 else step.to(torch.bfloat16)
-    parts = (pack_fields(code.to(torch.uint8), bits), lo, kept)
+    kept = torch.float64 if dtype == torch.float64 else torch.bfloat16
+    parts = (pack_fields(code.to(torch.uint8), bits), lo.to(kept), step.to(kept))
     return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
 
 
-def gq_decode(data: Tensor, numel: int, bits: int, group: int, dtype: torch.dtype, mask: bool) -> Tensor:
-    """The flat values that gq_encode stored, or only whether each is not zero (bool)."""
+def gq_decode(
+    data: Tensor, numel: int, bits: int, group: int, dtype: torch.dtype, mask: bool, seed: int, stride: int = 1
+) -> Tensor:
+    """The flat values that gq_encode stored with the same seed and stride, or only whether each is not zero (bool)."""
     if numel == 0:
         return torch.zeros(0, dtype=torch.bool if mask else dtype, device=data.device)
     work = compute_dtype(dtype)
-    at_lo, at_step, end = gq_sizes(numel, bits, group, dtype)
-    groups = -(-numel // group)
+    at_lo, at_step, end = gq_sizes(numel, bits, group, dtype, stride)
+    groups = gq_groups(numel, group, stride)
     code = unpack_fields(data[:at_lo].view(groups, -1), bits, group).long()
-    lo = data[at_lo:at_step].clone().view(work)
-    step = data[at_step:end].clone().view(work if dtype == torch.float64 else torch.bfloat16).to(work)
+    kept = torch.float64 if dtype == torch.float64 else torch.bfloat16
+    lo, step = (part.clone().view(kept).to(work) for part in (data[at_lo:at_step], data[at_step:end]))
     signed = lo < 0
     affine = (signed if bits == 2 else torch.zeros_like(signed))[:, None]
     magnitude = torch.where((signed[:, None] & ~affine), code & (1 << bits - 1) - 1, code)
     q = torch.where(affine, code, magnitude - 1).to(work)
+    if bits == 2:
+        # What was added by chance before rounding is known, and taken off again.
+        index = torch.arange(code.numel(), device=data.device).view(code.shape)
+        q = q + (random24(index, seed, group, group * bits // 8).to(work) * 2.0**-24 - 0.5)
     value = torch.where(affine, lo[:, None], lo.abs()[:, None]) + q * step[:, None]
     limit = torch.finfo(dtype).max
     value = value.clamp(-limit, limit)
     value = torch.where(~affine & (magnitude == 0), 0.0, value)
     value = torch.where(signed[:, None] & ~affine & (code >> bits - 1 > 0), -value, value)
     value = torch.where(torch.isnan(step)[:, None], torch.nan, value)
-    flat = value.to(dtype).view(-1)[:numel]
-    return flat != 0 if mask else flat.clone()
+    if mask:
+        out, kept = affine | (magnitude != 0) | torch.isnan(step)[:, None], torch.bool
+    else:
+        out, kept = value.to(dtype), dtype
+    out = out.view(-1, stride, group).transpose(1, 2).reshape(-1, stride)[: numel // stride]
+    return out.reshape(-1).to(kept).clone()
 
 
 def bits_encode(x: Tensor, bits: int) -> Tensor:
@@ -451,3 +484,110 @@ def bits_encode(x: Tensor, bits: int) -> Tensor:
 def bits_decode(data: Tensor, bits: int, numel: int) -> Tensor:
     """The flat uint8 values that bits_encode stored."""
     return unpack_fields(data.view(1, -1), bits, numel)[0]
+
+
+def dp_tiles(height: int, width: int, block: int) -> tuple[int, int, int, int]:
+    """Height and width of a tile, and how many tiles lie below and beside each other in a plane."""
+    tall, wide = min(block, height), min(block, width)
+    return tall, wide, -(-height // tall), -(-width // wide)
+
+
+def dp_sizes(
+    numel: int, height: int, width: int, block: int, bits: int, masked: bool, dtype: torch.dtype
+) -> tuple[int, int, int, int, int]:
+    """Where the steps, averages, codes and mask bits start, and the size of the whole buffer, in bytes."""
+    values = height * width
+    planes = numel // values
+    _, _, down, across = dp_tiles(height, width, block)
+    lo, step = (8, 8) if dtype == torch.float64 else (4, 2)
+    at_low = planes * (lo + step)
+    at_codes = at_low + 2 * planes * down * across
+    at_mask = at_codes + planes * -(-values * bits // 8)
+    return planes * lo, at_low, at_codes, at_mask, at_mask + (planes * -(-values // 8) if masked else 0)
+
+
+def tile_averages(v: Tensor, block: int) -> Tensor:
+    """The average of each tile of planes x height x width values as bf16, zero where that is not finite.
+
+    The columns of a tile are summed from top to bottom, then their sums from left to right.
+    """
+    planes, height, width = v.shape
+    tall, wide, down, across = dp_tiles(height, width, block)
+    padded = v.new_zeros(planes, down * tall, across * wide)
+    padded[:, :height, :width] = v
+    tiles = padded.view(planes, down, tall, across, wide)
+    columns = v.new_zeros(planes, down, across, wide)
+    for i in range(tall):
+        columns = columns + tiles[:, :, i]
+    total = v.new_zeros(planes, down, across)
+    for j in range(wide):
+        total = total + columns[..., j]
+    tall_of = (height - torch.arange(down, device=v.device) * tall).clamp(max=tall)
+    wide_of = (width - torch.arange(across, device=v.device) * wide).clamp(max=wide)
+    low = (total / (tall_of[:, None] * wide_of).to(v.dtype)).float().to(torch.bfloat16)
+    return torch.where(torch.isfinite(low), low, 0.0)
+
+
+def spread_averages(low: Tensor, height: int, width: int, block: int) -> Tensor:
+    """Each tile's average at all places of the tile: planes x height x width."""
+    tall, wide, _, _ = dp_tiles(height, width, block)
+    return low.repeat_interleave(tall, 1)[:, :height].repeat_interleave(wide, 2)[:, :, :width]
+
+
+def dp_encode(x: Tensor, height: int, width: int, block: int, bits: int, masked: bool, seed: int) -> Tensor:
+    """Planes of height x width values, one after the other, in dual precision: one buffer."""
+    dtype, values = x.dtype, height * width
+    work, planes = compute_dtype(dtype), x.numel() // values
+    if planes == 0:
+        return torch.zeros(0, dtype=torch.uint8, device=x.device)
+    v = x.reshape(planes, height, width).to(work)
+    low = tile_averages(v, block)
+    rest = (v - spread_averages(low.to(work), height, width, block)).view(planes, values)
+    lo, hi = rest.amin(1) + 0.0, rest.amax(1)  # plus 0.0: never -0.0
+    n = 2.0**bits - 1
+    finite = hi - lo < torch.inf
+    lo = torch.where(finite, lo, 0.0)
+    step = torch.where(finite, step_up(hi / n - lo / n, hi - lo, dtype), torch.nan)
+    inverse = torch.where(step > 0, 1.0 / step, 0.0)
+    t = ((rest - lo[:, None]) * inverse[:, None]).nan_to_num(0.0).clamp(0.0, n)
+    q = t.floor()
+    length = -(-values * bits // 8)
+    slots = 8 // bits * length
+    index = (torch.arange(planes, device=x.device) * slots)[:, None] + torch.arange(values, device=x.device)
+    q = q + (random24(index, seed, slots, length) < ((t - q) * 2.0**24).long())
+    kept = step.view(torch.uint8) if dtype == torch.float64 else (step.view(torch.int32) >> 16).to(torch.int16)
+    parts = [lo, kept, low, pack_fields(q.to(torch.uint8), bits)]
+    if masked:
+        parts.append(pack_fields((v != 0).view(planes, values).to(torch.uint8), 1))
+    return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
+
+
+def dp_decode(
+    data: Tensor,
+    numel: int,
+    height: int,
+    width: int,
+    block: int,
+    bits: int,
+    masked: bool,
+    dtype: torch.dtype,
+    mask: bool,
+) -> Tensor:
+    """The values that dp_encode stored, or only whether each was not zero: exactly, where the buffer is `masked`."""
+    work, values = compute_dtype(dtype), height * width
+    planes = numel // values
+    if planes == 0:
+        return torch.zeros(0, dtype=torch.bool if mask else dtype, device=data.device)
+    at_step, at_low, at_codes, at_mask, end = dp_sizes(numel, height, width, block, bits, masked, dtype)
+    if mask and masked:
+        return unpack_fields(data[at_mask:end].view(planes, -1), 1, values).reshape(-1).bool()
+    _, _, down, across = dp_tiles(height, width, block)
+    lo = data[:at_step].clone().view(work)[:, None]
+    step = data[at_step:at_low].clone().view(work if dtype == torch.float64 else torch.bfloat16).to(work)[:, None]
+    low = data[at_low:at_codes].clone().view(torch.bfloat16).to(work).view(planes, down, across)
+    code = unpack_fields(data[at_codes:at_mask].view(planes, -1), bits, values).to(work)
+    limit = torch.finfo(dtype).max
+    value = spread_averages(low, height, width, block).reshape(planes, values) + (lo + code * step)
+    value = torch.where(torch.isnan(step), torch.nan, value.clamp(-limit, limit))
+    flat = value.to(dtype).view(-1)
+    return flat != 0 if mask else flat

@@ -226,8 +226,8 @@ class Following:
         product = r.product
         if self.comet.formula == "paper":
             return paper_std(power, gradient.absolute, product.positions)
-        sums = math.sqrt(gradient.sums) * product.terms / max(product.positions, 1)
-        return error_std(power, math.sqrt(gradient.power), product.terms, mean, sums)
+        inside = product.terms / max(product.positions, 1)
+        return error_std(power, math.sqrt(gradient.power), product.terms, gradient.sums * (mean * inside) ** 2)
 
     def _assess_spread(self, step: int, site: Site, seen: Seen) -> None:
         """The setting of an input that no weight's gradient hangs on: relative to its own spread."""

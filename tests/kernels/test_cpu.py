@@ -157,7 +157,7 @@ def test_group_quant_equals_reference(width: int, dtype: torch.dtype) -> None:
             ours = cpu.gq_encode(x, width, group, seed)
             with one_thread():
                 theirs = reference.gq_encode(x, width, group, seed)
-                values = [reference.gq_decode(theirs, n, width, group, dtype, mask) for mask in (False, True)]
+                values = [reference.gq_decode(theirs, n, width, group, dtype, mask, seed) for mask in (False, True)]
             at_lo, at_step, _ = reference.gq_sizes(n, width, group, dtype)
             kept = torch.float64 if dtype == torch.float64 else torch.bfloat16
             assert torch.equal(ours[:at_step], theirs[:at_step]), (name, n, group)
@@ -166,8 +166,22 @@ def test_group_quant_equals_reference(width: int, dtype: torch.dtype) -> None:
                 plain_nan(ours[at_step:].clone().view(kept)), plain_nan(theirs[at_step:].clone().view(kept))
             )
             for mask, b in zip((False, True), values, strict=True):
-                a = cpu.gq_decode(ours, n, width, group, dtype, mask)
+                a = cpu.gq_decode(ours, n, width, group, dtype, mask, seed)
                 assert a.dtype == b.dtype and torch.equal(plain_nan(a), plain_nan(b)), (name, n, group, mask)
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_groups_of_a_channel_equal_reference(width: int) -> None:
+    for pixels, channels in ((300, 7), (256, 16), (1, 40), (5000, 130), (0, 4)):
+        x = torch.randn(pixels, channels).mul(torch.logspace(-3, 3, channels)).view(-1)
+        ours = cpu.gq_encode(x, width, 256, 5, channels)
+        assert torch.equal(ours, reference.gq_encode(x, width, 256, 5, channels))
+        for mask in (False, True):
+            args = (ours, x.numel(), width, 256, x.dtype, mask, 5, channels)
+            assert torch.equal(cpu.gq_decode(*args), reference.gq_decode(*args))
+    for module in (cpu, reference):
+        with pytest.raises(ValueError, match="7 apart"):
+            module.gq_encode(torch.randn(100), width, 256, 5, 7)
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])

@@ -156,14 +156,15 @@ def test_gq(dtype, bits):
     for name, numel in sizes.items():
         x = content(name, numel, dtype)
         data, gpu_data = reference.gq_encode(x, bits, 256, SEED), gpu.gq_encode(x, bits, 256, SEED)
-        expected = reference.gq_decode(data, numel, bits, 256, dtype, False)
+        expected = reference.gq_decode(data, numel, bits, 256, dtype, False, SEED)
         if name not in ("special", "largest"):  # codes of a group that decodes to NaN do not matter
             assert torch.equal(data, gpu_data)
         for kept in (data, gpu_data):
-            decoded = gpu.gq_decode(kept, numel, bits, 256, dtype, False)
+            decoded = gpu.gq_decode(kept, numel, bits, 256, dtype, False, SEED)
             assert torch.equal(decoded.isnan(), expected.isnan())
             assert torch.equal(decoded.nan_to_num(0.0), expected.nan_to_num(0.0))
-            assert torch.equal(gpu.gq_decode(kept, numel, bits, 256, dtype, True), expected != 0)
+            flags = reference.gq_decode(data, numel, bits, 256, dtype, True, SEED)
+            assert torch.equal(gpu.gq_decode(kept, numel, bits, 256, dtype, True, SEED), flags)
 
 
 @pytest.mark.parametrize("group", [128, 512, 200])
@@ -171,8 +172,20 @@ def test_gq_groups(group):
     x = content("normal", 3000, torch.float32)
     data = gpu.gq_encode(x, 4, group, SEED)
     assert torch.equal(data, reference.gq_encode(x, 4, group, SEED))
-    args = (data, 3000, 4, group, x.dtype, False)
+    args = (data, 3000, 4, group, x.dtype, False, SEED)
     assert same(gpu.gq_decode(*args), reference.gq_decode(*args))
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize(("pixels", "channels"), [(300, 7), (256, 16), (1, 40), (513, 3)])
+def test_gq_groups_of_a_channel(pixels, channels, bits):
+    x = content("normal", pixels * channels, torch.float32)
+    x[: channels * 2] = x[: channels * 2].relu()
+    data = gpu.gq_encode(x, bits, 256, SEED, channels)
+    assert torch.equal(data, reference.gq_encode(x, bits, 256, SEED, channels))
+    for mask in (False, True):
+        args = (data, x.numel(), bits, 256, x.dtype, mask, SEED, channels)
+        assert torch.equal(gpu.gq_decode(*args), reference.gq_decode(*args))
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4])
@@ -208,7 +221,7 @@ for dtype, name in ((tl.float32, "*fp32"), (tl.bfloat16, "*i16")):
     build(gpu_encode.encode_kernel, pointers, encode)
     build(gpu_decode.decode_kernel, pointers, common | {"MASK": False})
     build(gpu_decode.decode_maps_kernel, pointers, common | {"MASK": True, "TILES": 4})
-    rate = {"DTYPE": dtype, "BITS": 2, "GROUP": 256, "ROWS": 16}
+    rate = {"DTYPE": dtype, "BITS": 2, "GROUP": 256, "ROWS": 16, "STRIDED": bitmap}
     build(gpu_rate.gq_encode_kernel, pointers, rate)
     build(gpu_rate.gq_decode_kernel, pointers, rate | {"MASK": False})
 """

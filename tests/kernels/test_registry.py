@@ -14,13 +14,16 @@ from halley import kernels
 X = torch.randn(3000)
 META, PAYLOAD = torch.ops.halley.eb_encode(X, 0.1, math.inf, False, 0, True, -1)
 DATA = torch.ops.halley.gq_encode(X, 2, 256, 7)
+DUAL = torch.ops.halley.dp_encode(X, 20, 25, 8, 2, True, 7)
 BITS = torch.ops.halley.bits_encode((X > 0).to(torch.uint8), 1)
 
 SAMPLES = {
     "eb_encode": (X, 0.1, math.inf, False, 0, True, -1),
     "eb_decode": (META, PAYLOAD, 3000, torch.float32, False),
     "gq_encode": (X, 2, 256, 7),
-    "gq_decode": (DATA, 3000, 2, 256, torch.float32, True),
+    "gq_decode": (DATA, 3000, 2, 256, torch.float32, True, 7),
+    "dp_encode": (X, 20, 25, 8, 2, True, 7),
+    "dp_decode": (DUAL, 3000, 20, 25, 8, 2, True, torch.float32, False),
     "bits_encode": ((X > 0).to(torch.uint8), 1),
     "bits_decode": (BITS, 1, 3000),
 }

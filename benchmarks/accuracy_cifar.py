@@ -1,0 +1,187 @@
+"""What compression does to accuracy: ResNet-18 on CIFAR-10, 15 epochs, one-cycle, many seeds, each method beside plain.
+
+python3 benchmarks/accuracy_cifar.py --data cifar10.npz --run plain:0-4 --run default:0-4 --workers 4 --csv accuracy.csv
+python3 benchmarks/accuracy_cifar.py --summary accuracy.csv --plot accuracy.png
+
+Runs with the same seed are pairs: the same initial weights, order and augmentation whatever the method.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import io
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from runs import Job, Ratios, attach_method, conduct, origin, parser_for, write_history
+from torch import Tensor, nn
+
+from halley.report import peak_bytes
+from halley.train.models import resnet18
+
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+PAD = 4
+SETTINGS = ("epochs", "batch", "lr", "limit", "channels_last")
+
+
+def read_pack(path: str, split: str) -> tuple[np.ndarray, np.ndarray]:
+    """Images (N, S, S, 3) and labels of an image pack: `y_SPLIT` beside SPLIT or SPLIT0, SPLIT1, ..., encoded mosaics
+    of S x S tiles; `meta` holds S, the tiles in a row and the tiles in a mosaic."""
+    from PIL import Image
+
+    Image.MAX_IMAGE_PIXELS = None
+    with np.load(path) as pack:
+        size, columns, count = map(int, pack["meta"][:3])
+        numbered = [f"{split}{i}" for i in range(len(pack.files)) if f"{split}{i}" in pack.files]
+        parts = []
+        for name in numbered or [split]:
+            with Image.open(io.BytesIO(pack[name].tobytes())) as image:
+                mosaic = np.asarray(image.convert("RGB"))
+            rows = mosaic.shape[0] // size
+            tiles = mosaic.reshape(rows, size, columns, size, 3).swapaxes(1, 2).reshape(rows * columns, size, size, 3)
+            parts.append(tiles[:count])
+        labels = pack[f"y_{split}"]
+    return np.concatenate(parts)[: len(labels)], labels
+
+
+def prepare(data: str, folder: Path) -> str:
+    """Decodes the pack once; the workers map the arrays."""
+    for split in ("train", "test"):
+        images, labels = read_pack(data, split)
+        np.save(folder / f"{split}_images.npy", images)
+        np.save(folder / f"{split}_labels.npy", labels.astype(np.int64))
+    return str(folder)
+
+
+def load(folder: str, split: str, limit: int, device: str) -> tuple[Tensor, Tensor]:
+    """The first `limit` images (0: all) as uint8, and their labels, on the device."""
+    images, labels = (np.load(Path(folder) / f"{split}_{kind}.npy", mmap_mode="r") for kind in ("images", "labels"))
+    end = limit or len(labels)
+    return torch.from_numpy(images[:end].copy()).to(device), torch.from_numpy(labels[:end].copy()).to(device)
+
+
+@functools.cache
+def constants(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of the pixels, made once: copying them to the GPU waits for it."""
+    mean, std = (torch.tensor(v, device=device) * 255 for v in (MEAN, STD))
+    return mean, std
+
+
+def normalise(images: Tensor, channels_last: bool) -> Tensor:
+    """uint8 (N, S, S, 3) to normalised fp32 (N, 3, S, S)."""
+    mean, std = constants(images.device)
+    x = ((images.float() - mean) / std).permute(0, 3, 1, 2)
+    return x if channels_last else x.contiguous()
+
+
+def reflect(images: Tensor) -> Tensor:
+    """The images with PAD reflected pixels on each side."""
+    size = images.shape[1]
+    index = torch.arange(-PAD, size + PAD, device=images.device).abs()
+    index = torch.where(index < size, index, 2 * (size - 1) - index)
+    return images[:, index][:, :, index]
+
+
+def crop(padded: Tensor, index: Tensor, offset: Tensor, flip: Tensor) -> Tensor:
+    """The images `index`, each cut at its own offset (row, column) and mirrored where `flip` is 1, in one gather."""
+    span = torch.arange(padded.shape[1] - 2 * PAD, device=padded.device)
+    rows = offset[:, :1] + span
+    columns = offset[:, 1:] + torch.where(flip[:, None] == 1, span.flip(0), span)
+    return padded[index[:, None, None], rows[:, :, None], columns[:, None, :]]
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, images: Tensor, labels: Tensor, channels_last: bool) -> float:
+    """Per cent of the images that the model gets right."""
+    model.eval()
+    right = torch.zeros((), dtype=torch.long, device=labels.device)
+    for x, y in zip(images.split(1000), labels.split(1000), strict=True):
+        right += (model(normalise(x, channels_last)).argmax(1) == y).sum()
+    model.train()
+    return 100 * right.item() / len(labels)
+
+
+def train(job: Job) -> dict[str, Any]:
+    """One run; returns its row of the table."""
+    device, batch, epochs, last = job["device"], job["batch"], job["epochs"], job["channels_last"]
+    torch.backends.cudnn.benchmark = True
+    torch.set_float32_matmul_precision("high")
+    images, labels = load(job["data"], "train", job["limit"], device)
+    tests, test_labels = load(job["data"], "test", job["limit"], device)
+    images = reflect(images)
+    data_bytes = torch.cuda.memory_allocated() if device == "cuda" else 0
+
+    torch.manual_seed(job["seed"])
+    model = resnet18().to(device)
+    if last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    optimizer = torch.optim.SGD(model.parameters(), job["lr"], momentum=0.9, weight_decay=5e-4)
+    steps = len(labels) // batch
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, job["lr"], total_steps=max(2, epochs * steps), pct_start=0.3, cycle_momentum=False
+    )
+    handle = attach_method(job["method"], model, optimizer)
+    ratios, seconds, loss_mean = Ratios(handle), [], float("nan")
+    # On the CPU and apart from the model's: a method can neither use nor move it.
+    generator = torch.Generator().manual_seed(1000 + job["seed"])
+
+    for epoch in range(epochs):
+        start = time.perf_counter()
+        order = torch.randperm(len(labels), generator=generator).to(device)
+        offsets = torch.randint(2 * PAD + 1, (len(labels), 2), generator=generator).to(device)
+        flips = torch.randint(2, (len(labels),), generator=generator).to(device)
+        total = torch.zeros((), device=device)
+        for step in range(steps):
+            part = slice(step * batch, (step + 1) * batch)
+            x = normalise(crop(images, order[part], offsets[part], flips[part]), last)
+            loss = nn.functional.cross_entropy(model(x), labels[order[part]])
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            total += loss.detach()
+            if device == "cuda" and epoch == 0 and step == 2:
+                torch.cuda.reset_peak_memory_stats()  # cuDNN has tried its algorithms
+        loss_mean = total.item() / steps
+        seconds.append(time.perf_counter() - start)
+        ratio = ratios.take()
+        print(f"epoch {epoch + 1}: train loss {loss_mean:.4f}, ratio {ratio:.2f}, {seconds[-1]:.1f} s", flush=True)
+
+    peak = peak_bytes(torch.device(device)) - data_bytes
+    result = accuracy(model, tests, test_labels, last)
+    write_history(handle, job)
+    rate = steps / statistics.median(seconds)
+    print(f"accuracy {result:.2f}, ratio {ratios.row()['ratio']:.2f}, {rate:.1f} steps/s", flush=True)
+    return {
+        "method": job["method"],
+        "policy": repr(handle.policy) if handle else "",
+        "seed": job["seed"],
+        **{name: job[name] for name in SETTINGS},
+        "accuracy": round(result, 3),
+        "train_loss": round(loss_mean, 5),
+        **ratios.row(),
+        "peak_bytes": peak,
+        "seconds": round(sum(seconds), 2),
+        "steps_per_s": round(rate, 2),
+        **origin(device),
+    }
+
+
+def main() -> int:
+    parser = parser_for(__doc__)
+    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--lr", type=float, default=0.2, help="the largest learning rate of the cycle")
+    parser.add_argument("--limit", type=int, default=0, help="train and test with the first LIMIT images only")
+    parser.add_argument("--channels-last", action=argparse.BooleanOptionalAction, default=True)
+    return conduct(parser, train, SETTINGS, prepare, metric="accuracy", digits=2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

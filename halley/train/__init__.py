@@ -1,0 +1,1 @@
+"""Training: the models that Halley's accuracy is measured with."""

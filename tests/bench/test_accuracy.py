@@ -1,0 +1,263 @@
+"""The accuracy benchmarks: schedule, table and statistics, and a smoke run of each script on the CPU."""
+
+from __future__ import annotations
+
+import io
+import math
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import runs
+
+    return runs
+
+
+@pytest.fixture
+def cifar(runs):
+    import accuracy_cifar
+
+    return accuracy_cifar
+
+
+@pytest.fixture
+def gpt(runs):
+    import accuracy_gpt
+
+    return accuracy_gpt
+
+
+def call(monkeypatch, script: str, *arguments: object) -> int:
+    """Runs a script's command in this process; its workers are processes of their own."""
+    monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / script), *map(str, arguments)])
+    with pytest.raises(SystemExit) as done:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    return int(done.value.code)
+
+
+def test_runs_come_in_the_order_given_and_each_once(runs):
+    assert runs.parse_runs(["plain:0-2", "comet nearest 0.05:1,3", "plain:2-3"]) == [
+        *(("plain", seed) for seed in range(3)),
+        ("comet nearest 0.05", 1),
+        ("comet nearest 0.05", 3),
+        ("plain", 3),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text", ["plain", "plain:", "plain:x", "plane:0", "3 bits:0", "comet 0.1:0", "comet nearest x:0"]
+)
+def test_a_run_that_makes_no_sense_is_refused(runs, text):
+    with pytest.raises(ValueError, match="METHOD:SEEDS|choose one of plain, default"):
+        runs.parse_runs([text])
+
+
+def test_methods_attach_their_policies(runs):
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    assert runs.attach_method("plain", model, optimizer) is None
+    handle = runs.attach_method("4 bits", model, optimizer)
+    assert handle.policy.codec.bits == 4 and handle.optimizer is optimizer
+    handle.detach()
+    runs.attach_method("default", model, optimizer).detach()
+
+
+ROWS = [
+    {"method": method, "seed": str(seed), "accuracy": str(value), "ratio": str(ratio)}
+    for method, ratio, values in (
+        ("plain", 1.0, (90, 92, 94)),
+        ("2 bits", 14.0, (89, 92, 92)),
+        ("division", 9.0, (91,)),
+    )
+    for seed, value in enumerate(values)
+]
+
+
+def test_the_summary_pairs_seeds_with_plain(runs):
+    plain, bits, division = runs.summarise(ROWS, "accuracy")
+    assert (plain.seeds, plain.mean, plain.std, plain.difference, plain.interval) == (3, 92, 2, None, None)
+    # Differences -1, 0, -2: mean -1, deviation 1, and t for two degrees of freedom is 4.3027.
+    assert bits.mean == 91 and bits.std == pytest.approx(math.sqrt(3))
+    assert bits.difference == -1 and bits.interval == pytest.approx(4.3027 / math.sqrt(3)) and bits.ratio == 14
+    assert (division.seeds, division.std, division.difference, division.interval) == (1, None, 1, None)
+    shown = runs.show([plain, bits, division], "accuracy", 2).splitlines()
+    assert shown[2].split() == ["2", "bits", "3", "91.00", "1.73", "-1.00", "2.48", "14.00"]
+
+
+def test_points_of_students_t(runs):
+    # From tables: 31, 60 and 1000 degrees of freedom lie beyond our own.
+    for freedom, point in ((1, 12.706), (10, 2.228), (31, 2.0395), (60, 2.0003), (1000, 1.9623)):
+        assert runs.t_point(freedom) == pytest.approx(point, abs=5e-4)
+
+
+def test_a_table_survives_a_row_that_was_cut_off(runs, tmp_path):
+    table = runs.Table(tmp_path / "folder" / "table.csv")
+    table.append({"method": "a, b", "seed": 1})
+    with table.path.open("a") as file:
+        file.write('"a, b"')
+    assert table.rows() == [{"method": "a, b", "seed": "1"}]
+    table.append({"method": "c", "seed": 2})
+    assert [row["seed"] for row in table.rows()] == ["1", "2"]
+    with pytest.raises(ValueError):
+        table.append({"method": "c", "other": 2})
+
+
+WORKER = """
+import json, pathlib, sys, time
+job = json.loads(sys.argv[2])
+pathlib.Path(job["data"], f"{time.monotonic_ns()}").write_text(f"{job['method']} {job['seed']}")
+if job["method"] == "division":
+    sys.exit("no such policy")
+time.sleep(job["sleep"])
+row = {"method": job["method"], "seed": job["seed"], "accuracy": 1, "train_loss": 0, "ratio": 2, "seconds": 0}
+pathlib.Path(job["result"]).write_text(json.dumps(row))
+"""
+
+
+@pytest.fixture
+def schedule(runs, tmp_path):
+    """Runs jobs with a worker that does nothing; returns what was started, what failed and what was left."""
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    started = tmp_path / "started"
+    started.mkdir()
+
+    def run(names, sleep=0.0, **settings):
+        table = runs.Table(tmp_path / "table.csv")
+        scheduler = runs.Scheduler(
+            script, table, logs=tmp_path / "logs", metric="accuracy", **{"workers": 1, "minutes": None, **settings}
+        )
+        jobs = [{"method": m, "seed": s, "data": str(started), "sleep": sleep} for m, s in runs.parse_runs(names)]
+        left = scheduler.run(jobs)
+        order = [path.read_text() for path in sorted(started.iterdir(), key=lambda path: int(path.name))]
+        return order, scheduler.failed, left, table.rows()
+
+    return run
+
+
+def test_runs_start_in_order_and_a_failed_one_stops_no_other(schedule, capsys):
+    order, failed, left, rows = schedule(["plain:0-1", "division:0", "default:0"])
+    assert order == ["plain 0", "plain 1", "division 0", "default 0"] and not left
+    assert [job["method"] for job in failed] == ["division"]
+    assert [(row["method"], row["seed"]) for row in rows] == [("plain", "0"), ("plain", "1"), ("default", "0")]
+    assert "no such policy" in capsys.readouterr().out
+
+
+def test_nothing_starts_that_would_end_behind_the_limit(schedule):
+    order, _, left, rows = schedule(["plain:0-4"], sleep=0.5, minutes=0.9 / 60)
+    assert order == ["plain 0"] and len(left) == 4 and len(rows) == 1
+    # What the table says about earlier runs counts from the start.
+    order, _, left, _ = schedule(["default:0"], minutes=0.4 / 60)
+    assert order == ["plain 0"] and len(left) == 1
+
+
+def test_workers_run_side_by_side(schedule):
+    order, _, _, rows = schedule(["plain:0-3"], workers=4, sleep=0.3)
+    assert sorted(order) == [f"plain {seed}" for seed in range(4)]
+    assert {row["workers"] for row in rows} == {"4"}
+
+
+@pytest.fixture
+def pack(tmp_path):
+    """Thirteen training and five test images of 32 x 32 in mosaics of three by two tiles."""
+    from PIL import Image
+
+    arrays = {"meta": np.array([32, 3, 6])}
+    images = np.random.default_rng(0).integers(0, 256, (18, 32, 32, 3), np.uint8)
+    for split, part in (("train", images[:13]), ("test", images[13:])):
+        arrays[f"y_{split}"] = np.arange(len(part), dtype=np.uint8) % 10
+        for number in range(math.ceil(len(part) / 6)):
+            tiles = np.zeros((6, 32, 32, 3), np.uint8)
+            tiles[: len(part[6 * number :][:6])] = part[6 * number :][:6]
+            mosaic = tiles.reshape(2, 3, 32, 32, 3).swapaxes(1, 2).reshape(64, 96, 3)
+            file = io.BytesIO()
+            Image.fromarray(mosaic).save(file, "PNG")
+            name = split if split == "test" else f"{split}{number}"
+            arrays[name] = np.frombuffer(file.getvalue(), np.uint8)
+    np.savez(tmp_path / "pack.npz", **arrays)
+    return tmp_path / "pack.npz", images
+
+
+def test_packs_are_read_in_order(cifar, pack):
+    path, images = pack
+    for split, expected in (("train", images[:13]), ("test", images[13:])):
+        found, labels = cifar.read_pack(str(path), split)
+        assert np.array_equal(found, expected) and labels.tolist() == [i % 10 for i in range(len(expected))]
+
+
+def test_crops_are_those_of_each_padded_image(cifar):
+    images = torch.arange(3 * 8 * 8 * 3, dtype=torch.float).reshape(3, 8, 8, 3)
+    padded = cifar.reflect(images)
+    expected = torch.nn.functional.pad(images.permute(0, 3, 1, 2), (4, 4, 4, 4), "reflect").permute(0, 2, 3, 1)
+    assert torch.equal(padded, expected)
+    cut = cifar.crop(padded, torch.tensor([2, 0]), torch.tensor([[4, 4], [1, 7]]), torch.tensor([0, 1]))
+    assert torch.equal(cut[0], images[2])
+    assert torch.equal(cut[1], padded[0, 1:9, 7:15].flip(1))
+    assert cifar.normalise(cut, channels_last=True).shape == (2, 3, 8, 8)
+
+
+def test_cifar_writes_a_table_and_continues_it(monkeypatch, tmp_path, pack, capsys):
+    table, plot = tmp_path / "table.csv", tmp_path / "plot.png"
+    common = ["--data", pack[0], "--csv", table, "--logs", tmp_path / "logs", "--device", "cpu", "--workers", 2]
+    tiny = ["--epochs", 1, "--batch", 4, "--limit", 8]
+    assert call(monkeypatch, "accuracy_cifar.py", *common, *tiny, "--run", "plain:0", "--run", "2 bits:0") == 0
+    assert "2 runs to do, 0 in table.csv already" in capsys.readouterr().out
+    before = table.read_text()
+    assert str(tmp_path) not in before
+    assert call(monkeypatch, "accuracy_cifar.py", *common, *tiny, "--run", "plain:0", "--plot", plot) == 0
+    assert "0 runs to do, 1 in table.csv already" in capsys.readouterr().out
+    assert table.read_text() == before and plot.stat().st_size > 1000
+    assert call(monkeypatch, "accuracy_cifar.py", "--summary", table) == 0
+    lines = {line.split("  ")[0]: line.split() for line in capsys.readouterr().out.splitlines()}
+    assert float(lines["2 bits"][-1]) > 10 and float(lines["plain"][-1]) == 1
+    # Figures of other settings do not go into the same table.
+    assert call(monkeypatch, "accuracy_cifar.py", *common, "--run", "plain:1") == 2
+    assert "this call has 15" in capsys.readouterr().err
+
+
+def test_gpt_pairs_runs_by_seed(gpt, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question. " * 60)
+    settings = {"every": 1, "batch": 8, "context": 16, "layers": 1, "heads": 2, "width": 64, "lr": 1e-2, "dropout": 0.1}
+    job = {"data": str(text), "device": "cpu", "history": None, "iterations": 2, **settings}
+
+    def loss(method: str, seed: int, iterations: int) -> float:
+        return gpt.train({**job, "method": method, "seed": seed, "iterations": iterations})["train_loss"]
+
+    # The first forward pass is plain's to the bit: the same weights, batch and dropout. The second one is another.
+    assert loss("plain", 0, 1) == loss("2 bits", 0, 1) != loss("plain", 1, 1)
+    plain, bits = loss("plain", 0, 2), gpt.train({**job, "method": "2 bits", "seed": 0})
+    assert bits["train_loss"] != plain and bits["train_loss"] == pytest.approx(plain, rel=0.02)
+    assert bits["ratio"] > 2 and bits["packed_bytes"] < bits["saved_bytes"]
+
+
+def test_gpt_runs_from_the_command_line(monkeypatch, tmp_path, capsys):
+    text, table = tmp_path / "text.txt", tmp_path / "table.csv"
+    text.write_text("all the world's a stage; " * 40)
+    tiny = ["--iterations", 2, "--every", 1, "--batch", 2, "--context", 8, "--layers", 1, "--heads", 1, "--width", 8]
+    common = ["--data", text, "--csv", table, "--logs", tmp_path / "logs", "--device", "cpu"]
+    assert call(monkeypatch, "accuracy_gpt.py", *common, *tiny, "--run", "plain:3") == 0
+    assert "plain, seed 3: best loss" in capsys.readouterr().out
+    assert len(table.read_text().splitlines()) == 2
+
+
+def test_histories_are_written_where_a_handle_keeps_one(runs, tmp_path):
+    class Handle:
+        history = [{"step": 0, "bound": 0.5}, {"step": 1000, "bound": torch.float32}]
+
+    job = {"method": "comet nearest 0.1", "seed": 2, "history": str(tmp_path / "history")}
+    runs.write_history(None, job)
+    assert not (tmp_path / "history").exists()
+    runs.write_history(Handle(), job)
+    lines = (tmp_path / "history" / "comet_nearest_0.1-2.jsonl").read_text().splitlines()
+    assert lines == ['{"step": 0, "bound": 0.5}', '{"step": 1000, "bound": "torch.float32"}']
