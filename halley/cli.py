@@ -1,4 +1,4 @@
-"""The command line: `halley demo`, `halley bench codec`."""
+"""The command line: `halley demo`, `halley bench codec`, `halley study gradients`."""
 
 from __future__ import annotations
 
@@ -46,10 +46,14 @@ def dispatch(arguments: Sequence[str]) -> None:
 
     from halley.bench.codec import codec
     from halley.demo import demo
+    from halley.study.gradients import gradients
 
     bench = SubcommandApp()
     bench.command(codec)
+    study = SubcommandApp()
+    study.command(gradients)
     app = SubcommandApp()
     app.command(demo)
     app.command(bench, name="bench", help="Measurements, beside the alternatives in the same run.")
+    app.command(study, name="study", help="What compression does to gradients and to training.")
     app.cli(prog="halley", description=DESCRIPTION, args=arguments or ["--help"])

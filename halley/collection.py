@@ -34,7 +34,7 @@ Gradient = Callable[[Tensor, Tensor], Tensor]
 
 
 def sample(flat: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
-    """At most SAMPLE values of a flat tensor, in evenly spaced runs of whole groups (channels_last: of whole pixels)."""
+    """At most SAMPLE values of a flat tensor, in evenly spaced runs of whole groups (channels_last: whole pixels)."""
     channels = layout.size[1] if len(layout.size) > 3 and layout.stride[1] == 1 and not layout.copied else 1
     if flat.numel() <= SAMPLE:
         values = flat

@@ -84,3 +84,32 @@ def paper_std(power: float, gradient_abs: float, positions: float) -> float:
     The bound is taken from the power, share * bound^2 / 3, so that the form serves every codec.
     """
     return PAPER_A * math.sqrt(3 * power * positions) * gradient_abs
+
+
+@dataclass
+class Gain:
+    """How far measured errors of a weight's gradient are from predicted ones, and how that grows with the bound."""
+
+    value: float = 1.0
+    """Measured over predicted, the last time it was measured."""
+    at: float = 0.0
+    """The bound in force then; zero before the first time."""
+    slope: float = 0.0
+    """The gain goes with this power of the bound: coarse levels have a mean error, which does not cancel."""
+
+    def learn(self, bound: float, ratio: float) -> None:
+        """Another measurement: `ratio` of measured to predicted error, at a bound."""
+        ratio = min(max(ratio, 0.1), 10.0)
+        if self.at > 0 and bound > 0 and abs(math.log(bound / self.at)) > 0.02:
+            self.slope = min(max(math.log(ratio / self.value) / math.log(bound / self.at), 0.0), 2.0)
+        self.value, self.at = ratio, bound
+
+    def expect(self, bound: float, unit: float) -> float:
+        """The error to expect at a bound, if theory predicts `unit` for a bound of one."""
+        grown = (bound / self.at) ** self.slope if self.at > 0 else 1.0
+        return unit * bound * self.value * grown
+
+    def bound_for(self, error: float, unit: float) -> float:
+        """The bound at which that error is to be expected."""
+        slope = self.slope if self.at > 0 else 0.0
+        return (error / (unit * self.value) * self.at**slope) ** (1 / (1 + slope))

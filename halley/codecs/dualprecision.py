@@ -15,7 +15,7 @@ from halley.packed import Layout, Packed, _run_length
 
 SMALLEST_PLANE = 16
 """Planes of fewer values are not worth an average, a minimum and a step of their own."""
-GROUP = 256
+GROUP = 128
 
 
 class DualPrecisionPacked(Packed):

@@ -23,7 +23,9 @@ class GroupQuantPacked(Packed):
     def decode_flat(self, mask: bool = False) -> Tensor:
         bits, group = self.codec.bits, self.codec.group
         data, numel, dtype = self.parts[0], self.numel, self.dtype
-        return torch.ops.halley.gq_decode(data, numel, bits, group, dtype, mask, self.seed, self.stride)
+        return torch.ops.halley.gq_decode(
+            data, numel, bits, group, dtype, mask, self.seed, self.stride, self.codec.signs
+        )
 
 
 def channel_stride(layout: Layout, numel: int, group: int) -> int:
@@ -42,19 +44,22 @@ def channel_stride(layout: Layout, numel: int, group: int) -> int:
 class GroupQuant(Codec):
     """`bits` bits a value with a scale for every `group` values; each value is right on average.
 
-    In groups without negative values zeros are exact, and no other value is taken for one. At 2 bits a value comes back
-    within half a step, small ones perhaps with the other sign; from 4 bits on zeros and signs are exact in all groups,
-    within a step. A group that holds a NaN or an infinity comes back as NaN. In channels_last memory a group takes
-    values of one channel.
+    A value comes back within half a step of its group. In groups without negative values zeros are exact, and a mask of
+    what is not zero too. `signs=True` keeps zeros and signs in all groups, with coarser steps. A group that holds a NaN
+    or an infinity comes back as NaN. In channels_last memory a group takes values of one channel.
     """
 
     bits: int = 2
     group: int = 128
     seed: int = 0
+    signs: bool = False
+    """Zeros and signs are exact in signed groups too: 4 or 8 bits, values within a step."""
 
     def __post_init__(self) -> None:
         if self.bits not in (2, 4, 8):
             raise ValueError(f"bits must be 2, 4 or 8, got {self.bits!r}")
+        if self.signs and self.bits == 2:
+            raise ValueError("signs=True needs 4 or 8 bits, got 2")
         if self.group not in (64, 128, 256, 512, 1024):
             raise ValueError(f"group must be 64, 128, 256, 512 or 1024, got {self.group!r}")
 
@@ -63,17 +68,28 @@ class GroupQuant(Codec):
 
     def covers(self, other: Codec) -> bool:
         if other.signs_only:
-            return self.bits >= 4
-        return isinstance(other, GroupQuant) and self.bits >= other.bits and self.group <= other.group
+            return self.signs
+        if not isinstance(other, GroupQuant) or (other.signs and not self.signs):
+            return False
+        return self.levels >= other.levels and self.group <= other.group
+
+    @property
+    def levels(self) -> int:
+        """How finely a signed group is divided."""
+        return 2 ** (self.bits - 1) - 1 if self.signs else 2**self.bits
 
     def join(self, other: Codec) -> Codec | None:
+        if other.signs_only:
+            return replace(self, bits=min(max(2 * self.bits, 4), 8), signs=True)
         if not isinstance(other, GroupQuant):
             return None
-        return replace(self, bits=max(self.bits, other.bits), group=min(self.group, other.group))
+        group, signs = min(self.group, other.group), self.signs or other.signs
+        bits = max(codec.bits if codec.signs or not signs else min(2 * codec.bits, 8) for codec in (self, other))
+        return replace(self, bits=bits, group=group, signs=signs)
 
     def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
         seed, stride = mix(self.seed, key), channel_stride(layout, flat.numel(), self.group)
-        data = torch.ops.halley.gq_encode(flat, self.bits, self.group, seed, stride)
+        data = torch.ops.halley.gq_encode(flat, self.bits, self.group, seed, stride, self.signs)
         packed = GroupQuantPacked(self, layout, flat.dtype, flat.numel(), (data,))
         packed.seed, packed.stride = seed, stride
         return packed

@@ -25,9 +25,9 @@ SCHEMAS = {
     "eb_encode": "(Tensor x, float bound, float rel, bool stochastic, int seed, bool bitmap, int capacity)"
     " -> (Tensor, Tensor)",
     "eb_decode": "(Tensor meta, Tensor payload, int numel, ScalarType dtype, bool mask, bool bitmap=True) -> Tensor",
-    "gq_encode": "(Tensor x, int bits, int group, int seed, int stride=1) -> Tensor",
-    "gq_decode": "(Tensor data, int numel, int bits, int group, ScalarType dtype, bool mask, int seed, int stride=1)"
-    " -> Tensor",
+    "gq_encode": "(Tensor x, int bits, int group, int seed, int stride=1, bool signs=False) -> Tensor",
+    "gq_decode": "(Tensor data, int numel, int bits, int group, ScalarType dtype, bool mask, int seed, int stride=1,"
+    " bool signs=False) -> Tensor",
     "dp_encode": "(Tensor x, int height, int width, int block, int bits, bool masked, int seed) -> Tensor",
     "dp_decode": "(Tensor data, int numel, int height, int width, int block, int bits, bool masked, ScalarType dtype,"
     " bool mask) -> Tensor",
@@ -58,10 +58,10 @@ def _decode_fake(numel: int, dtype: torch.dtype, mask: bool, like: Tensor) -> Te
 _FAKES: dict[str, Callable[..., Any]] = {
     "eb_encode": _eb_encode_fake,
     "eb_decode": lambda meta, payload, numel, dtype, mask, bitmap=True: _decode_fake(numel, dtype, mask, meta),
-    "gq_encode": lambda x, bits, group, seed, stride=1: x.new_empty(
+    "gq_encode": lambda x, bits, group, seed, stride=1, signs=False: x.new_empty(
         gq_sizes(x.numel(), bits, group, x.dtype, stride)[2], dtype=torch.uint8
     ),
-    "gq_decode": lambda data, numel, bits, group, dtype, mask, seed, stride=1: _decode_fake(numel, dtype, mask, data),
+    "gq_decode": lambda data, numel, bits, group, dtype, mask, *rest, **more: _decode_fake(numel, dtype, mask, data),
     "dp_encode": lambda x, height, width, block, bits, masked, seed: x.new_empty(
         dp_sizes(x.numel(), height, width, block, bits, masked, x.dtype)[4], dtype=torch.uint8
     ),

@@ -75,15 +75,17 @@ step_up = choose(
     lambda step: max(i32(f32(step).view(i32) + 0xFFFF & -0x10000).view(f32), f32(2.0**-126)),
     lambda step: max(step, 2.0**-1022),
 )
+
+
+def _lo_down(marked, lo):
+    size = i32(f32(lo).view(i32) & 0x7FFFFFFF)
+    if lo < 0:
+        return -i32(size + 0xFFFF & -0x10000 if size < 0x7F7F0000 else 0x7F7F0000).view(f32)
+    return i32(0x10000 if marked and size < 0x10000 else size & -0x10000).view(f32)
+
+
 # A group's lo as it is stored: bf16 rounded down (fp64 as it is), finite; not zero where its sign is a mark.
-lo_down = choose(
-    lambda marked, lo: (
-        -i32(min(f32(lo).view(i32) & 0x7FFFFFFF, 0x7F7F0000) + 0xFFFF & -0x10000).view(f32)
-        if lo < 0
-        else i32(max(f32(lo).view(i32) & -0x10000, 0x10000 if marked else 0)).view(f32)
-    ),
-    lambda marked, lo: lo,
-)
+lo_down = choose(_lo_down, lambda marked, lo: lo)
 
 
 def widen(element: Any) -> Any:
@@ -616,7 +618,7 @@ def decode_task(task, size, numel, out, first_out, meta, payload, eb):
 
 
 @inline
-def quantize_group(v, codes, bits, start, seed_low, seed_high):
+def quantize_group(v, codes, bits, signs, start, seed_low, seed_high):
     """Codes of a group; returns lo and step as they are stored."""
     length = v.size * bits // 8
     zero = as_float(0, v[0])
@@ -629,14 +631,14 @@ def quantize_group(v, codes, bits, start, seed_low, seed_high):
         least, most = min(least, m if m > 0 else infinite), max(most, m)
         low, high = min(low, key), max(high, key)
         signed |= v[i] < 0
-    affine = signed and bits == 2
+    affine = signed and not signs
     finite = most < infinite
     if affine:
         lo, hi = of_ordered(low), of_ordered(high)
     else:
         lo, hi = of_magnitude(least) if least < infinite else zero, of_magnitude(most)
     lo = lo_down(signed and not affine, lo) if finite else zero
-    n = as_float((3 if affine else (1 << bits - 1) - 2) if signed else (1 << bits) - 2, zero)
+    n = as_float(((1 << bits) - 1 if affine else (1 << bits - 1) - 2) if signed else (1 << bits) - 2, zero)
     step, inverse = zero, zero
     if not finite:
         step = as_float(math.nan, zero)
@@ -657,7 +659,7 @@ def quantize_group(v, codes, bits, start, seed_low, seed_high):
 
 
 @jit
-def quantize_task(task, size, x, bits, group, stride, seed_low, seed_high, out, los, steps):
+def quantize_task(task, size, x, bits, group, stride, signs, seed_low, seed_high, out, los, steps):
     """Codes, lo and step of the groups of a task. The values of a group lie `stride` apart."""
     v, codes = np.full(group, widen(los[0])), np.empty(group, u8)
     length = group * bits // 8
@@ -667,13 +669,13 @@ def quantize_task(task, size, x, bits, group, stride, seed_low, seed_high, out, 
         for i in range(mine.size):
             v[i] = widen(mine[i])
         v[mine.size :] = 0
-        lo, step = quantize_group(v, codes, bits, g * group, seed_low, seed_high)
+        lo, step = quantize_group(v, codes, bits, signs, g * group, seed_low, seed_high)
         los[g], steps[g] = narrow(lo, los[g]), narrow(step, steps[g])
         pack(codes, bits, length, 0, length, out[g * length : (g + 1) * length])
 
 
 @jit
-def dequantize_task(task, size, out, data, bits, group, stride, seed_low, seed_high, los, steps, nan, limit):
+def dequantize_task(task, size, out, data, bits, group, stride, signs, seed_low, seed_high, los, steps, nan, limit):
     """Decodes the groups of a task into out."""
     codes = np.empty(group, u8)
     length = group * bits // 8
@@ -681,7 +683,7 @@ def dequantize_task(task, size, out, data, bits, group, stride, seed_low, seed_h
         unpack(data[g * length : (g + 1) * length], bits, length, 0, length, codes)
         lo, step = widen(los[g]), widen(steps[g])
         signed = lo < 0
-        affine = signed and bits == 2
+        affine = signed and not signs
         if not affine:
             lo = abs(lo)
         top = i32(1 << bits - 1 if signed and not affine else 256)
@@ -691,8 +693,8 @@ def dequantize_task(task, size, out, data, bits, group, stride, seed_low, seed_h
             code = i32(codes[i])
             m = code if affine else i32((code & top - 1) - 1)
             q = as_float(m, lo)
-            if bits == 2:
-                word, turn = g * length + i % length, i // length * 8
+            if not signs:
+                word, turn = g * length + i % length, i // length * 4 * bits
                 chance = random24(u32(word), u32(turn), seed_low, seed_high)
                 q += as_float(chance, lo) * f32(2.0**-24) - f32(0.5)
             value = lo + q * step
@@ -704,14 +706,14 @@ def dequantize_task(task, size, out, data, bits, group, stride, seed_low, seed_h
 
 
 @jit
-def dequantize_mask_task(task, size, out, data, bits, group, stride, los, steps):
-    """Whether the values of a task's groups are not zero, as their codes tell: signed groups of 2 bits cannot."""
+def dequantize_mask_task(task, size, out, data, bits, group, stride, signs, los, steps):
+    """Whether the values of a task's groups are not zero, as their codes tell; without `signs` signed groups cannot."""
     codes = np.empty(group, u8)
     length = group * bits // 8
     for g in range(task * size // group, min((task + 1) * size // group, los.size)):
         unpack(data[g * length : (g + 1) * length], bits, length, 0, length, codes)
         step, signed = widen(steps[g]), widen(los[g]) < 0
-        unknown = step != step or (signed and bits == 2)
+        unknown = step != step or (signed and not signs)
         top = u8((1 << bits - 1) - 1 if signed else 255)
         first = g // stride * group
         to = out[first * stride + g % stride : (first + group) * stride : stride]

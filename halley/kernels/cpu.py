@@ -169,7 +169,7 @@ def gq_parts(data: np.ndarray, dtype: torch.dtype, sizes: tuple[int, int, int]) 
     return data[at_lo:at_step].view(kept), data[at_step:].view(kept)
 
 
-def gq_encode(x: Tensor, bits: int, group: int, seed: int, stride: int = 1) -> Tensor:
+def gq_encode(x: Tensor, bits: int, group: int, seed: int, stride: int = 1, signs: bool = False) -> Tensor:
     """Fixed-rate codes of flat float values, with lo and step of each group, in one buffer."""
     numel = x.numel()
     if numel % stride:
@@ -179,15 +179,23 @@ def gq_encode(x: Tensor, bits: int, group: int, seed: int, stride: int = 1) -> T
     if numel:
         data, size = out.numpy(), task_size(numel, group)
         los, steps = gq_parts(data, x.dtype, sizes)
-        args = (size, elements(x), bits, group, stride, *halves(seed), data, los, steps)
+        args = (size, elements(x), bits, group, stride, signs, *halves(seed), data, los, steps)
         run(kernels.quantize_task, -(-los.size * group // size), *args)
     return out
 
 
 def gq_decode(
-    data: Tensor, numel: int, bits: int, group: int, dtype: torch.dtype, mask: bool, seed: int, stride: int = 1
+    data: Tensor,
+    numel: int,
+    bits: int,
+    group: int,
+    dtype: torch.dtype,
+    mask: bool,
+    seed: int,
+    stride: int = 1,
+    signs: bool = False,
 ) -> Tensor:
-    """The flat values that gq_encode stored with the same seed and stride, or only whether each is not zero (bool)."""
+    """The flat values that gq_encode stored with the same settings, or only whether each is not zero (bool)."""
     if numel == 0:  # numpy gives empty arrays strides that torch cannot view
         return torch.empty(0, dtype=torch.bool if mask else dtype)
     codes, size = data.numpy(), task_size(numel, group)
@@ -195,12 +203,12 @@ def gq_decode(
     tasks = -(-los.size * group // size)
     if mask:
         flags = np.empty(numel, np.bool_)
-        run(kernels.dequantize_mask_task, tasks, size, flags, codes, bits, group, stride, los, steps)
+        run(kernels.dequantize_mask_task, tasks, size, flags, codes, bits, group, stride, signs, los, steps)
         return torch.from_numpy(flags)
     out = np.empty(numel, CARRIER[dtype])
     nan = elements(torch.full((1,), math.nan, dtype=dtype))[0]
     limit = (np.float64 if dtype == torch.float64 else np.float32)(torch.finfo(dtype).max)
-    args = (size, out, codes, bits, group, stride, *halves(seed), los, steps, nan, limit)
+    args = (size, out, codes, bits, group, stride, signs, *halves(seed), los, steps, nan, limit)
     run(kernels.dequantize_task, tasks, *args)
     return torch.from_numpy(out).view(dtype)
 

@@ -137,30 +137,39 @@ def _fits_kernel(bits: int, group: int) -> bool:
     return group & (group - 1) == 0 and 32 * 8 // bits <= group <= GQ_VALUES
 
 
-def gq_encode(x: Tensor, bits: int, group: int, seed: int, stride: int = 1) -> Tensor:
+def gq_encode(x: Tensor, bits: int, group: int, seed: int, stride: int = 1, signs: bool = False) -> Tensor:
     """Fixed-rate codes of flat float values, with lo and step of each group, in one buffer."""
     numel = x.numel()
     if not _fits_kernel(bits, group) or numel % stride:
-        return reference.gq_encode(x, bits, group, seed, stride)
+        return reference.gq_encode(x, bits, group, seed, stride, signs)
     data = torch.empty(gq_sizes(numel, bits, group, x.dtype, stride)[2], dtype=torch.uint8, device=x.device)
     if numel:
         groups, rows = gq_groups(numel, group, stride), GQ_VALUES // group
-        numbers, constants = (numel, groups, stride, *_halves(seed)), (TYPES[x.dtype], bits, group, rows, stride > 1)
+        numbers = (numel, groups, stride, *_halves(seed))
+        constants = (TYPES[x.dtype], bits, group, rows, stride > 1, signs)
         _launch(gq_encode_kernel, -(-groups // rows), (_typed(x), data), numbers, constants, 4)
     return data
 
 
 def gq_decode(
-    data: Tensor, numel: int, bits: int, group: int, dtype: torch.dtype, mask: bool, seed: int, stride: int = 1
+    data: Tensor,
+    numel: int,
+    bits: int,
+    group: int,
+    dtype: torch.dtype,
+    mask: bool,
+    seed: int,
+    stride: int = 1,
+    signs: bool = False,
 ) -> Tensor:
-    """The flat values that gq_encode stored with the same seed and stride, or only whether each is not zero (bool)."""
+    """The flat values that gq_encode stored with the same settings, or only whether each is not zero (bool)."""
     if not _fits_kernel(bits, group):
-        return reference.gq_decode(data, numel, bits, group, dtype, mask, seed, stride)
+        return reference.gq_decode(data, numel, bits, group, dtype, mask, seed, stride, signs)
     out = torch.empty(numel, dtype=torch.bool if mask else dtype, device=data.device)
     if numel:
         groups, rows = gq_groups(numel, group, stride), GQ_VALUES // group
         numbers = (numel, groups, stride, *_halves(seed), torch.finfo(dtype).max)
-        constants = (TYPES[dtype], bits, group, rows, stride > 1, mask)
+        constants = (TYPES[dtype], bits, group, rows, stride > 1, signs, mask)
         _launch(gq_decode_kernel, -(-groups // rows), (data, _typed(out)), numbers, constants, 4)
     return out
 

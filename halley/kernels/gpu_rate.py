@@ -84,28 +84,28 @@ def step_up(step, spread):
 
 
 @triton.jit
-def lo_down(lo, signed, BITS: tl.constexpr):
+def lo_down(lo, signed, SIGNS: tl.constexpr):
     """A group's lo as it is stored: bf16 rounded down (fp64 as it is), finite; not zero where its sign is a mark."""
     if lo.dtype == tl.float64:
         return lo
     size = lo.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     away = tl.minimum((size + 0xFFFF) & -0x10000, 0x7F7F0000).to(tl.float32, bitcast=True)
     near = size & -0x10000
-    if BITS != 2:
+    if SIGNS:
         near = tl.where(signed, tl.maximum(near, 0x10000), near)
     return tl.where(lo < 0, -away, near.to(tl.float32, bitcast=True))
 
 
 @triton.jit
-def steps_of(v, BITS: tl.constexpr):
+def steps_of(v, BITS: tl.constexpr, SIGNS: tl.constexpr):
     """For each group: lo, step, number of steps, and whether it has negative values."""
     top, bottom = group_highest(v), group_lowest(v)
     signed = bottom < 0
-    lo, hi = least_positive(v if BITS == 2 else tl.abs(v)), tl.maximum(top, -bottom)
-    if BITS == 2:
+    lo, hi = least_positive(tl.abs(v) if SIGNS else v), tl.maximum(top, -bottom)
+    if not SIGNS:
         lo, hi = tl.where(signed, bottom, lo), tl.where(signed, top, hi)
-    lo = lo_down(lo, signed, BITS)
-    steps = tl.where(signed, 3.0 if BITS == 2 else 2.0 ** (BITS - 1) - 2, 2.0**BITS - 2).to(v.dtype)
+    lo = lo_down(lo, signed, SIGNS)
+    steps = tl.where(signed, 2.0 ** (BITS - 1) - 2 if SIGNS else 2.0**BITS - 1, 2.0**BITS - 2).to(v.dtype)
     step = step_up(divide(hi, steps) - divide(lo, steps), hi - lo)
     finite = nan_max(top, -bottom) < float("inf")
     return tl.where(finite, lo, 0.0), tl.where(finite, step, float("nan")), steps, signed
@@ -115,6 +115,7 @@ def steps_of(v, BITS: tl.constexpr):
 def gq_encode_kernel(
     x, data, numel: tl.int64, groups: tl.int64, stride: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
     DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, STRIDED: tl.constexpr,
+    SIGNS: tl.constexpr,
 ):  # fmt: skip
     T: tl.constexpr = 8 // BITS
     LENGTH: tl.constexpr = GROUP // T
@@ -128,9 +129,9 @@ def gq_encode_kernel(
         left = tl.minimum(numel - first, ROWS * GROUP).to(tl.int32)
         i = value_index(ROWS, LENGTH, T)
         v = widen(tl.load(x + first + i, mask=i < left, other=0), DTYPE)
-    lo, step, steps, signed = steps_of(v, BITS)
+    lo, step, steps, signed = steps_of(v, BITS, SIGNS)
     inverse = tl.where(step > 0, divide(tl.full(step.shape, 1.0, step.dtype), step), 0.0)
-    from_lo = v if BITS == 2 else tl.abs(v)
+    from_lo = tl.abs(v) if SIGNS else v
     # Below lo are zeros, which are replaced further down, and values beyond bf16's largest.
     t = tl.minimum(tl.maximum((from_lo - of_group(lo)) * of_group(inverse), 0.0), of_group(steps))
     # q + (hash < fraction * 2^24) in fixed point, the whole part above bit 24.
@@ -138,13 +139,13 @@ def gq_encode_kernel(
     # The values of a byte share one hash.
     word = (g0 * LENGTH).to(tl.uint32) + byte_index(ROWS, LENGTH).to(tl.uint32)
     hash = turned(random32(word, seed_low, seed_high)[:, :, :, None, :], slice_shift(T, BITS * 4))
-    extra = tl.where(signed, 0, 1 << 24) if BITS == 2 else tl.full(signed.shape, 1 << 24, tl.int32)
+    extra = tl.full(signed.shape, 1 << 24, tl.int32) if SIGNS else tl.where(signed, 0, 1 << 24)
     code = (fixed + ((hash ^ 0xFFFFFFFF) >> 8) + of_group(extra).to(tl.uint32)) >> 24
-    if BITS == 2:
-        code = tl.where((v != 0) | of_group(signed), code, 0)
-    else:
+    if SIGNS:
         code = tl.where(v != 0, code | ((v < 0).to(tl.uint32) << (BITS - 1)), 0)
         lo = tl.where(signed, -lo, lo)
+    else:
+        code = tl.where((v != 0) | of_group(signed), code, 0)
     byte = tl.sum(code << slice_shift(T, BITS), 3)
     here = g0 + tl.arange(0, ROWS) < groups
     tl.store(data + g0 * LENGTH + byte_index(ROWS, LENGTH), byte.to(tl.uint8), mask=here[None, :, None, None])
@@ -164,7 +165,7 @@ def gq_encode_kernel(
 def gq_decode_kernel(
     data, out, numel: tl.int64, groups: tl.int64, stride: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
     limit: tl.float64, DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    STRIDED: tl.constexpr, MASK: tl.constexpr,
+    STRIDED: tl.constexpr, SIGNS: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     T: tl.constexpr = 8 // BITS
     LENGTH: tl.constexpr = GROUP // T
@@ -186,10 +187,10 @@ def gq_decode_kernel(
     signed, zeros = lo < 0, step == step
     top = tl.full((), limit, tl.float64).to(WORK)
     if MASK:
-        size = code if BITS == 2 else code & of_group(tl.where(signed, (1 << (BITS - 1)) - 1, (1 << BITS) - 1))
-        unknown = (zeros == 0) | signed if BITS == 2 else zeros == 0
+        size = code & of_group(tl.where(signed, (1 << (BITS - 1)) - 1, (1 << BITS) - 1)) if SIGNS else code
+        unknown = zeros == 0 if SIGNS else (zeros == 0) | signed
         value = ((size != 0) | of_group(unknown)).to(tl.uint8)
-    elif BITS == 2:
+    elif not SIGNS:
         # What was added by chance before rounding is known, and taken off again.
         word = (g0 * LENGTH).to(tl.uint32) + byte_index(ROWS, LENGTH).to(tl.uint32)
         hash = turned(random32(word, seed_low, seed_high)[:, :, :, None, :], slice_shift(T, BITS * 4))

@@ -402,10 +402,11 @@ def gq_sizes(numel: int, bits: int, group: int, dtype: torch.dtype, stride: int 
     return codes, codes + groups * each, codes + groups * 2 * each
 
 
-def gq_encode(x: Tensor, bits: int, group: int, seed: int, stride: int = 1) -> Tensor:
+def gq_encode(x: Tensor, bits: int, group: int, seed: int, stride: int = 1, signs: bool = False) -> Tensor:
     """Fixed-rate codes of flat float values, with lo and step of each group, in one buffer.
 
     The values of a group lie `stride` apart: with the channels of channels_last memory, each group has one channel.
+    `signs`: zeros and signs are exact in signed groups too (4 or 8 bits).
     """
     dtype, numel = x.dtype, x.numel()
     if numel % stride:
@@ -419,13 +420,13 @@ def gq_encode(x: Tensor, bits: int, group: int, seed: int, stride: int = 1) -> T
     v = v.view(blocks, group, stride).transpose(1, 2).reshape(-1, group)
     a = v.abs()
     signed = (v < 0).any(1)
-    affine = signed if bits == 2 else torch.zeros_like(signed)
+    affine = torch.zeros_like(signed) if signs else signed
     lo = torch.where(a > 0, a, torch.inf).amin(1)
     lo = torch.where(affine, v.amin(1), torch.where(torch.isinf(lo), 0.0, lo))
     hi = torch.where(affine, v.amax(1), a.amax(1))
     finite = torch.isfinite(v).all(1)
     lo = torch.where(finite, lo_down(lo, signed & ~affine), 0.0)
-    n = torch.where(signed, 3.0 if bits == 2 else 2.0 ** (bits - 1) - 2, 2.0**bits - 2).to(work)
+    n = torch.where(signed, 2.0 ** (bits - 1) - 2 if signs else 2.0**bits - 1, 2.0**bits - 2).to(work)
     step = step_up(hi / n - lo / n, hi - lo, dtype)
     step = torch.where(finite, step, torch.nan)
     inverse = torch.where(step > 0, 1.0 / step, 0.0)
@@ -443,9 +444,17 @@ def gq_encode(x: Tensor, bits: int, group: int, seed: int, stride: int = 1) -> T
 
 
 def gq_decode(
-    data: Tensor, numel: int, bits: int, group: int, dtype: torch.dtype, mask: bool, seed: int, stride: int = 1
+    data: Tensor,
+    numel: int,
+    bits: int,
+    group: int,
+    dtype: torch.dtype,
+    mask: bool,
+    seed: int,
+    stride: int = 1,
+    signs: bool = False,
 ) -> Tensor:
-    """The flat values that gq_encode stored with the same seed and stride, or only whether each is not zero (bool)."""
+    """The flat values that gq_encode stored with the same settings, or only whether each is not zero (bool)."""
     if numel == 0:
         return torch.zeros(0, dtype=torch.bool if mask else dtype, device=data.device)
     work = compute_dtype(dtype)
@@ -455,10 +464,10 @@ def gq_decode(
     kept = torch.float64 if dtype == torch.float64 else torch.bfloat16
     lo, step = (part.clone().view(kept).to(work) for part in (data[at_lo:at_step], data[at_step:end]))
     signed = lo < 0
-    affine = (signed if bits == 2 else torch.zeros_like(signed))[:, None]
+    affine = (torch.zeros_like(signed) if signs else signed)[:, None]
     magnitude = torch.where((signed[:, None] & ~affine), code & (1 << bits - 1) - 1, code)
     q = torch.where(affine, code, magnitude - 1).to(work)
-    if bits == 2:
+    if not signs:
         # What was added by chance before rounding is known, and taken off again.
         index = torch.arange(code.numel(), device=data.device).view(code.shape)
         q = q + (random24(index, seed, group, group * bits // 8).to(work) * 2.0**-24 - 0.5)

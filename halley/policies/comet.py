@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from torch import nn
@@ -24,11 +24,11 @@ from halley.collection import PROBE, Collection, Reading, Stats, fetch
 from halley.follow import Follower, Step
 from halley.policies.fixed import at_attention, at_logprob
 from halley.sites import Site
-from halley.theory import error_std, paper_std
+from halley.theory import Gain, error_std, paper_std
 
 STRICT = 0.01
 """COMET's sigma."""
-COARSE = 0.5
+COARSE = 0.4
 """The default sigma of stochastic rounding."""
 SPREAD = 0.25
 """Bound over standard deviation of normalisation and pointwise inputs at COMET's sigma; at most twice that."""
@@ -44,7 +44,7 @@ class Comet:
     """Keeps the error of every weight's gradient below `sigma` times the weight's mean absolute momentum.
 
     `rounding="stochastic"` rounds up or down by chance, right on average, at 2, 4 or 8 bits; `"nearest"` is COMET as
-    published, under an absolute bound. `sigma=None` is 0.5 for stochastic rounding, which tolerates more, and COMET's
+    published, under an absolute bound. `sigma=None` is 0.4 for stochastic rounding, which tolerates more, and COMET's
     0.01 for nearest. `every`: steps between collections (more frequent at the start). `formula="paper"` is COMET's own.
     """
 
@@ -99,8 +99,7 @@ class Setting:
     """What is in force at one place."""
 
     codec: Codec
-    gain: float = 1.0
-    """Measured over predicted error of the weight's gradient."""
+    gain: Gain = field(default_factory=Gain)
     values: int = 0
     """Values saved here last, if a weight's gradient is computed from them."""
 
@@ -131,7 +130,7 @@ class Following:
         if setting is not None:
             return setting.codec
         if site.need == "attention":
-            return at_attention(self._initial)
+            return at_attention(self._initial, site)
         if site.need == "logprob":
             return at_logprob(self._initial)
         return self._layers.get(site.layer, self._initial)
@@ -205,16 +204,16 @@ class Following:
         now = self.predict(r, gradient, *seen.errors[seen.codec])
         measured = math.sqrt(gradient.measured)
         if math.isfinite(measured) and now > 0:
-            setting.gain = min(max(measured / now, 0.1), 10.0)
+            setting.gain.learn(0.0 if self.comet.stochastic else seen.bound, measured / now)
         if self.comet.stochastic:
             found = [self.predict(r, gradient, *seen.errors[codec]) for codec in seen.trials]
-            predicted = [std * setting.gain for std in found]
+            predicted = [std * setting.gain.value for std in found]
             choice = next((i for i, std in enumerate(predicted) if std <= tolerated), len(BITS) - 1)
             setting.codec, expected = seen.trials[choice], predicted[choice]
         else:
             unit = now / seen.bound if now > 0 else self.predict(r, gradient, seen.share / 3, 0.0)
-            bound = clamp(tolerated / (unit * setting.gain), seen.std) if unit > 0 else seen.std
-            setting.codec, expected = ErrorBounded(bound, seed=self.comet.seed), unit * setting.gain * bound
+            bound = clamp(setting.gain.bound_for(tolerated, unit), seen.std) if unit > 0 else seen.std
+            setting.codec, expected = ErrorBounded(bound, seed=self.comet.seed), setting.gain.expect(bound, unit)
         self._note(
             step, r.site, setting, seen, momentum=gradient.momentum, tolerated=tolerated, predicted=expected,
             in_force_predicted=now, in_force_measured=measured,
@@ -249,7 +248,7 @@ class Following:
         codec = setting.codec
         row = {"step": step, "layer": site.layer, "operation": site.operation, "slot": site.slot, "place": site.place}
         row |= {"codec": type(codec).__name__, "bound": getattr(codec, "bound", None)}
-        row |= {"bits": getattr(codec, "bits", None), "share": seen.share, "std": seen.std, "gain": setting.gain}
+        row |= {"bits": getattr(codec, "bits", None), "share": seen.share, "std": seen.std, "gain": setting.gain.value}
         self.history.append(row | {name: None if math.isnan(value) else value for name, value in figures.items()})
 
     def _know_layers(self) -> None:
@@ -306,7 +305,7 @@ class Following:
             if "bits" in data
             else ErrorBounded(data["bound"], data["mode"], seed=seed)
         )
-        return Setting(codec, data["gain"], data["values"])
+        return Setting(codec, Gain(**data["gain"]), data["values"])
 
 
 def _as_dict(setting: Setting) -> dict[str, Any]:
@@ -316,7 +315,7 @@ def _as_dict(setting: Setting) -> dict[str, Any]:
         kind = {"bits": codec.bits}
     elif isinstance(codec, ErrorBounded):
         kind = {"bound": codec.bound, "mode": codec.mode}
-    return {**kind, "gain": setting.gain, "values": setting.values}
+    return {**kind, "gain": asdict(setting.gain), "values": setting.values}
 
 
 @dataclass(slots=True)

@@ -9,13 +9,16 @@ from halley.codecs import Codec, ErrorBounded, GroupQuant
 from halley.sites import Site
 
 ATTENTION_REL = 1 / 512
-"""Queries, keys, values and outputs of attention: eight bits, or half a step of them relative to the range."""
+"""Attention under a bound: half a step of eight bits, relative to the range."""
 LOGPROB_ABS = 0.05
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """The same codec at every site. Attention keeps at least 8 bits, log-probabilities an error of at most 0.05."""
+    """The same codec at every site.
+
+    Attention keeps at least 8 bits (values and output 4), log-probabilities an error of at most 0.05.
+    """
 
     codec: Codec
 
@@ -26,7 +29,7 @@ class Fixed:
     def choose(self, site: Site) -> Codec:
         """The codec for what `site` saves."""
         if site.need == "attention":
-            return at_attention(self.codec)
+            return at_attention(self.codec, site)
         if site.need == "logprob":
             return at_logprob(self.codec)
         return self.codec
@@ -39,10 +42,13 @@ class Fixed:
             raise ValueError(f"Fixed has no state, got the keys {sorted(state)}")
 
 
-def at_attention(codec: Codec) -> Codec:
-    """`codec`, made fine enough for attention: the softmax multiplies errors of queries and keys."""
+def at_attention(codec: Codec, site: Site) -> Codec:
+    """`codec`, made fine enough for attention: the softmax multiplies errors of queries and keys.
+
+    Values and output do not pass through it: 4 bits disturb gradients less there than 2 bits at a linear layer.
+    """
     if isinstance(codec, GroupQuant):
-        return replace(codec, bits=8)
+        return replace(codec, bits=max(codec.bits, 4 if site.slot in ("value", "output") else 8))
     if isinstance(codec, ErrorBounded) and codec.bound > 0:
         return replace(codec, limit=min(codec.limit, ATTENTION_REL))
     return codec

@@ -102,8 +102,10 @@ def test_error_bounded_promise(name: str) -> None:
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [2, 4, 8])
-def test_group_quant_is_unbiased_and_keeps_zeros_and_signs(name: str, dtype: torch.dtype, width: int) -> None:
+@pytest.mark.parametrize(("width", "signs"), [(2, False), (4, False), (4, True), (8, True)])
+def test_group_quant_is_unbiased_and_keeps_zeros_and_signs(
+    name: str, dtype: torch.dtype, width: int, signs: bool
+) -> None:
     module, device = IMPLEMENTATIONS[name], DEVICE[name]
     generator = torch.Generator().manual_seed(7)
     draws = 3 if name == "gpu" and device == "cpu" else 200
@@ -113,16 +115,20 @@ def test_group_quant_is_unbiased_and_keeps_zeros_and_signs(name: str, dtype: tor
         widest = 0.0
         for draw in range(draws):
             seed = draw * 0x9E3779B97F4A7C15 % 2**63
-            data = module.gq_encode(x.to(device), width, 256, seed)
-            y = module.gq_decode(data, 700, width, 256, dtype, False, seed).cpu()
+            rest = (seed, 1, signs)
+            data = module.gq_encode(x.to(device), width, 256, *rest)
+            y = module.gq_decode(data, 700, width, 256, dtype, False, *rest).cpu()
             if draw < 2:
-                plain = reference.gq_encode(x, width, 256, seed)
-                assert torch.equal(bits(reference.gq_decode(plain, 700, width, 256, dtype, False, seed)), bits(y))
-            if width >= 4:
+                plain = reference.gq_encode(x, width, 256, *rest)
+                assert torch.equal(bits(reference.gq_decode(plain, 700, width, 256, dtype, False, *rest)), bits(y))
+            if signs:
                 assert torch.equal(y == 0, x == 0) and torch.equal(torch.sign(y), torch.sign(x))
-            if width >= 4 or (x >= 0).all():
+            if signs or (x >= 0).all():
                 assert (y[x == 0] == 0).all()
-                assert torch.equal(module.gq_decode(data, 700, width, 256, dtype, True, seed).cpu(), x != 0)
+                assert torch.equal(module.gq_decode(data, 700, width, 256, dtype, True, *rest).cpu(), x != 0)
+            else:
+                step = (x.double().max() - x.double().min()) / (2**width - 1)
+                assert (y.double() - x.double()).abs().max() <= 0.51 * step + torch.finfo(dtype).eps * 4
             total += y.double()
             widest = max(widest, float((y.double() - x.double()).abs().max()))
         # The mean of n unbiased draws with errors up to one step is within 5 standard deviations of the value; what
@@ -138,7 +144,7 @@ def test_group_quant_is_unbiased_and_keeps_zeros_and_signs(name: str, dtype: tor
 def test_group_quant_shows_nan_and_infinities(width: int) -> None:
     x = torch.randn(1024)
     x[300], x[700] = math.nan, math.inf
-    y = GroupQuant(bits=width).encode(x).decode()
+    y = GroupQuant(bits=width, group=256).encode(x).decode()
     assert y[256:512].isnan().all() and y[512:768].isnan().all()
     assert not y[:256].isnan().any() and not y[768:].isnan().any()
 

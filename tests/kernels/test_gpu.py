@@ -149,22 +149,23 @@ def test_eb_groups_in_any_order():
     assert same(gpu.eb_decode(moved, shifted, 5000, torch.float32, False), expected)
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize(("bits", "signs"), [(2, False), (4, False), (8, False), (4, True), (8, True)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gq(dtype, bits):
+def test_gq(dtype, bits, signs):
+    rest = (SEED, 1, signs)
     sizes = {"normal": 5000, "relu": 5000, "special": 1000, "largest": 300, "denormal": 300, "far": 1}
     for name, numel in sizes.items():
         x = content(name, numel, dtype)
-        data, gpu_data = reference.gq_encode(x, bits, 256, SEED), gpu.gq_encode(x, bits, 256, SEED)
-        expected = reference.gq_decode(data, numel, bits, 256, dtype, False, SEED)
+        data, gpu_data = reference.gq_encode(x, bits, 256, *rest), gpu.gq_encode(x, bits, 256, *rest)
+        expected = reference.gq_decode(data, numel, bits, 256, dtype, False, *rest)
         if name not in ("special", "largest"):  # codes of a group that decodes to NaN do not matter
             assert torch.equal(data, gpu_data)
         for kept in (data, gpu_data):
-            decoded = gpu.gq_decode(kept, numel, bits, 256, dtype, False, SEED)
+            decoded = gpu.gq_decode(kept, numel, bits, 256, dtype, False, *rest)
             assert torch.equal(decoded.isnan(), expected.isnan())
             assert torch.equal(decoded.nan_to_num(0.0), expected.nan_to_num(0.0))
-            flags = reference.gq_decode(data, numel, bits, 256, dtype, True, SEED)
-            assert torch.equal(gpu.gq_decode(kept, numel, bits, 256, dtype, True, SEED), flags)
+            flags = reference.gq_decode(data, numel, bits, 256, dtype, True, *rest)
+            assert torch.equal(gpu.gq_decode(kept, numel, bits, 256, dtype, True, *rest), flags)
 
 
 @pytest.mark.parametrize("group", [128, 512, 200])
@@ -221,7 +222,7 @@ for dtype, name in ((tl.float32, "*fp32"), (tl.bfloat16, "*i16")):
     build(gpu_encode.encode_kernel, pointers, encode)
     build(gpu_decode.decode_kernel, pointers, common | {"MASK": False})
     build(gpu_decode.decode_maps_kernel, pointers, common | {"MASK": True, "TILES": 4})
-    rate = {"DTYPE": dtype, "BITS": 2, "GROUP": 256, "ROWS": 16, "STRIDED": bitmap}
+    rate = {"DTYPE": dtype, "BITS": 2, "GROUP": 256, "ROWS": 16, "STRIDED": bitmap, "SIGNS": False}
     build(gpu_rate.gq_encode_kernel, pointers, rate)
     build(gpu_rate.gq_decode_kernel, pointers, rate | {"MASK": False})
 """

@@ -1,0 +1,1 @@
+"""What compression does to gradients and to training; figures, tables and plots."""
