@@ -253,7 +253,7 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
     model = network()
     optimizer = torch.optim.Adam(model.parameters())
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-3, total_steps=total + 1)
-    handle = halley.attach(model) if compressed else None
+    handle = halley.attach(model, optimizer=optimizer) if compressed else None
     forget_peak()
     start = memory("VmRSS")
     held, times = [], []

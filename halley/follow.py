@@ -130,7 +130,7 @@ class Follower:
             self._close(None)
             self.updates += 1
         self.recording = self.near()
-        inside = DistributedDataParallel._active_ddp_module
+        inside = getattr(DistributedDataParallel, "_active_ddp_module", None)
         model = self.model
         self.ddp = model if isinstance(model, DistributedDataParallel) else inside
         collection = self.open

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 import torch
 
 from halley.cells import LATE, Record
-from halley.codecs import Codec, ErrorBounded, GroupQuant
+from halley.codecs import Codec, DualPrecision, ErrorBounded, GroupQuant
 from halley.codecs.late import settle_all
 
 
@@ -155,7 +155,7 @@ def describe(codec: Codec | str) -> tuple[str, str]:
         ]
         bound = ", ".join(parts) if codec.bound else "0 (bit-exact)"
         bound += " stochastic" if codec.rounding == "stochastic" else ""
-    elif isinstance(codec, GroupQuant):
+    elif isinstance(codec, GroupQuant | DualPrecision):
         bound = f"{codec.bits} bits"
     return type(codec).__name__, bound
 

@@ -174,7 +174,8 @@ class Following:
         after, at_step = numbers[0]
         scale = at_step / after if step.at_step is not None and after else 1.0
         seen = {id(s): Seen(s, row) for s, row in zip(stats, numbers[1 + len(readings) :], strict=True)}
-        usable = bool(readings)
+        # Without readings there is nothing to wait for; with readings but without gradients backward is yet to come.
+        usable = bool(readings) or not step.collection.readings
         by_weight: set[str] = set()
         for r, m, row in zip(readings, momenta, numbers[1:], strict=False):
             if m is not None and id(r.stats) in seen:

@@ -16,15 +16,14 @@ from halley.sites import Site
 from tests.models import Block, transformer
 
 
-def site(need: str) -> Site:
-    return Site("layer", 0, (torch.float32, 4, True, None), need=need)
+def site(need: str, slot: str = "?") -> Site:
+    return Site("layer", 0, (torch.float32, 4, True, None), slot=slot, need=need)
 
 
 @pytest.mark.parametrize(
     ("codec", "need", "expected"),
     [
         (GroupQuant(bits=2), "lossy", GroupQuant(bits=2)),
-        (GroupQuant(bits=2), "attention", GroupQuant(bits=8)),
         (GroupQuant(bits=2), "logprob", ErrorBounded(0.05)),
         (ErrorBounded(0.1), "lossy", ErrorBounded(0.1)),
         (ErrorBounded(0.1), "attention", ErrorBounded(0.1, limit=1 / 512)),
@@ -40,6 +39,16 @@ def test_codec_for_each_need(codec: Codec, need: str, expected: Codec) -> None:
     assert Fixed(codec).choose(site(need)) == expected
 
 
+@pytest.mark.parametrize(
+    ("slot", "bits"), [("query", 8), ("key", 8), ("result", 8), ("self", 8), ("value", 4), ("output", 4)]
+)
+def test_bits_for_each_slot_of_attention(slot: str, bits: int) -> None:
+    for asked in (2, 4, 8):
+        found = Fixed(GroupQuant(bits=asked, group=256)).choose(site("attention", slot))
+        assert found == GroupQuant(bits=max(asked, bits), group=256)
+    assert Fixed(ErrorBounded(0.1)).choose(site("attention", slot)) == ErrorBounded(0.1, limit=1 / 512)
+
+
 def test_both_bounds_of_a_limited_codec_hold() -> None:
     x = torch.randn(5000)
     spread = float(x.max() - x.min())
@@ -48,7 +57,7 @@ def test_both_bounds_of_a_limited_codec_hold() -> None:
         assert error <= (min(1e-4, 1e-3 * spread) if codec.bound == 1e-4 else 1e-3 * spread)
 
 
-def test_attention_at_eight_bits_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_bits_for_attention_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two bits for queries, keys and values spoil their gradients; the policy's own rule does not let that happen."""
 
     def error() -> float:
@@ -70,7 +79,7 @@ def test_attention_at_eight_bits_is_worth_it(monkeypatch: pytest.MonkeyPatch) ->
         return float((a - b).norm() / a.norm())
 
     with_rule = error()
-    monkeypatch.setattr(fixed, "at_attention", lambda codec: codec)
+    monkeypatch.setattr(fixed, "at_attention", lambda codec, site: codec)
     without = error()
     assert with_rule < 0.1 < 0.3 < without, (with_rule, without)
 
