@@ -617,22 +617,31 @@ def decode_task(task, size, numel, out, first_out, meta, payload, eb):
 # --- fixed rate -------------------------------------------------------------------------------------------------------
 
 
-@inline
-def quantize_group(v, codes, bits, signs, start, seed_low, seed_high):
+@jit
+def find_hashes(hashes, first, seed_low, seed_high):
+    """The hashes of the bytes from `first` on. The values of a byte share one."""
+    for j in range(hashes.size):
+        hashes[j] = random32(u32(first + j), seed_low, seed_high)
+
+
+@jit
+def quantize_group(v, codes, bits, signs, hashes):
     """Codes of a group; returns lo and step as they are stored."""
-    length = v.size * bits // 8
     zero = as_float(0, v[0])
     infinite = magnitude(as_float(math.inf, zero))
     least, most = infinite, magnitude(zero)
     low, high = infinite, ordered(as_float(-math.inf, zero))
-    signed = False
     for i in range(v.size):
         m, key = magnitude(v[i]), ordered(v[i])
         least, most = min(least, m if m > 0 else infinite), max(most, m)
         low, high = min(low, key), max(high, key)
-        signed |= v[i] < 0
-    affine = signed and not signs
     finite = most < infinite
+    signed = low < -1  # minus zero is -1
+    if not finite:
+        signed = False
+        for i in range(v.size):
+            signed |= v[i] < 0
+    affine = signed and not signs
     if affine:
         lo, hi = of_ordered(low), of_ordered(high)
     else:
@@ -645,17 +654,43 @@ def quantize_group(v, codes, bits, signs, start, seed_low, seed_high):
     elif hi > lo:
         step = step_up(hi / n - lo / n)
         inverse = f32(1.0) / step
-    for i in range(v.size):
-        t = ((v[i] if affine else abs(v[i])) - lo) * inverse
-        t = t if t > 0 else zero
-        t = t if t < n else n
-        q = i32(t)
-        chance = i32((t - as_float(q, t)) * f32(2.0**24))
-        word, turn = start * bits // 8 + i % length, i // length * 4 * bits
-        q = i32(q + (random24(u32(word), u32(turn), seed_low, seed_high) < chance))
-        marked = i32(q + 1 | i32(v[i] < 0) << bits - 1) if abs(v[i]) > 0 else i32(0)
-        codes[i] = u8(q if affine else marked)
+    if affine:
+        quantize_values(v, codes, bits, lo, inverse, n, hashes)
+    else:
+        quantize_sizes(v, codes, bits, lo, inverse, n, hashes)
     return (-lo if signed and not affine else lo), step
+
+
+@jit
+def quantize_values(v, codes, bits, lo, inverse, n, hashes):
+    """Codes of a signed group: steps above lo."""
+    zero = as_float(0, lo)
+    for t in range(8 // bits):
+        first, turn = index(t * hashes.size), u32(4 * bits * t)
+        for j in range(hashes.size):
+            s = (v[first + j] - lo) * inverse
+            s = s if s > 0 else zero
+            s = s if s < n else n
+            q = i32(s)
+            chance = i32((s - as_float(q, s)) * f32(2.0**24))
+            codes[first + j] = u8(q + (turned24(hashes[j], turn) < chance))
+
+
+@jit
+def quantize_sizes(v, codes, bits, lo, inverse, n, hashes):
+    """Codes of a group by magnitude: zero is 0, the others 1 and more, a sign above them."""
+    zero = as_float(0, lo)
+    for t in range(8 // bits):
+        first, turn = index(t * hashes.size), u32(4 * bits * t)
+        for j in range(hashes.size):
+            s = (abs(v[first + j]) - lo) * inverse
+            s = s if s > 0 else zero
+            s = s if s < n else n
+            q = i32(s)
+            chance = i32((s - as_float(q, s)) * f32(2.0**24))
+            q = i32(q + (turned24(hashes[j], turn) < chance) + 1)
+            q = i32(q | i32(v[first + j] < 0) << bits - 1)
+            codes[first + j] = u8(q if abs(v[first + j]) > 0 else 0)
 
 
 @jit
@@ -663,45 +698,60 @@ def quantize_task(task, size, x, bits, group, stride, signs, seed_low, seed_high
     """Codes, lo and step of the groups of a task. The values of a group lie `stride` apart."""
     v, codes = np.full(group, widen(los[0])), np.empty(group, u8)
     length = group * bits // 8
+    hashes = np.empty(length, u32)
     for g in range(task * size // group, min((task + 1) * size // group, los.size)):
         first = g // stride * group
         mine = x[first * stride + g % stride : (first + group) * stride : stride]
         for i in range(mine.size):
             v[i] = widen(mine[i])
         v[mine.size :] = 0
-        lo, step = quantize_group(v, codes, bits, signs, g * group, seed_low, seed_high)
+        find_hashes(hashes, g * length, seed_low, seed_high)
+        lo, step = quantize_group(v, codes, bits, signs, hashes)
         los[g], steps[g] = narrow(lo, los[g]), narrow(step, steps[g])
         pack(codes, bits, length, 0, length, out[g * length : (g + 1) * length])
 
 
 @jit
+def dequantize_group(codes, bits, lo, step, one, top, hashes, limit, v):
+    """Values of a group: `one` is the code of lo, `top` the bit of the sign. Without hashes nothing is taken off."""
+    length, zero = codes.size * bits // 8, as_float(0, lo)
+    for t in range(8 // bits):
+        first, turn = index(t * length), u32(4 * bits * t)
+        if hashes.size:
+            for j in range(length):
+                q = as_float(i32(codes[first + j]) - one, lo)
+                v[first + j] = q + (as_float(turned24(hashes[j], turn), lo) * f32(2.0**-24) - f32(0.5))
+        else:
+            for j in range(length):
+                v[first + j] = as_float(i32(codes[first + j] & top - 1) - one, lo)
+    for i in range(codes.size):
+        value = lo + v[i] * step
+        value = min(max(value, -limit), limit)
+        value = value if i32(codes[i] & top - 1) >= one else zero
+        v[i] = -value if codes[i] & top else value
+
+
+@jit
 def dequantize_task(task, size, out, data, bits, group, stride, signs, seed_low, seed_high, los, steps, nan, limit):
     """Decodes the groups of a task into out."""
-    codes = np.empty(group, u8)
+    codes, v = np.empty(group, u8), np.full(group, widen(los[0]))
     length = group * bits // 8
+    hashes = np.empty(0 if signs else length, u32)
     for g in range(task * size // group, min((task + 1) * size // group, los.size)):
         unpack(data[g * length : (g + 1) * length], bits, length, 0, length, codes)
         lo, step = widen(los[g]), widen(steps[g])
         signed = lo < 0
         affine = signed and not signs
-        if not affine:
-            lo = abs(lo)
+        find_hashes(hashes, g * length, seed_low, seed_high)
         top = i32(1 << bits - 1 if signed and not affine else 256)
+        one = i32(0 if affine else 1)
+        dequantize_group(codes, bits, lo if affine else abs(lo), step, one, top, hashes, limit, v)
         first = g // stride * group
         to = out[first * stride + g % stride : (first + group) * stride : stride]
-        for i in range(to.size):
-            code = i32(codes[i])
-            m = code if affine else i32((code & top - 1) - 1)
-            q = as_float(m, lo)
-            if not signs:
-                word, turn = g * length + i % length, i // length * 4 * bits
-                chance = random24(u32(word), u32(turn), seed_low, seed_high)
-                q += as_float(chance, lo) * f32(2.0**-24) - f32(0.5)
-            value = lo + q * step
-            value = min(max(value, -limit), limit)
-            value = value if m >= 0 else as_float(0, lo)
-            to[i] = narrow(-value if code & top else value, nan)
-        if step != step:
+        if step == step:
+            for i in range(to.size):
+                to[i] = narrow(v[i], nan)
+        else:
             to[:] = nan
 
 
