@@ -21,7 +21,7 @@ from halley.cells import Cell, Saved
 from halley.codecs import Codec
 from halley.momentum import gradient_norm
 from halley.packed import Layout, Packed
-from halley.sites import VIEWS, Site, operation_name
+from halley.sites import SECOND, VIEWS, Site, operation_name
 from halley.theory import Product
 
 SAMPLE = 1 << 20
@@ -85,9 +85,11 @@ class Probe:
         size, stride = layout.size, layout.stride
         row = flat.numel() // max(size[0], 1)
         ordered = len(size) > 1 and not layout.copied and stride[0] == row and row * size[0] == flat.numel()
-        self.rows = size[0] if whole or not ordered else max(1, min(size[0], PROBE // row))
-        mine = Layout((self.rows, *size[1:]), stride, layout.copied)
-        if self.rows == size[0]:
+        self.rows = None if whole or not ordered or flat.numel() <= PROBE else max(1, PROBE // row)
+        """How many of the first rows; None for all."""
+        self.share = 1.0 if self.rows is None else self.rows / size[0]
+        mine = layout if self.rows is None else Layout((self.rows, *size[1:]), stride)
+        if self.rows is None:
             error = wide(packed.decode_flat()) - wide(flat)
         else:
             # Codecs of a fixed rate give the first rows the same codes without the others.
@@ -97,10 +99,9 @@ class Probe:
 
     def measure(self, g: Tensor, weight_gradient: Gradient) -> Tensor:
         """The mean square error of the weight's gradient; variances add up, so that a part tells the whole."""
-        part = g[: self.rows]
-        wrong = weight_gradient(part, self.error.to(g.dtype))
+        wrong = weight_gradient(g if self.rows is None else g[: self.rows], self.error.to(g.dtype))
         kind = torch.float64 if g.dtype == torch.float64 else torch.float32
-        return torch.linalg.vector_norm(wrong, dtype=kind).square() / wrong.numel() * (len(g) / self.rows)
+        return torch.linalg.vector_norm(wrong, dtype=kind).square() / wrong.numel() / self.share
 
 
 class Reading:
@@ -119,6 +120,8 @@ class Reading:
         """Mean absolute value of the output gradient."""
         self.sums: Tensor | None = None
         """Mean square, over output channels, of the output gradient's sum over positions."""
+        self.places = 0
+        """Positions that the output gradient has."""
         self.probe: Probe | None = None
         self.measured: Tensor | None = None
         """Mean square error of the weight's gradient, if it was measured."""
@@ -128,6 +131,7 @@ class Reading:
         kind = torch.float64 if g.dtype == torch.float64 else torch.float32
         self.power = torch.linalg.vector_norm(g, dtype=kind).square() / g.numel()
         self.absolute = torch.linalg.vector_norm(g, 1, dtype=kind) / g.numel()
+        self.places = g.numel() // max(g.shape[channel], 1)
         self.sums = g.sum([d for d in range(g.dim()) if d != channel], dtype=kind).square().mean()
         if self.probe is not None:
             self.measured = self.probe.measure(g, weight_gradient)
@@ -163,7 +167,9 @@ class Collection:
             self._probes.pop(id(cell), None)
         self.sites[site.place] = (site, known[1])
         if site.place in self.probes:
-            self._probes[id(cell)] = Probe(flat, layout, packed, cell.key, self.whole)
+            # The second operand of a product has the batch in its last dimension.
+            whole = self.whole or site.slot in SECOND
+            self._probes[id(cell)] = Probe(flat, layout, packed, cell.key, whole)
 
     def walk(self, nodes: Iterable[Any], saved_by: Callable[[Any], list[tuple[str, Saved]]]) -> None:
         """The forward pass is over: hooks on the nodes behind `nodes` that compute a weight's gradient."""

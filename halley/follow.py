@@ -110,6 +110,9 @@ class Follower:
 
     def state_dict(self) -> dict[str, Any]:
         """Where in the schedule the training is, and the averages kept so far by name."""
+        if self.optimizer is None and self.ddp is None:
+            # Nobody tells when a step is over; whoever saves a state thinks that it is.
+            self._close(None)
         state = {"updates": self.updates, "counted": self.counted, "again": self.again}
         return state | {"averages": self.averages.state_dict(self._names())}
 
@@ -129,7 +132,7 @@ class Follower:
         if self.optimizer is None:
             self._close(None)
             self.updates += 1
-        self.recording = self.near()
+        self.recording = self.near(self.number)
         inside = getattr(DistributedDataParallel, "_active_ddp_module", None)
         model = self.model
         self.ddp = model if isinstance(model, DistributedDataParallel) else inside
@@ -154,9 +157,9 @@ class Follower:
         doubled = step // FIRST
         return step % self.every == 0 or (step < self.every and step % FIRST == 0 and doubled & (doubled - 1) == 0)
 
-    def near(self) -> bool:
-        """Whether a collection step is near, so that gradients are averaged."""
-        return self.again or any(self.due(self.number + ahead) for ahead in range(RECORDED))
+    def near(self, step: int) -> bool:
+        """Whether a collection step comes soon, from `step` on, so that gradients are averaged."""
+        return self.again or any(self.due(step + ahead) for ahead in range(RECORDED))
 
     def _record(self, weights: Iterable[Tensor]) -> None:
         """Without an optimizer: averages these weights' gradients, as they come out of backward."""
@@ -207,7 +210,7 @@ class Follower:
             self._share(self.ddp.process_group)
         if self.optimizer is None and self.model is None:
             self._record(collection.weights())
-        if not self.near():
+        if not self.near(self.updates + 1):
             self.averages.clear()
 
     def _share(self, group: Any) -> None:

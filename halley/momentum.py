@@ -34,7 +34,8 @@ class Averages:
         """Another step's gradient of a weight."""
         if gradient.layout != torch.strided:
             return
-        gradient = gradient.detach()
+        # One bad gradient must not spoil the average for good.
+        gradient = torch.nan_to_num(gradient.detach(), 0.0, 0.0, 0.0)
         average, count = self._kept.get(weight, (None, 0))
         average = gradient * (1 - DECAY) if average is None else average.lerp_(gradient.to(average.dtype), 1 - DECAY)
         self._kept[weight] = (average, count + 1)
@@ -51,7 +52,8 @@ class Averages:
 
     def state_dict(self, names: dict[str, Tensor]) -> dict[str, Any]:
         """The averages of the named weights."""
-        return {name: self._kept[weight] for name, weight in names.items() if weight in self._kept}
+        kept = {name: self._kept[weight] for name, weight in names.items() if weight in self._kept}
+        return {name: (average.clone(), count) for name, (average, count) in kept.items()}
 
     def load_state_dict(self, state: dict[str, Any], names: dict[str, Tensor]) -> None:
         self.clear()
@@ -90,8 +92,10 @@ class Momenta:
             buffer, decay = state.get("momentum_buffer"), group["momentum"]
             if buffer is None or not decay:
                 return None
-            seen = 1 - decay**updates if updates else 1.0
-            return mean_abs(buffer) / ((1 - group["dampening"]) * seen)
+            # The first gradient enters whole, later ones less the dampening.
+            first = decay ** (updates - 1) if updates else 0.0
+            seen = first * (1 - decay) + (1 - group["dampening"]) * (1 - first)
+            return mean_abs(buffer) / seen
         if isinstance(state.get("exp_avg"), Tensor) and "betas" in group:
             decay, steps = group["betas"][0], state.get("step")
             seen = 1.0 if steps is None else 1 - decay**steps

@@ -9,6 +9,7 @@ compression*: the setting is in force until the next collection step.
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from dataclasses import asdict, dataclass, field
@@ -226,7 +227,7 @@ class Following:
         product = r.product
         if self.comet.formula == "paper":
             return paper_std(power, gradient.absolute, product.positions)
-        inside = product.terms / max(product.positions, 1)
+        inside = product.terms / max(r.places, 1)
         return error_std(power, math.sqrt(gradient.power), product.terms, gradient.sums * (mean * inside) ** 2)
 
     def _assess_spread(self, step: int, site: Site, seen: Seen) -> None:
@@ -285,7 +286,7 @@ class Following:
         """All that decisions depend on: settings, what was learnt, and where in the schedule the training is."""
         comet, follower = self.comet, self.follower
         state = {"policy": repr(comet), "rounding": comet.rounding, "follower": follower.state_dict()}
-        return state | (self.exchange(None) or {})
+        return state | copy.deepcopy(self.exchange(None) or {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         missing = {"settings", "history", "turn", "warned", "rounding", "follower"} - set(state)

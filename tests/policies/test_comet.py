@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import math
@@ -26,13 +27,18 @@ ROUNDINGS = ["stochastic", "nearest"]
 
 
 def batches(count: int = 4, size: int = 32) -> list[tuple[Tensor, Tensor]]:
-    """Smooth images of ten kinds with noise: random, but always the same."""
+    """Smooth images of ten kinds with noise, half of the labels wrong: random, but always the same.
+
+    Labels that can be learnt in no time would leave gradients in few samples only, and few terms are no statistics.
+    """
     generator = torch.Generator().manual_seed(7)
     kinds = F.interpolate(torch.randn(10, 3, 4, 4, generator=generator), size=(16, 16), mode="bilinear")
     found = []
     for _ in range(count):
         labels = torch.randint(0, 10, (size,), generator=generator)
-        found.append((kinds[labels] + 0.5 * torch.randn(size, 3, 16, 16, generator=generator), labels))
+        images = kinds[labels] + 0.5 * torch.randn(size, 3, 16, 16, generator=generator)
+        wrong = torch.rand(size, generator=generator) < 0.5
+        found.append((images, torch.where(wrong, torch.randint(0, 10, (size,), generator=generator), labels)))
     return found
 
 
@@ -57,7 +63,7 @@ def net(norm: bool = True) -> nn.Sequential:
 WEIGHTS = ["0", "3", "5", "8"]
 
 
-def sgd(model: nn.Module, lr: float = 0.02, momentum: float = 0.9) -> Optimizer:
+def sgd(model: nn.Module, lr: float = 0.005, momentum: float = 0.9) -> Optimizer:
     return torch.optim.SGD(model.parameters(), lr, momentum=momentum)
 
 
@@ -75,7 +81,7 @@ def train(model: nn.Module, optimizer: Optimizer | None, steps: int, first: int 
                     p -= lr * p.grad
 
 
-def run(policy: Comet, steps: int = 15, norm: bool = True, lr: float = 0.02) -> halley.api.Handle:
+def run(policy: Comet, steps: int = 15, norm: bool = True, lr: float = 0.005) -> halley.api.Handle:
     model = net(norm)
     optimizer = sgd(model, lr)
     handle = halley.attach(model, policy, optimizer)
@@ -104,6 +110,15 @@ def off(handle: halley.api.Handle) -> float:
     rows = [row for row in weight_rows(handle) if row["in_force_measured"] is not None]
     assert {row["layer"] for row in rows} == set(WEIGHTS)
     return max(abs(math.log(row["in_force_predicted"] / row["in_force_measured"])) for row in rows)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Models this small gain nothing from threads, and lose much where others want the cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -267,12 +282,29 @@ def test_sparsity_ignored_shows(rounding: str, monkeypatch: pytest.MonkeyPatch) 
     assert off(run(Comet(every=5, rounding=rounding))) > 0.15
 
 
-def test_mean_errors_ignored_show_at_coarse_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = Comet(0.2, every=5, rounding="nearest")
+@pytest.mark.parametrize("layer", [nn.Conv2d(8, 8, 3, padding=1), nn.ConvTranspose2d(8, 8, 2, stride=2)], ids=type)
+def test_mean_errors_count_where_output_gradients_do_not_cancel(
+    layer: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = Following.predict
-    with_mean = off(run(policy, norm=False))
+
+    def apart() -> float:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), copy.deepcopy(layer))
+        optimizer = sgd(model, 0.0)
+        handle = halley.attach(model, Comet(0.05, every=5, rounding="nearest"), optimizer)
+        for step in range(10):
+            out = model(BATCHES[step % 4][0])
+            noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(step))
+            model.zero_grad()
+            (out * (1 + noise)).mean().backward()
+            optimizer.step()
+        row = last(handle)["2"]
+        return abs(math.log(row["in_force_predicted"] / row["in_force_measured"]))
+
+    assert apart() < 0.15
     monkeypatch.setattr(Following, "predict", lambda self, r, g, power, mean: right(self, r, g, power, 0.0))
-    assert off(run(policy, norm=False)) > max(1.5 * with_mean, 0.15)
+    assert apart() > 0.3
 
 
 @pytest.mark.parametrize(("rounding", "sigma"), [("stochastic", 0.2), ("nearest", 0.01)])
@@ -320,7 +352,7 @@ def test_a_tensor_is_packed_for_its_strictest_reader(rounding: str, noisy: int) 
     model = Fork()
     optimizer = sgd(model, 0.0)
     handle = halley.attach(
-        model, Comet(0.5 if rounding == "stochastic" else 0.02, every=10, rounding=rounding), optimizer
+        model, Comet(0.07 if rounding == "stochastic" else 0.02, every=10, rounding=rounding), optimizer
     )
     x = BATCHES[0][0]
     for step in range(22):
@@ -341,7 +373,7 @@ def test_a_tensor_is_packed_for_its_strictest_reader(rounding: str, noisy: int) 
         assert strict["bound"] < 0.7 * loose["bound"] and packed.bound == f"{strict['bound']:.3g} abs"
 
 
-# -- optimizers, scaling, clipping, accumulation -------------------------------------------------------------------------
+# -- optimizers, scaling, clipping, accumulation -----------------------------------------------------------------------
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "SGD": lambda m: torch.optim.SGD(m.parameters(), 0.0, momentum=0.9),
@@ -456,8 +488,9 @@ def big_batches(step: Any, make: Callable[[nn.Module], Optimizer], rounding: str
     optimizer = make(model)
     sigma = 0.3 if rounding == "stochastic" else 0.01
     handle = halley.attach(model, Comet(sigma, every=5, rounding=rounding), optimizer)
-    for i in range(10):
-        x, y = (torch.cat([batch[j] for batch in BATCHES[i % 2 :: 2]]) for j in range(2))
+    # One batch: clipping gives every step the same norm, and the norms of different batches are not.
+    x, y = (torch.cat([batch[j] for batch in BATCHES]) for j in range(2))
+    for _ in range(10):
         model.zero_grad()
         step(model, optimizer, x, y)
     assert steps_of(handle) == [5, 10]
@@ -512,7 +545,8 @@ def test_without_an_optimizer_averages_are_kept(rounding: str) -> None:
     for layer, row in last(expected).items():
         mine = last(handle)[layer]
         assert mine["tolerated"] == pytest.approx(row["tolerated"], rel=0.02)
-        assert (mine["bits"], mine["bound"]) == (row["bits"], pytest.approx(row["bound"], rel=0.05))
+        assert mine["bits"] == row["bits"]
+        assert mine["bound"] is None or mine["bound"] == pytest.approx(row["bound"], rel=0.05)
 
 
 def test_a_handful_of_steps_are_averaged_and_then_forgotten() -> None:
@@ -549,7 +583,7 @@ def test_compress_follows_a_training_too(given: bool, rounding: str) -> None:
     assert hooks_left(model, optimizer) == 0
 
 
-# -- gradients and activations that are no numbers -----------------------------------------------------------------------
+# -- gradients and activations that are no numbers ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
@@ -658,7 +692,7 @@ def test_norm_inputs_are_bounded_by_their_spread(sigma: float | None, share: flo
         assert row["operation"] == "NativeBatchNorm" and row["bound"] == pytest.approx(share * row["std"])
     x = BATCHES[15 % 4][0]
     # The last row's spread is that of the tensor itself, a step before the weights moved on.
-    assert rows[-1]["std"] == pytest.approx(float(handle.model[0](x).std()), rel=0.05)  # type: ignore[attr-defined]
+    assert rows[-1]["std"] == pytest.approx(float(handle.model[0](x).detach().std()), rel=0.05)  # type: ignore[attr-defined]
 
 
 def test_norm_inputs_take_the_bits_that_their_spread_allows() -> None:
@@ -755,7 +789,7 @@ def test_what_is_chosen_before_the_first_collection() -> None:
     assert Comet().initial == GroupQuant(2) and Comet(rounding="nearest").initial == ErrorBounded(1e-2, "rel")
 
 
-# -- history, log, detach ------------------------------------------------------------------------------------------------
+# -- history, log, detach ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
@@ -868,7 +902,7 @@ def test_detach_takes_every_hook_off(given: bool) -> None:
     assert handle.history == history and history
 
 
-# -- odd products --------------------------------------------------------------------------------------------------------
+# -- odd products ------------------------------------------------------------------------------------------------------
 
 
 class LeftHanded(nn.Module):
@@ -876,19 +910,31 @@ class LeftHanded(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(96, 64) / 8)
+        self.weight, self.scale = nn.Parameter(torch.randn(96, 64) / 8), nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.weight @ torch.sin(x)
+        return self.weight @ torch.sin(x * self.scale)
+
+
+class Tokens(nn.Module):
+    def __init__(self, times: int = 1) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(64, 64, bias=False), nn.Parameter(torch.ones(()))
+        self.times = times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = self.linear(torch.sin(x * self.scale))
+        return x
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_a_part_of_a_large_input_tells_the_whole(rounding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(halley.collection, "PROBE", 4096)
-    for model, shape in ((LeftHanded(), (64, 512)), (nn.Sequential(nn.Linear(64, 64), nn.Tanh()), (512, 64))):
+    for model, shape in ((Tokens(), (512, 64)), (LeftHanded(), (64, 512))):
         optimizer = sgd(model, 0.0)
         handle = halley.attach(model, Comet(every=2, rounding=rounding), optimizer)
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         noise = torch.randn(model(x).shape, generator=torch.Generator().manual_seed(1))
         for _ in range(6):
             model.zero_grad()
@@ -901,26 +947,16 @@ def test_a_part_of_a_large_input_tells_the_whole(rounding: str, monkeypatch: pyt
 
 
 def test_a_weight_used_twice_may_err_less_each_time() -> None:
-    torch.manual_seed(0)
-    once = nn.Linear(64, 64, bias=False)
-
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(64, 64, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x) + self.linear(x * 1.5)
-
-    for model, share in ((once, 1.0), (Twice(), 1 / math.sqrt(2))):
+    x = torch.randn(256, 64, generator=torch.Generator().manual_seed(0))
+    for times in (1, 2):
+        model = Tokens(times)
         optimizer = sgd(model, 0.0)
         handle = halley.attach(model, Comet(0.2, every=5), optimizer)
-        x = torch.randn(256, 64, generator=torch.Generator().manual_seed(0))
         for _ in range(5):
             model.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
         rows = weight_rows(handle)
-        assert len(rows) == (1 if model is once else 2)
+        assert len(rows) == times
         for row in rows:
-            assert row["tolerated"] == pytest.approx(0.2 * row["momentum"] * share)
+            assert row["tolerated"] == pytest.approx(0.2 * row["momentum"] / math.sqrt(times))
