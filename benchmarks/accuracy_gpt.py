@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from runs import Job, Ratios, attach_method, conduct, origin, parser_for, write_history
 from torch import Tensor, nn
 
 from halley.report import peak_bytes
 from halley.train.models import Gpt
+from runs import Job, Ratios, attach_method, conduct, origin, parser_for, write_history
 
 SETTINGS = ("iterations", "every", "batch", "context", "layers", "heads", "width", "dropout", "lr")
 

@@ -15,7 +15,7 @@ from halley.collection import PRODUCTS, Reading, convolution
 from halley.policies import Comet
 from halley.policies.comet import Following, Gradient
 from halley.sites import Site, operation_name
-from halley.theory import PAPER_A, Product, error_std, nearest_power, paper_std, stochastic_power, taps_inside
+from halley.theory import PAPER_A, Gain, Product, error_std, nearest_power, paper_std, stochastic_power, taps_inside
 
 LAYERS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "1x1": (lambda: nn.Conv2d(6, 8, 1), (4, 6, 9, 9)),
@@ -156,3 +156,30 @@ def test_frozen_and_computed_weights_have_no_product() -> None:
     assert convolution(conv(x).grad_fn, "input", tuple(x.shape)) is None
     weight = nn.Parameter(torch.randn(4, 3, 3, 3))
     assert convolution(nn.functional.conv2d(x, weight * 2).grad_fn, "input", tuple(x.shape)) is None
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.5, 1.5])
+def test_a_gain_that_grows_with_the_bound_is_learnt_from_two_measurements(slope: float) -> None:
+    def error(bound: float, unit: float) -> float:
+        return unit * bound * 0.7 * (bound / 0.1) ** slope
+
+    gain = Gain()
+    assert gain.bound_for(0.3, 2.0) == pytest.approx(0.15) and gain.expect(0.15, 2.0) == pytest.approx(0.3)
+    for bound in (0.1, 0.25):
+        gain.learn(bound, error(bound, 2.0) / (2.0 * bound))
+    assert gain.slope == pytest.approx(slope)
+    for bound in (0.05, 0.25, 0.9):
+        # The unit is that of another step, the law is the same.
+        assert gain.expect(bound, 3.0) == pytest.approx(error(bound, 3.0))
+        assert gain.bound_for(error(bound, 3.0), 3.0) == pytest.approx(bound)
+
+
+def test_a_gain_stays_within_reason() -> None:
+    for ratio, expected in ((0.0, 0.1), (1e9, 10.0), (2.0, 2.0)):
+        gain = Gain()
+        gain.learn(0.1, ratio)
+        assert gain.value == expected and gain.slope == 0.0
+    gain.learn(0.2, 10.0)
+    assert 0 < gain.slope <= 2
+    gain.learn(0.4, 0.1)
+    assert gain.slope == 0.0

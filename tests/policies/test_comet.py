@@ -745,6 +745,24 @@ def test_a_resumed_run_decides_and_ends_like_an_uninterrupted_one(split: int, gi
     assert repr(second.report().layers) == repr(handle.report().layers)
 
 
+def test_where_memory_is_short_places_are_measured_in_turn_also_after_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comet, "PROBED", 1)
+    policy = Comet(every=5)
+    model = net()
+    optimizer = sgd(model)
+    handle = halley.attach(model, policy, optimizer)
+    train(model, optimizer, 17)
+    saved = {"model": model.state_dict(), "halley": handle.state_dict(), "optimizer": optimizer.state_dict()}
+    state = through_a_file(saved)
+    train(model, optimizer, 9, first=18)
+    again, other, second = resumed(state, policy, True)
+    train(again, other, 9, first=18)
+    rows = [row for row in weight_rows(handle) if row["in_force_measured"] is not None]
+    assert [row["step"] for row in rows] == [10, 15, 20, 25]
+    assert {row["layer"] for row in rows} == set(WEIGHTS)
+    assert second.history == handle.history
+
+
 def test_a_state_stays_as_it_was_when_training_goes_on() -> None:
     model = net()
     handle = halley.attach(model, Comet(every=5))
