@@ -113,7 +113,8 @@ class Follower:
         if self.optimizer is None and self.ddp is None:
             # Nobody tells when a step is over; whoever saves a state thinks that it is.
             self._close(None)
-        state = {"updates": self.updates, "counted": self.counted, "again": self.again}
+        again = self.again or (self.open is not None and self.optimizer is None)
+        state = {"updates": self.updates, "counted": self.counted, "again": again}
         return state | {"averages": self.averages.state_dict(self._names())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

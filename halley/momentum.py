@@ -78,7 +78,7 @@ class Momenta:
             return False
         if isinstance(self.optimizer, torch.optim.SGD):
             return bool(group["momentum"])
-        return "exp_avg" in state or (not state and "betas" in group)
+        return bool(group.get("betas", (0,))[0]) and ("exp_avg" in state or not state)
 
     def of(self, weight: Tensor, updates: int | None) -> Tensor | None:
         """The mean absolute momentum of a weight; None if there is none.
@@ -96,7 +96,7 @@ class Momenta:
             first = decay ** (updates - 1) if updates else 0.0
             seen = first * (1 - decay) + (1 - group["dampening"]) * (1 - first)
             return mean_abs(buffer) / seen
-        if isinstance(state.get("exp_avg"), Tensor) and "betas" in group:
+        if isinstance(state.get("exp_avg"), Tensor) and group.get("betas", (0,))[0]:
             decay, steps = group["betas"][0], state.get("step")
             seen = 1.0 if steps is None else 1 - decay**steps
             return mean_abs(state["exp_avg"]) / (seen * (1 - decay))
