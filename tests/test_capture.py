@@ -20,7 +20,7 @@ from halley import capture as capture_module
 from halley.capture import SMALL
 from halley.codecs import ErrorBounded, GroupQuant, Mask
 from halley.policies import Fixed
-from tests.integration.test_gradients import saved_in
+from tests.integration.test_end_to_end import saved_in
 from tests.models import MODELS, resnet
 
 EXACT = Fixed(ErrorBounded(0))

@@ -12,7 +12,7 @@ import halley
 from halley.codecs import ErrorBounded, GroupQuant, late
 from halley.codecs.base import Hint
 from halley.policies import Fixed
-from tests.integration.test_gradients import EXACT
+from tests.integration.test_end_to_end import EXACT
 from tests.models import MODELS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
