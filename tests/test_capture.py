@@ -320,7 +320,10 @@ def test_a_leaky_relu_gets_exact_signs_and_costs_one_bit(codec) -> None:
             for m in (plain, model):
                 m.zero_grad()
                 m(x, shared).backward()
-            assert torch.equal(plain.scale.grad[3:], model.scale.grad[3:])
+            # A NaN shows in its whole group, where groups are what the other reader is content with.
+            clean = codec.group if shared and isinstance(codec, GroupQuant) else 3
+            assert torch.equal(plain.scale.grad[clean:], model.scale.grad[clean:])
+            assert clean == 3 or model.scale.grad[:clean].isnan().all()
         (row,) = [row for row in handle.report().layers if row.operation == "LeakyRelu"]
         assert shared or row.packed_bytes == 64 * 1024 // 8
 
