@@ -45,7 +45,7 @@ class Fixed:
 def at_attention(codec: Codec, site: Site) -> Codec:
     """`codec`, made fine enough for attention: the softmax multiplies errors of queries and keys.
 
-    Values and output do not pass through it: 4 bits disturb gradients less there than 2 bits at a linear layer.
+    Values and output do not pass through it, and have 4 bits; where attention is sharp that is felt (docs/comet.md).
     """
     if isinstance(codec, GroupQuant):
         return replace(codec, bits=max(codec.bits, 4 if site.slot in ("value", "output") else 8))
