@@ -57,13 +57,14 @@ def check(dtype: torch.dtype) -> Iterator[str]:
                 good &= same(gpu.eb_decode(meta, payload, numel, dtype, False), expected)
                 if not (good and same(gpu.eb_decode(gpu_meta, gpu_payload, numel, dtype, False), expected)):
                     yield f"eb {dtype} bitmap={bitmap} stochastic={stochastic} bound={bound} rel={rel}"
-    for bits in (2, 4, 8):
-        data = reference.gq_encode(x, bits, 256, SEED)
-        expected = reference.gq_decode(data, numel, bits, 256, dtype, False, SEED)
-        for kept in (data, gpu.gq_encode(x, bits, 256, SEED)):
-            decoded = gpu.gq_decode(kept, numel, bits, 256, dtype, False, SEED)
-            if not torch.equal(decoded.nan_to_num(7.0), expected.nan_to_num(7.0)):
-                yield f"gq {dtype} {bits} bits"
+    for bits, stride in ((b, s) for b in (2, 4, 8) for s in (1, 3, 24, 192)):
+        part = x[: numel // stride * stride]
+        settings = (len(part), bits, 128, dtype, False, SEED, stride)
+        data = reference.gq_encode(part, bits, 128, SEED, stride)
+        expected = reference.gq_decode(data, *settings)
+        for kept in (data, gpu.gq_encode(part, bits, 128, SEED, stride)):
+            if not torch.equal(gpu.gq_decode(kept, *settings).nan_to_num(7.0), expected.nan_to_num(7.0)):
+                yield f"gq {dtype} {bits} bits, stride {stride}"
     for bits in (1, 2, 4):
         small = torch.randint(0, 1 << bits, (numel,), dtype=torch.uint8, device="cuda")
         data = gpu.bits_encode(small, bits)
@@ -95,14 +96,23 @@ def eb_rows(x: torch.Tensor, kind: str) -> Iterator[tuple[str, float, int, Calla
 
 
 def gq_rows(x: torch.Tensor) -> Iterator[tuple[str, float, int, Callable, Callable]]:
-    for bits in (2, 4, 8):
-        data = gpu.gq_encode(x, bits, 256, SEED)
+    for bits, stride in ((2, 1), (4, 1), (8, 1), (2, 64), (2, 256), (2, 2048), (4, 256)):
+        data = gpu.gq_encode(x, bits, 128, SEED, stride)
         yield (
-            f"gq {bits} bits",
+            f"gq {bits} bits" + (f", channels_last {stride}" if stride > 1 else ""),
             x.nbytes / len(data),
             x.nbytes + len(data),
-            lambda b=bits: gpu.gq_encode(x, b, 256, SEED),
-            lambda b=bits, d=data: gpu.gq_decode(d, x.numel(), b, 256, x.dtype, False, SEED),
+            lambda b=bits, s=stride: gpu.gq_encode(x, b, 128, SEED, s),
+            lambda b=bits, d=data, s=stride: gpu.gq_decode(d, x.numel(), b, 128, x.dtype, False, SEED, s),
+        )
+    for stride in (1, 256):
+        data = gpu.gq_encode(x, 2, 128, SEED, stride)
+        yield (
+            "gq 2 bits, mask" + (f", channels_last {stride}" if stride > 1 else ""),
+            8 * x.numel() / len(data),
+            x.numel() + len(data),
+            lambda s=stride: gpu.gq_encode(x, 2, 128, SEED, s),
+            lambda d=data, s=stride: gpu.gq_decode(d, x.numel(), 2, 128, x.dtype, True, SEED, s),
         )
 
 
@@ -126,7 +136,7 @@ def copy_bandwidth(size: int) -> float:
     return 2 * size / seconds(lambda: target.copy_(source))
 
 
-def measure(mib: int) -> Iterator[Row]:
+def measure(mib: int, only: str) -> Iterator[Row]:
     """GB/s of input, and the share of the copy bandwidth that all bytes moved make."""
     size = mib * MIB
     copy = copy_bandwidth(size)
@@ -138,6 +148,8 @@ def measure(mib: int) -> Iterator[Row]:
             cases += [(dtype, kind, eb_rows(x, kind))] + ([(dtype, kind, gq_rows(x))] if kind == "relu" else [])
     for dtype, kind, rows in cases:
         for what, ratio, moved, encode, decode in rows:
+            if only not in what:
+                continue
             row: Row = {"MiB": mib, "dtype": dtype, "content": kind, "what": what, "ratio": ratio}
             for name, function in (("encode", encode), ("decode", decode)):
                 time_taken = seconds(function)
@@ -149,15 +161,15 @@ def host_rows() -> Iterator[Row]:
     """Microseconds of host time for a call on a small tensor."""
     x = noise("relu", 65536, torch.float32)
     encodings = {bitmap: gpu.eb_encode(x, 0.04, INF, False, SEED, bitmap, -1) for bitmap in (False, True)}
-    data = gpu.gq_encode(x, 2, 256, SEED)
+    data = gpu.gq_encode(x, 2, 128, SEED)
     calls = {
         "eb abs": lambda: gpu.eb_encode(x, 0.04, INF, False, SEED, False, 1 << 18),
         "eb rel": lambda: gpu.eb_encode(x, INF, 0.01, False, SEED, False, 1 << 18),
         "eb abs bitmap": lambda: gpu.eb_encode(x, 0.04, INF, False, SEED, True, 1 << 18),
         "eb decode": lambda: gpu.eb_decode(*encodings[False], 65536, x.dtype, False),
         "eb decode bitmap": lambda: gpu.eb_decode(*encodings[True], 65536, x.dtype, False),
-        "gq encode": lambda: gpu.gq_encode(x, 2, 256, SEED),
-        "gq decode": lambda: gpu.gq_decode(data, 65536, 2, 256, x.dtype, False, SEED),
+        "gq encode": lambda: gpu.gq_encode(x, 2, 128, SEED),
+        "gq decode": lambda: gpu.gq_decode(data, 65536, 2, 128, x.dtype, False, SEED),
     }
     for name, call in calls.items():
         for _ in range(10):
@@ -184,6 +196,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--csv", type=Path, help="also write the table there")
     parser.add_argument("--check", nargs="*", default=list(DTYPES), choices=list(DTYPES), help="dtypes to check first")
+    parser.add_argument("--only", default="", help="measure only what has this in its name")
     parser.add_argument("--sizes", nargs="*", type=int, default=[512, 16], help="MiB of input to measure")
     args = parser.parse_args()
     wrong = [message for dtype in args.check for message in check(DTYPES[dtype])]
@@ -191,7 +204,7 @@ def main() -> None:
         "\n".join(["differs from the reference:", *wrong]) if wrong else f"as the reference: {args.check}", flush=True
     )
     rows = []
-    for source in [*(measure(size) for size in args.sizes), host_rows()] if args.sizes else []:
+    for source in [*(measure(size, args.only) for size in args.sizes), host_rows()] if args.sizes else []:
         for row in source:
             show(row)
             rows.append(row)

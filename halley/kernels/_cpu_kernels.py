@@ -70,10 +70,10 @@ sign = choose(lambda v: i32(f32(v).view(i32) >> 31), lambda v: i32(f64(v).view(i
 exponent = choose(lambda v: i64(f32(v).view(i32) >> 23) - 127, lambda v: (f64(v).view(i64) >> 52) - 1023)
 # A number as a float of the type of `like`.
 as_float = choose(lambda number, like: f32(number), lambda number, like: f64(number))
-# A positive step as GroupQuant keeps it: bf16 rounded up (fp64 as it is), normal.
+# A positive step as GroupQuant keeps it: bf16 rounded up (fp64 as it is), not too small.
 step_up = choose(
-    lambda step: max(i32(f32(step).view(i32) + 0xFFFF & -0x10000).view(f32), f32(2.0**-126)),
-    lambda step: max(step, 2.0**-1022),
+    lambda step: max(i32(f32(step).view(i32) + 0xFFFF & -0x10000).view(f32), f32(2.0**-100)),
+    lambda step: max(step, 2.0**-990),
 )
 
 
@@ -142,7 +142,6 @@ def _narrow(v, like):
 def random32(i, a, b):
     """The hash of index i, from the halves of the seed (b with its lowest bit set)."""
     h = u32(u32(i ^ a) * b)
-    h = u32(u32(h ^ h >> 16) * u32(0x7FEB352D))
     h = u32(u32(h ^ h >> 15) * u32(0x846CA68B))
     return u32(h ^ h >> 16)
 
@@ -618,10 +617,10 @@ def decode_task(task, size, numel, out, first_out, meta, payload, eb):
 
 
 @jit
-def find_hashes(hashes, first, seed_low, seed_high):
-    """The hashes of the bytes from `first` on. The values of a byte share one."""
+def find_hashes(hashes, first, stride, seed_low, seed_high):
+    """The hashes of the bytes from `first` on, `stride` apart. The values of a byte share one."""
     for j in range(hashes.size):
-        hashes[j] = random32(u32(first + j), seed_low, seed_high)
+        hashes[j] = random32(u32(first + j * stride), seed_low, seed_high)
 
 
 @jit
@@ -652,7 +651,7 @@ def quantize_group(v, codes, bits, signs, hashes):
     if not finite:
         step = as_float(math.nan, zero)
     elif hi > lo:
-        step = step_up(hi / n - lo / n)
+        step = step_up(hi * (f32(1.0) / n) - lo * (f32(1.0) / n))
         inverse = f32(1.0) / step
     if affine:
         quantize_values(v, codes, bits, lo, inverse, n, hashes)
@@ -698,37 +697,54 @@ def quantize_task(task, size, x, bits, group, stride, signs, seed_low, seed_high
     """Codes, lo and step of the groups of a task. The values of a group lie `stride` apart."""
     v, codes = np.full(group, widen(los[0])), np.empty(group, u8)
     length = group * bits // 8
-    hashes = np.empty(length, u32)
+    hashes, packed = np.empty(length, u32), np.empty(length, u8)
     for g in range(task * size // group, min((task + 1) * size // group, los.size)):
-        first = g // stride * group
+        first, byte = g // stride * group, g // stride * length * stride + g % stride
         mine = x[first * stride + g % stride : (first + group) * stride : stride]
         for i in range(mine.size):
             v[i] = widen(mine[i])
         v[mine.size :] = 0
-        find_hashes(hashes, g * length, seed_low, seed_high)
+        find_hashes(hashes, byte, stride, seed_low, seed_high)
         lo, step = quantize_group(v, codes, bits, signs, hashes)
         los[g], steps[g] = narrow(lo, los[g]), narrow(step, steps[g])
-        pack(codes, bits, length, 0, length, out[g * length : (g + 1) * length])
+        pack(codes, bits, length, 0, length, packed)
+        for j in range(length):
+            out[byte + j * stride] = packed[j]
 
 
 @jit
-def dequantize_group(codes, bits, lo, step, one, top, hashes, limit, v):
-    """Values of a group: `one` is the code of lo, `top` the bit of the sign. Without hashes nothing is taken off."""
-    length, zero = codes.size * bits // 8, as_float(0, lo)
+def dequantize_values(codes, bits, lo, step, one, hashes, limit, v):
+    """Values of a group; if `one`, zero has a code of its own. What was added by chance is taken off again."""
+    zero, unit = as_float(0, lo), step * f32(2.0**-24)
+    base = lo - (f32(1.5) if one else f32(0.5)) * step
     for t in range(8 // bits):
-        first, turn = index(t * length), u32(4 * bits * t)
-        if hashes.size:
-            for j in range(length):
-                q = as_float(i32(codes[first + j]) - one, lo)
-                v[first + j] = q + (as_float(turned24(hashes[j], turn), lo) * f32(2.0**-24) - f32(0.5))
-        else:
-            for j in range(length):
-                v[first + j] = as_float(i32(codes[first + j] & top - 1) - one, lo)
+        first, turn = index(t * hashes.size), u32(4 * bits * t)
+        for j in range(hashes.size):
+            fixed = u32(u32(codes[first + j]) << u32(24)) + u32(turned24(hashes[j], turn))
+            v[first + j] = base + as_float(u32(fixed), lo) * unit
     for i in range(codes.size):
-        value = lo + v[i] * step
-        value = min(max(value, -limit), limit)
-        value = value if i32(codes[i] & top - 1) >= one else zero
+        value = min(max(v[i], -limit), limit)
+        v[i] = value if i32(codes[i]) >= one else zero
+
+
+@jit
+def dequantize_sizes(codes, lo, step, top, limit, v):
+    """Values of a group from magnitudes; `top` is the bit of the sign."""
+    zero = as_float(0, lo)
+    for i in range(codes.size):
+        size = i32(codes[i] & top - 1)
+        value = lo + as_float(size - 1, lo) * step
+        value = min(max(value, -limit), limit) if size else zero
         v[i] = -value if codes[i] & top else value
+
+
+@jit
+def gather_codes(data, g, length, stride, packed):
+    """The code bytes of a group, which lie `stride` apart; returns where the first one is."""
+    byte = g // stride * length * stride + g % stride
+    for j in range(length):
+        packed[j] = data[byte + j * stride]
+    return byte
 
 
 @jit
@@ -736,16 +752,16 @@ def dequantize_task(task, size, out, data, bits, group, stride, signs, seed_low,
     """Decodes the groups of a task into out."""
     codes, v = np.empty(group, u8), np.full(group, widen(los[0]))
     length = group * bits // 8
-    hashes = np.empty(0 if signs else length, u32)
+    hashes, packed = np.empty(0 if signs else length, u32), np.empty(length, u8)
     for g in range(task * size // group, min((task + 1) * size // group, los.size)):
-        unpack(data[g * length : (g + 1) * length], bits, length, 0, length, codes)
+        byte = gather_codes(data, g, length, stride, packed)
+        unpack(packed, bits, length, 0, length, codes)
         lo, step = widen(los[g]), widen(steps[g])
-        signed = lo < 0
-        affine = signed and not signs
-        find_hashes(hashes, g * length, seed_low, seed_high)
-        top = i32(1 << bits - 1 if signed and not affine else 256)
-        one = i32(0 if affine else 1)
-        dequantize_group(codes, bits, lo if affine else abs(lo), step, one, top, hashes, limit, v)
+        if signs:
+            dequantize_sizes(codes, abs(lo), step, i32(1 << bits - 1 if lo < 0 else 256), limit, v)
+        else:
+            find_hashes(hashes, byte, stride, seed_low, seed_high)
+            dequantize_values(codes, bits, lo, step, i32(0 if lo < 0 else 1), hashes, limit, v)
         first = g // stride * group
         to = out[first * stride + g % stride : (first + group) * stride : stride]
         if step == step:
@@ -760,8 +776,10 @@ def dequantize_mask_task(task, size, out, data, bits, group, stride, signs, los,
     """Whether the values of a task's groups are not zero, as their codes tell; without `signs` signed groups cannot."""
     codes = np.empty(group, u8)
     length = group * bits // 8
+    packed = np.empty(length, u8)
     for g in range(task * size // group, min((task + 1) * size // group, los.size)):
-        unpack(data[g * length : (g + 1) * length], bits, length, 0, length, codes)
+        gather_codes(data, g, length, stride, packed)
+        unpack(packed, bits, length, 0, length, codes)
         step, signed = widen(steps[g]), widen(los[g]) < 0
         unknown = step != step or (signed and not signs)
         top = u8((1 << bits - 1) - 1 if signed else 255)

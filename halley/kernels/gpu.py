@@ -13,7 +13,14 @@ from halley.kernels import reference
 from halley.kernels.gpu_decode import decode_kernel, decode_maps_kernel
 from halley.kernels.gpu_dual import dp_decode_kernel, dp_encode_kernel, dp_mask_kernel
 from halley.kernels.gpu_encode import encode_kernel, range_kernel
-from halley.kernels.gpu_rate import bits_decode_kernel, bits_encode_kernel, gq_decode_kernel, gq_encode_kernel
+from halley.kernels.gpu_rate import (
+    bits_decode_kernel,
+    bits_encode_kernel,
+    gq_decode_channels_kernel,
+    gq_decode_kernel,
+    gq_encode_channels_kernel,
+    gq_encode_kernel,
+)
 from halley.kernels.reference import GROUP, SMALLEST_BOUND, dp_sizes, dp_tiles, gq_groups, gq_sizes, meta_size
 
 TYPES = {
@@ -22,10 +29,13 @@ TYPES = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
+LARGEST = {dtype: torch.finfo(dtype).max for dtype in TYPES}
 RANGE_SIZE = 16384  # values that a program of the range kernel reads
 MAP_PROGRAMS = 132 * 8  # programs of a bitmap encoding: each has a scratch of one tile
 BITS_SIZE = 4096  # bytes that a program of the bits kernels packs
 GQ_VALUES = 4096  # values that a program of the group quantisation takes, with four warps
+GQ_CHANNELS = 64  # channels that such a program takes in channels_last memory
+GQ_WARPS = 4  # warps of an encoding program there
 DP_COLUMNS = 512  # columns of tiles that a program of the dual precision sums at a time, with four warps
 DP_BYTES = 1024  # bytes of codes or mask bits that such a program packs at a time
 TILE = {2: 1, 4: 2, 8: 2}  # itemsize -> groups that a program encodes, one warp each: what was fastest on an H200
@@ -34,7 +44,13 @@ _compiled: dict[tuple, Any] = {}
 
 
 def _launch(
-    function: Any, programs: int, tensors: tuple, numbers: tuple, constants: tuple, warps: int, registers: int = 0
+    function: Any,
+    programs: int | tuple[int, int],
+    tensors: tuple,
+    numbers: tuple,
+    constants: tuple,
+    warps: int,
+    registers: int = 0,
 ) -> None:
     """Runs a kernel over (tensors, numbers, constants). The compiled kernel is kept: Triton's own lookup is slow."""
     device = tensors[0].device
@@ -43,15 +59,16 @@ def _launch(
             _launch(function, programs, tensors, numbers, constants, warps, registers)
         return
     # What Triton specialises on: 16-byte alignment of pointers, and divisibility of the sizes or their being 1.
+    grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
     aligned = tuple([t.data_ptr() % 16 == 0 for t in tensors])
     sizes = tuple([1 if n == 1 else n % 16 == 0 for n in numbers[:2]])
     key = (function, device.index, constants, aligned, sizes, tuple([t.dtype for t in tensors]))
     kernel = _compiled.get(key)
     if kernel is not None:
-        kernel[(programs, 1, 1)](*tensors, *numbers, *constants)
+        kernel[grid](*tensors, *numbers, *constants)
         return
     options = {"num_warps": warps, "enable_fp_fusion": False} | ({"maxnreg": registers} if registers else {})
-    kernel = function[(programs,)](*tensors, *numbers, *constants, **options)
+    kernel = function[grid](*tensors, *numbers, *constants, **options)
     if kernel is not None:  # the interpreter compiles nothing
         _compiled[key] = kernel
 
@@ -143,11 +160,19 @@ def gq_encode(x: Tensor, bits: int, group: int, seed: int, stride: int = 1, sign
     if not _fits_kernel(bits, group) or numel % stride:
         return reference.gq_encode(x, bits, group, seed, stride, signs)
     data = torch.empty(gq_sizes(numel, bits, group, x.dtype, stride)[2], dtype=torch.uint8, device=x.device)
-    if numel:
-        groups, rows = gq_groups(numel, group, stride), GQ_VALUES // group
-        numbers = (numel, groups, stride, *_halves(seed))
-        constants = (TYPES[x.dtype], bits, group, rows, stride > 1, signs)
-        _launch(gq_encode_kernel, -(-groups // rows), (_typed(x), data), numbers, constants, 4)
+    if not numel:
+        return data
+    kind = TYPES[x.dtype]
+    if stride > 1:
+        pixels, channels = numel // stride, _channels(stride, GQ_CHANNELS)
+        constants = (kind, bits, group, signs, channels)
+        grid = (-(-stride // channels), -(-pixels // group))
+        numbers = (stride, pixels, *_halves(seed))
+        _launch(gq_encode_channels_kernel, grid, (_typed(x), data), numbers, constants, GQ_WARPS)
+    else:
+        groups, rows = gq_groups(numel, group, 1), GQ_VALUES // group
+        constants = (kind, bits, group, rows, signs, _lanes(x.dtype))
+        _launch(gq_encode_kernel, -(-groups // rows), (_typed(x), data), (numel, groups, *_halves(seed)), constants, 4)
     return data
 
 
@@ -166,12 +191,32 @@ def gq_decode(
     if not _fits_kernel(bits, group):
         return reference.gq_decode(data, numel, bits, group, dtype, mask, seed, stride, signs)
     out = torch.empty(numel, dtype=torch.bool if mask else dtype, device=data.device)
-    if numel:
-        groups, rows = gq_groups(numel, group, stride), GQ_VALUES // group
-        numbers = (numel, groups, stride, *_halves(seed), torch.finfo(dtype).max)
-        constants = (TYPES[dtype], bits, group, rows, stride > 1, signs, mask)
+    if not numel:
+        return out
+    kind, limit = TYPES[dtype], LARGEST[dtype]
+    if stride > 1:
+        pixels, channels = numel // stride, _channels(stride, GQ_CHANNELS)
+        piece = min(group * bits // 8, GQ_VALUES * bits // 8 // channels)
+        constants = (kind, bits, group, signs, channels, piece, mask)
+        grid = (-(-stride // channels), -(-pixels // group) * (group * bits // 8 // piece))
+        numbers = (stride, pixels, *_halves(seed), limit)
+        _launch(gq_decode_channels_kernel, grid, (data, _typed(out)), numbers, constants, 4)
+    else:
+        groups, rows = gq_groups(numel, group, 1), GQ_VALUES // group
+        constants = (kind, bits, group, rows, signs, _lanes(dtype), mask)
+        numbers = (numel, groups, *_halves(seed), limit)
         _launch(gq_decode_kernel, -(-groups // rows), (data, _typed(out)), numbers, constants, 4)
     return out
+
+
+def _lanes(dtype: torch.dtype) -> int:
+    """Neighbouring values that a thread takes at a time: 16 bytes."""
+    return 8 if dtype.itemsize == 2 else 4
+
+
+def _channels(stride: int, most: int) -> int:
+    """Channels that a program takes."""
+    return min(_power_of_two(stride), most)
 
 
 def _power_of_two(n: int) -> int:

@@ -66,7 +66,10 @@ def narrow(v, DTYPE: tl.constexpr):
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         return tl.where(v == v, rounded, 0x7FC0).to(tl.int16)
     else:
-        return v.to(tl.bfloat16).to(tl.int16, bitcast=True)
+        # Two at a time: left to itself the compiler converts one by one.
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [v], dtype=tl.int16, is_pure=True, pack=2
+        )
 
 
 @triton.jit
@@ -108,7 +111,6 @@ def power(e, like):
 def random32(index, seed_low, seed_high):
     """The hash of docs/design.md for each uint32 index, before it is turned and shifted."""
     h = (index ^ seed_low.to(tl.uint32)) * (seed_high.to(tl.uint32) | 1)
-    h = (h ^ (h >> 16)) * 0x7FEB352D
     h = (h ^ (h >> 15)) * 0x846CA68B
     return h ^ (h >> 16)
 

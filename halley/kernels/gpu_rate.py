@@ -5,49 +5,30 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halley.kernels.gpu_common import divide, highest, lowest, nan_max, nan_min, narrow, random32, turned, widen
+from halley.kernels.gpu_common import INTERPRETED, divide, nan_max, nan_min, narrow, random32, turned, widen
 
 
 @triton.jit
-def byte_index(ROWS: tl.constexpr, LENGTH: tl.constexpr):
-    """Where each byte of a tile's codes stands: [word 8, group, further words, lane 4].
+def byte_index(ROWS: tl.constexpr, LENGTH: tl.constexpr, LANES: tl.constexpr):
+    """Where each byte of a tile's codes stands: [word, group, further words, lane], 32 bytes a row of words.
 
-    In this order of dimensions Triton gives eight threads to a group, and each thread all the slices of its bytes.
+    In this order of dimensions Triton gives as many threads to a group as there are words, and each thread all the
+    slices of its bytes, in accesses of 16 bytes.
     """
-    w = tl.arange(0, 8)[:, None, None, None]
+    w = tl.arange(0, 32 // LANES)[:, None, None, None]
     g = tl.arange(0, ROWS)[None, :, None, None]
     u = tl.arange(0, LENGTH // 32)[None, None, :, None]
-    return g * LENGTH + u * 32 + w * 4 + tl.arange(0, 4)[None, None, None, :]
+    return g * LENGTH + u * 32 + w * LANES + tl.arange(0, LANES)[None, None, None, :]
 
 
 @triton.jit
-def value_index(ROWS: tl.constexpr, LENGTH: tl.constexpr, T: tl.constexpr):
-    """Where each value of a tile stands: [word 8, group, further words, slice, lane 4]; the T slices share bytes."""
-    w = tl.arange(0, 8)[:, None, None, None, None]
+def value_index(ROWS: tl.constexpr, LENGTH: tl.constexpr, T: tl.constexpr, LANES: tl.constexpr):
+    """Where each value of a tile stands: [word, group, further words, slice, lane]; the T slices share bytes."""
+    w = tl.arange(0, 32 // LANES)[:, None, None, None, None]
     g = tl.arange(0, ROWS)[None, :, None, None, None]
     u = tl.arange(0, LENGTH // 32)[None, None, :, None, None]
     t = tl.arange(0, T)[None, None, None, :, None]
-    return g * (LENGTH * T) + t * LENGTH + u * 32 + w * 4 + tl.arange(0, 4)[None, None, None, None, :]
-
-
-@triton.jit
-def value_place(g0, groups, positions, stride, ROWS: tl.constexpr, LENGTH: tl.constexpr, T: tl.constexpr):
-    """Where the values of a tile's groups lie in memory when they are `stride` apart, and which of them there are."""
-    g = g0 + tl.arange(0, ROWS).to(tl.int64)
-    block = g // stride
-    within = value_index(1, LENGTH, T)
-    place = of_group(block * (LENGTH * T * stride) + (g - block * stride)) + within * stride
-    return place, (of_group(block * (LENGTH * T)) + within < positions) & of_group(g < groups)
-
-
-@triton.jit
-def slice_shift(T: tl.constexpr, BITS: tl.constexpr):
-    return (tl.arange(0, T) * BITS).to(tl.uint32)[None, None, None, :, None]
-
-
-@triton.jit
-def group_highest(v):
-    return highest(highest(highest(highest(v, 4), 3), 2), 0)
+    return g * (LENGTH * T) + t * LENGTH + u * 32 + w * LANES + tl.arange(0, LANES)[None, None, None, None, :]
 
 
 @triton.jit
@@ -56,30 +37,24 @@ def of_group(v):
 
 
 @triton.jit
-def group_lowest(v):
-    return lowest(lowest(lowest(lowest(v, 4), 3), 2), 0)
+def bits_of(v):
+    """A float's bits as an unsigned integer."""
+    return v.to(tl.uint64, bitcast=True) if v.dtype == tl.float64 else v.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def least_positive(v):
-    """The smallest value above zero in each group, or zero: in unsigned bits minus one, zero is the largest."""
-    if v.dtype == tl.float64:
-        bits = v.to(tl.uint64, bitcast=True) - 1
-    else:
-        bits = v.to(tl.uint32, bitcast=True) - 1
-    bits = tl.min(tl.min(tl.min(tl.min(bits, 4), 3), 2), 0) + 1
-    # Plus 0.0: where -0.0 is all there is, the result is +0.0.
-    return bits.to(v.dtype, bitcast=True) + 0.0
+def signed_bits(bits):
+    return bits.to(tl.int64, bitcast=True) if bits.dtype == tl.uint64 else bits.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def step_up(step, spread):
-    """The step as it is stored: bf16 rounded up (fp64 as it is), normal where there is a spread at all."""
+    """The step as it is stored: bf16 rounded up (fp64 as it is), not too small where there is a spread at all."""
     if step.dtype == tl.float64:
-        step = tl.maximum(step, 2.0**-1022)
+        step = tl.maximum(step, 2.0**-990)
     else:
         step = ((step.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
-        step = tl.maximum(step, 2.0**-126)
+        step = tl.maximum(step, 2.0**-100)
     return tl.where(spread > 0, step, 0.0)
 
 
@@ -97,63 +72,113 @@ def lo_down(lo, signed, SIGNS: tl.constexpr):
 
 
 @triton.jit
-def steps_of(v, BITS: tl.constexpr, SIGNS: tl.constexpr):
-    """For each group: lo, step, number of steps, and whether it has negative values."""
-    top, bottom = group_highest(v), group_lowest(v)
-    signed = bottom < 0
-    lo, hi = least_positive(tl.abs(v) if SIGNS else v), tl.maximum(top, -bottom)
-    if not SIGNS:
-        lo, hi = tl.where(signed, bottom, lo), tl.where(signed, top, hi)
-    lo = lo_down(lo, signed, SIGNS)
-    steps = tl.where(signed, 2.0 ** (BITS - 1) - 2 if SIGNS else 2.0**BITS - 1, 2.0**BITS - 2).to(v.dtype)
-    step = step_up(divide(hi, steps) - divide(lo, steps), hi - lo)
-    finite = nan_max(top, -bottom) < float("inf")
-    return tl.where(finite, lo, 0.0), tl.where(finite, step, float("nan")), steps, signed
+def steps_of(largest, highest, least, DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr):
+    """For each group: lo, step, 2^24 / step, number of steps, and whether it has negative values.
 
-
-@triton.jit(do_not_specialize=["groups", "stride", "seed_low", "seed_high"])
-def gq_encode_kernel(
-    x, data, numel: tl.int64, groups: tl.int64, stride: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
-    DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, STRIDED: tl.constexpr,
-    SIGNS: tl.constexpr,
-):  # fmt: skip
-    T: tl.constexpr = 8 // BITS
-    LENGTH: tl.constexpr = GROUP // T
+    From its values' bits: `largest` as unsigned integers (negative values are the larger ones, by magnitude), `highest`
+    as signed ones, and `least` of bits minus one, unsigned, in which zero is the largest. With SIGNS the last two are
+    those of magnitudes.
+    """
     WORK: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
-    g0 = tl.program_id(0).to(tl.int64) * ROWS
-    if STRIDED:
-        place, there = value_place(g0, groups, numel // stride, stride, ROWS, LENGTH, T)
-        v = widen(tl.load(x + place, mask=there, other=0), DTYPE)
+    bottom, top = largest.to(WORK, bitcast=True), highest.to(WORK, bitcast=True)
+    # Plus 0.0: where -0.0 is all there is, the result is +0.0.
+    small = (least + 1).to(WORK, bitcast=True) + 0.0
+    signed = bottom < 0
+    lo, hi = small, top + 0.0
+    if not SIGNS:
+        # Where everything is negative, the smallest magnitude is the highest value.
+        lo, hi = tl.where(signed, bottom, small), tl.where(signed & (highest < 0), small, hi)
+    lo = lo_down(lo, signed, SIGNS)
+    steps = tl.where(signed, 2.0 ** (BITS - 1) - 2 if SIGNS else 2.0**BITS - 1, 2.0**BITS - 2).to(WORK)
+    share = tl.where(
+        signed,
+        tl.full(signed.shape, 1 / (2.0 ** (BITS - 1) - 2) if SIGNS else 1 / (2.0**BITS - 1), WORK),
+        tl.full(signed.shape, 1 / (2.0**BITS - 2), WORK),
+    )
+    step = step_up(hi * share - lo * share, hi - lo)
+    finite = (tl.abs(bottom) < float("inf")) & (tl.abs(top) < float("inf"))
+    lo, step = tl.where(finite, lo, 0.0), tl.where(finite, step, float("nan"))
+    inverse = tl.where(step > 0, divide(tl.full(step.shape, 16777216.0, WORK), step), 0.0)
+    return lo, step, inverse, steps * 16777216.0, signed
+
+
+@triton.jit
+def fixed_point(t):
+    """A float as an unsigned integer, zero below zero."""
+    if INTERPRETED or t.dtype == tl.float64:
+        return tl.maximum(t, 0.0).to(tl.uint32)
     else:
-        first = g0 * GROUP
-        left = tl.minimum(numel - first, ROWS * GROUP).to(tl.int32)
-        i = value_index(ROWS, LENGTH, T)
-        v = widen(tl.load(x + first + i, mask=i < left, other=0), DTYPE)
-    lo, step, steps, signed = steps_of(v, BITS, SIGNS)
-    inverse = tl.where(step > 0, divide(tl.full(step.shape, 1.0, step.dtype), step), 0.0)
+        # The instruction itself goes to zero there.
+        return tl.inline_asm_elementwise("cvt.rzi.u32.f32 $0, $1;", "=r,r", [t], dtype=tl.uint32, is_pure=True, pack=1)
+
+
+@triton.jit
+def below_code(code, h, t, BITS: tl.constexpr):
+    """code * 2^24 plus the upper 24 bits of h turned right by 4 BITS t: bytes that stand elsewhere."""
+    if INTERPRETED:
+        return (code << 24) | (turned(h, (t * (BITS * 4)).to(tl.uint32)) >> 8)
+    else:
+        first = t * (BITS // 2)
+        choice = 0x4000 | (((first + 3) & 3) << 8) | (((first + 2) & 3) << 4) | ((first + 1) & 3)
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [h, code, choice], dtype=tl.uint32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def codes_of(v, hash, lo, inverse, steps, signed, BITS: tl.constexpr, SIGNS: tl.constexpr):
+    """The code of each value; what belongs to its group has been spread over it, and `hash` is its random number."""
     from_lo = tl.abs(v) if SIGNS else v
     # Below lo are zeros, which are replaced further down, and values beyond bf16's largest.
-    t = tl.minimum(tl.maximum((from_lo - of_group(lo)) * of_group(inverse), 0.0), of_group(steps))
+    fixed = fixed_point(tl.minimum((from_lo - lo) * inverse, steps))
     # q + (hash < fraction * 2^24) in fixed point, the whole part above bit 24.
-    fixed = (t * 16777216.0).to(tl.uint32)
-    # The values of a byte share one hash.
-    word = (g0 * LENGTH).to(tl.uint32) + byte_index(ROWS, LENGTH).to(tl.uint32)
-    hash = turned(random32(word, seed_low, seed_high)[:, :, :, None, :], slice_shift(T, BITS * 4))
-    extra = tl.full(signed.shape, 1 << 24, tl.int32) if SIGNS else tl.where(signed, 0, 1 << 24)
-    code = (fixed + ((hash ^ 0xFFFFFFFF) >> 8) + of_group(extra).to(tl.uint32)) >> 24
+    extra = 1 << 24 if SIGNS else tl.where(signed, 0, 1 << 24).to(tl.uint32)
+    code = (fixed + hash + extra) >> 24
     if SIGNS:
-        code = tl.where(v != 0, code | ((v < 0).to(tl.uint32) << (BITS - 1)), 0)
-        lo = tl.where(signed, -lo, lo)
+        return tl.where(v != 0, code | ((v < 0).to(tl.uint32) << (BITS - 1)), 0)
     else:
-        code = tl.where((v != 0) | of_group(signed), code, 0)
-    byte = tl.sum(code << slice_shift(T, BITS), 3)
-    here = g0 + tl.arange(0, ROWS) < groups
-    tl.store(data + g0 * LENGTH + byte_index(ROWS, LENGTH), byte.to(tl.uint8), mask=here[None, :, None, None])
-    g = g0 + tl.arange(0, ROWS)
-    at_lo = data + groups * LENGTH
-    if DTYPE == tl.float64:
-        tl.store(at_lo.to(tl.pointer_type(WORK)) + g, lo, mask=here)
-        tl.store((at_lo + groups * 8).to(tl.pointer_type(WORK)) + g, step, mask=here)
+        return tl.where((v != 0) | signed, code, 0)
+
+
+@triton.jit
+def origin_of(lo, step):
+    """Where a group's values begin when what was added by chance is taken off again, and 2^-24 of its step."""
+    return lo - tl.where(lo < 0, 0.5, 1.5).to(lo.dtype) * step, step * 5.9604644775390625e-08
+
+
+@triton.jit
+def values_of(code, fixed, lo, step, origin, unit, top, DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr):
+    """The value of each code, as it is stored; `fixed` has the random number below the code."""
+    signed, known = lo < 0, step == step
+    if SIGNS:
+        size = code & tl.where(signed, (1 << (BITS - 1)) - 1, (1 << BITS) - 1).to(tl.uint32)
+        value = nan_min(tl.abs(lo) + (size.to(tl.int32) - 1).to(lo.dtype) * step, top)
+        value = tl.where((size == 0) & known, 0.0, value)
+        return narrow(tl.where(code != size, -value, value), DTYPE)
+    else:
+        value = nan_min(nan_max(origin + fixed.to(lo.dtype) * unit, -top), top)
+        return narrow(tl.where((code == 0) & (known & (signed == 0)), 0.0, value), DTYPE)
+
+
+@triton.jit
+def flags_of(code, lo, step, BITS: tl.constexpr, SIGNS: tl.constexpr):
+    """Whether each value is not zero, as far as its code tells."""
+    signed, known = lo < 0, step == step
+    if SIGNS:
+        size = code & tl.where(signed, (1 << (BITS - 1)) - 1, (1 << BITS) - 1).to(tl.uint32)
+        return ((size != 0) | (known == 0)).to(tl.uint8)
+    else:
+        return ((code != 0) | (known == 0) | signed).to(tl.uint8)
+
+
+@triton.jit
+def store_scales(at_lo, g, here, groups, lo, step, signed, SIGNS: tl.constexpr):
+    """lo and step of the groups `g`, as they are kept."""
+    if SIGNS:
+        lo = tl.where(signed, -lo, lo)
+    if lo.dtype == tl.float64:
+        tl.store(at_lo.to(tl.pointer_type(tl.float64)) + g, lo, mask=here)
+        tl.store((at_lo + groups * 8).to(tl.pointer_type(tl.float64)) + g, step, mask=here)
     else:
         lo_bits = (lo.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
         step_bits = (step.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
@@ -161,11 +186,68 @@ def gq_encode_kernel(
         tl.store((at_lo + groups * 2).to(tl.pointer_type(tl.int16)) + g, step_bits, mask=here)
 
 
-@triton.jit(do_not_specialize=["groups", "stride", "seed_low", "seed_high"])
+@triton.jit
+def load_scales(at_lo, g, here, groups, DTYPE: tl.constexpr):
+    if DTYPE == tl.float64:
+        lo = tl.load(at_lo.to(tl.pointer_type(tl.float64)) + g, mask=here, other=0.0)
+        step = tl.load((at_lo + groups * 8).to(tl.pointer_type(tl.float64)) + g, mask=here, other=0.0)
+    else:
+        lo = widen(tl.load(at_lo.to(tl.pointer_type(tl.int16)) + g, mask=here, other=0), tl.bfloat16)
+        step = widen(tl.load((at_lo + groups * 2).to(tl.pointer_type(tl.int16)) + g, mask=here, other=0), tl.bfloat16)
+    return lo, step
+
+
+@triton.jit
+def group_max(v):
+    return tl.max(tl.max(tl.max(tl.max(v, 4), 3), 2), 0)
+
+
+@triton.jit
+def group_min(v):
+    return tl.min(tl.min(tl.min(tl.min(v, 4), 3), 2), 0)
+
+
+@triton.jit(do_not_specialize=["groups", "seed_low", "seed_high"])
+def gq_encode_kernel(
+    x, data, numel: tl.int64, groups: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
+    DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIGNS: tl.constexpr,
+    LANES: tl.constexpr,
+):  # fmt: skip
+    T: tl.constexpr = 8 // BITS
+    LENGTH: tl.constexpr = GROUP // T
+    g0 = tl.program_id(0).to(tl.int64) * ROWS
+    first = g0 * GROUP
+    i = value_index(ROWS, LENGTH, T, LANES)
+    if first + ROWS * GROUP <= numel:
+        v = widen(tl.load(x + first + i), DTYPE)
+    else:
+        v = widen(tl.load(x + first + i, mask=i < (numel - first).to(tl.int32), other=0), DTYPE)
+    bits = bits_of(v)
+    size = bits_of(tl.abs(v)) if SIGNS else bits
+    lo, step, inverse, steps, signed = steps_of(
+        group_max(bits), group_max(signed_bits(size)), group_min(size - 1), DTYPE, BITS, SIGNS
+    )
+    # The values of a byte share one hash.
+    byte = byte_index(ROWS, LENGTH, LANES)
+    h = random32((g0 * LENGTH).to(tl.uint32) + byte.to(tl.uint32), seed_low, seed_high) ^ 0xFFFFFFFF
+    t = tl.arange(0, T)[None, None, None, :, None]
+    hash = below_code(tl.zeros_like(bits), h[:, :, :, None, :], t, BITS)
+    code = codes_of(v, hash, of_group(lo), of_group(inverse), of_group(steps), of_group(signed), BITS, SIGNS)
+    packed = tl.sum(code << (t * BITS).to(tl.uint32), 3).to(tl.uint8)
+    g = g0 + tl.arange(0, ROWS)
+    here = g < groups
+    if g0 + ROWS <= groups:
+        tl.store(data + g0 * LENGTH + byte, packed)
+    else:
+        tl.store(data + g0 * LENGTH + byte, packed, mask=here[None, :, None, None])
+    store_scales(data + groups * LENGTH, g, here, groups, lo, step, signed, SIGNS)
+
+
+@triton.jit(do_not_specialize=["groups", "seed_low", "seed_high"])
 def gq_decode_kernel(
-    data, out, numel: tl.int64, groups: tl.int64, stride: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
-    limit: tl.float64, DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    STRIDED: tl.constexpr, SIGNS: tl.constexpr, MASK: tl.constexpr,
+    data, out, numel: tl.int64, groups: tl.int64, seed_low: tl.int32, seed_high: tl.int32, limit: tl.float64,
+    DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIGNS: tl.constexpr,
+    LANES: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     T: tl.constexpr = 8 // BITS
     LENGTH: tl.constexpr = GROUP // T
@@ -173,43 +255,99 @@ def gq_decode_kernel(
     g0 = tl.program_id(0).to(tl.int64) * ROWS
     g = g0 + tl.arange(0, ROWS)
     here = g < groups
-    at_lo = data + groups * LENGTH
-    if DTYPE == tl.float64:
-        lo = tl.load(at_lo.to(tl.pointer_type(WORK)) + g, mask=here, other=0.0)
-        step = tl.load((at_lo + groups * 8).to(tl.pointer_type(WORK)) + g, mask=here, other=0.0)
-    else:
-        lo = widen(tl.load(at_lo.to(tl.pointer_type(tl.int16)) + g, mask=here, other=0), tl.bfloat16)
-        step = widen(tl.load((at_lo + groups * 2).to(tl.pointer_type(tl.int16)) + g, mask=here, other=0), tl.bfloat16)
-    at = data + g0 * LENGTH + byte_index(ROWS, LENGTH)
-    byte = tl.load(at, mask=here[None, :, None, None], other=0).to(tl.uint32)
-    code = ((byte[:, :, :, None, :] >> slice_shift(T, BITS)) & ((1 << BITS) - 1)).to(tl.int32)
-
-    signed, zeros = lo < 0, step == step
-    top = tl.full((), limit, tl.float64).to(WORK)
+    lo, step = load_scales(data + groups * LENGTH, g, here, groups, DTYPE)
+    origin, unit = origin_of(lo, step)
+    byte = byte_index(ROWS, LENGTH, LANES)
+    packed = tl.load(data + g0 * LENGTH + byte, mask=here[None, :, None, None], other=0).to(tl.uint32)
+    t = tl.arange(0, T)[None, None, None, :, None]
+    code = (packed[:, :, :, None, :] >> (t * BITS).to(tl.uint32)) & ((1 << BITS) - 1)
     if MASK:
-        size = code & of_group(tl.where(signed, (1 << (BITS - 1)) - 1, (1 << BITS) - 1)) if SIGNS else code
-        unknown = zeros == 0 if SIGNS else (zeros == 0) | signed
-        value = ((size != 0) | of_group(unknown)).to(tl.uint8)
-    elif not SIGNS:
-        # What was added by chance before rounding is known, and taken off again.
-        word = (g0 * LENGTH).to(tl.uint32) + byte_index(ROWS, LENGTH).to(tl.uint32)
-        hash = turned(random32(word, seed_low, seed_high)[:, :, :, None, :], slice_shift(T, BITS * 4))
-        q = (code - of_group(tl.where(signed, 0, 1))).to(WORK) + ((hash >> 8).to(WORK) * 5.9604644775390625e-08 - 0.5)
-        value = nan_min(nan_max(of_group(lo) + q * of_group(step), -top), top)
-        value = tl.where((code == 0) & of_group(zeros & (signed == 0)), 0.0, value)
-        value = narrow(value, DTYPE)
+        value = flags_of(code, of_group(lo), of_group(step), BITS, SIGNS)
     else:
-        size = code & of_group(tl.where(signed, (1 << (BITS - 1)) - 1, (1 << BITS) - 1))
-        value = nan_min(of_group(tl.abs(lo)) + (size - 1).to(WORK) * of_group(step), top)
-        value = tl.where((size == 0) & of_group(zeros), 0.0, value)
-        value = narrow(tl.where(code != size, -value, value), DTYPE)
-    if STRIDED:
-        place, there = value_place(g0, groups, numel // stride, stride, ROWS, LENGTH, T)
-        tl.store(out + place, value, mask=there)
+        h = random32((g0 * LENGTH).to(tl.uint32) + byte.to(tl.uint32), seed_low, seed_high)
+        fixed = below_code(code, h[:, :, :, None, :], t, BITS)
+        top = tl.full((), limit, tl.float64).to(WORK)
+        value = values_of(
+            code, fixed, of_group(lo), of_group(step), of_group(origin), of_group(unit), top, DTYPE, BITS, SIGNS
+        )
+    first = g0 * GROUP
+    i = value_index(ROWS, LENGTH, T, LANES)
+    if first + ROWS * GROUP <= numel:
+        tl.store(out + first + i, value)
     else:
-        first = g0 * GROUP
-        i = value_index(ROWS, LENGTH, T)
-        tl.store(out + first + i, value, mask=i < tl.minimum(numel - first, ROWS * GROUP).to(tl.int32))
+        tl.store(out + first + i, value, mask=i < (numel - first).to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["pixels", "seed_low", "seed_high"])
+def gq_encode_channels_kernel(
+    x, data, stride: tl.int64, pixels: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
+    DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SIGNS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Groups of one channel each where the `stride` channels of a pixel lie together: [byte, slice, channel]."""
+    T: tl.constexpr = 8 // BITS
+    LENGTH: tl.constexpr = GROUP // T
+    block, c = tl.program_id(1).to(tl.int64), tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    j, t = tl.arange(0, LENGTH)[:, None, None], tl.arange(0, T)[None, :, None]
+    there = c[None, None, :] < stride
+    first = x + block * GROUP * stride
+    i = (t * LENGTH + j) * stride + c[None, None, :]
+    if block * GROUP + GROUP <= pixels:
+        v = widen(tl.load(first + i, mask=there, other=0), DTYPE)
+    else:
+        v = widen(tl.load(first + i, mask=there & (block * GROUP + t * LENGTH + j < pixels), other=0), DTYPE)
+    bits = bits_of(v)
+    size = bits_of(tl.abs(v)) if SIGNS else bits
+    largest = tl.max(tl.max(bits, 1), 0)
+    highest = tl.max(tl.max(signed_bits(size), 1), 0)
+    least = tl.min(tl.min(size - 1, 1), 0)
+    lo, step, inverse, steps, signed = steps_of(largest, highest, least, DTYPE, BITS, SIGNS)
+    byte = (block * LENGTH + tl.arange(0, LENGTH)[:, None]) * stride + c[None, :]
+    h = random32(byte.to(tl.uint32), seed_low, seed_high) ^ 0xFFFFFFFF
+    hash = below_code(tl.zeros_like(bits), h[:, None, :], t, BITS)
+    code = codes_of(
+        v, hash, lo[None, None, :], inverse[None, None, :], steps[None, None, :], signed[None, None, :], BITS, SIGNS
+    )
+    packed = tl.sum(code << (t * BITS).to(tl.uint32), 1).to(tl.uint8)
+    tl.store(data + byte, packed, mask=c[None, :] < stride)
+    groups = tl.cdiv(pixels, GROUP) * stride
+    store_scales(data + groups * LENGTH, block * stride + c, c < stride, groups, lo, step, signed, SIGNS)
+
+
+@triton.jit(do_not_specialize=["pixels", "seed_low", "seed_high"])
+def gq_decode_channels_kernel(
+    data, out, stride: tl.int64, pixels: tl.int64, seed_low: tl.int32, seed_high: tl.int32, limit: tl.float64,
+    DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SIGNS: tl.constexpr, CHANNELS: tl.constexpr,
+    BYTES: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """BYTES of the code bytes of each group at a time, in the order of gq_encode_channels_kernel."""
+    T: tl.constexpr = 8 // BITS
+    LENGTH: tl.constexpr = GROUP // T
+    PARTS: tl.constexpr = LENGTH // BYTES
+    WORK: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
+    block, part = (tl.program_id(1) // PARTS).to(tl.int64), tl.program_id(1) % PARTS
+    c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    there = c < stride
+    groups = tl.cdiv(pixels, GROUP) * stride
+    lo, step = load_scales(data + groups * LENGTH, block * stride + c, there, groups, DTYPE)
+    origin, unit = origin_of(lo, step)
+    lo, step, origin, unit = lo[None, None, :], step[None, None, :], origin[None, None, :], unit[None, None, :]
+    j = part * BYTES + tl.arange(0, BYTES)
+    byte = (block * LENGTH + j[:, None]) * stride + c[None, :]
+    packed = tl.load(data + byte, mask=there[None, :], other=0).to(tl.uint32)
+    t = tl.arange(0, T)[None, :, None]
+    code = (packed[:, None, :] >> (t * BITS).to(tl.uint32)) & ((1 << BITS) - 1)
+    if MASK:
+        value = flags_of(code, lo, step, BITS, SIGNS)
+    else:
+        fixed = below_code(code, random32(byte.to(tl.uint32), seed_low, seed_high)[:, None, :], t, BITS)
+        top = tl.full((), limit, tl.float64).to(WORK)
+        value = values_of(code, fixed, lo, step, origin, unit, top, DTYPE, BITS, SIGNS)
+    first = out + block * GROUP * stride
+    i = (t * LENGTH + j[:, None, None]) * stride + c[None, None, :]
+    if block * GROUP + GROUP <= pixels:
+        tl.store(first + i, value, mask=there[None, None, :])
+    else:
+        tl.store(first + i, value, mask=there[None, None, :] & (block * GROUP + t * LENGTH + j[:, None, None] < pixels))
 
 
 @triton.jit

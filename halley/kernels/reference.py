@@ -43,10 +43,12 @@ def random24(index: Tensor, seed: int, run: int, length: int) -> Tensor:
 
     Within a run of values those at a distance of `length` share one hash, each turned by its own number of bits.
     """
-    turn = index % run // length * (32 * length // run)
-    index = index // run * length + index % length
-    h = ((index & MASK32) ^ (seed & MASK32)) * ((seed >> 32 & MASK32) | 1) & MASK32
-    h = (h ^ h >> 16) * 0x7FEB352D & MASK32
+    return hash24(index // run * length + index % length, index % run // length * (32 * length // run), seed)
+
+
+def hash24(word: Tensor, turn: Tensor, seed: int) -> Tensor:
+    """24 bits of the hash of each word, turned."""
+    h = ((word & MASK32) ^ (seed & MASK32)) * ((seed >> 32 & MASK32) | 1) & MASK32
     h = (h ^ h >> 15) * 0x846CA68B & MASK32
     h = h ^ h >> 16
     return (h >> turn | h << 32 - turn & MASK32) >> 8
@@ -349,12 +351,12 @@ def eb_decode(meta: Tensor, payload: Tensor, numel: int, dtype: torch.dtype, mas
 
 
 def step_up(step: Tensor, spread: Tensor, dtype: torch.dtype) -> Tensor:
-    """The step as it is stored: bf16 rounded up (fp64 as it is), normal where there is a spread at all."""
+    """The step as it is stored: bf16 rounded up (fp64 as it is), not too small where there is a spread at all."""
     if dtype != torch.float64:
         step = ((step.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
-        step = step.clamp(min=2.0**-126)
+        step = step.clamp(min=2.0**-100)
     else:
-        step = step.clamp(min=2.0**-1022)
+        step = step.clamp(min=2.0**-990)
     return torch.where(spread > 0, step, 0.0)
 
 
@@ -427,20 +429,27 @@ def gq_encode(x: Tensor, bits: int, group: int, seed: int, stride: int = 1, sign
     finite = torch.isfinite(v).all(1)
     lo = torch.where(finite, lo_down(lo, signed & ~affine), 0.0)
     n = torch.where(signed, 2.0 ** (bits - 1) - 2 if signs else 2.0**bits - 1, 2.0**bits - 2).to(work)
-    step = step_up(hi / n - lo / n, hi - lo, dtype)
+    step = step_up(hi * (1.0 / n) - lo * (1.0 / n), hi - lo, dtype)
     step = torch.where(finite, step, torch.nan)
     inverse = torch.where(step > 0, 1.0 / step, 0.0)
     t = (torch.where(affine[:, None], v, a) - lo[:, None]) * inverse[:, None]
     t = torch.minimum(t.clamp(min=0.0), n[:, None]).nan_to_num(0.0)
     q = t.floor()
-    index = torch.arange(v.numel(), device=x.device).view(v.shape)
-    q = (q + (random24(index, seed, group, group * bits // 8) < ((t - q) * 2.0**24).long())).long()
+    q = (q + (gq_random(blocks, group, bits, stride, seed, x.device) < ((t - q) * 2.0**24).long())).long()
     sign = (v < 0).long() << bits - 1
     code = torch.where(affine[:, None], q, torch.where(a > 0, (q + 1) | sign, 0))
     lo = torch.where(signed & ~affine, -lo, lo)
     kept = torch.float64 if dtype == torch.float64 else torch.bfloat16
-    parts = (pack_fields(code.to(torch.uint8), bits), lo.to(kept), step.to(kept))
-    return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
+    packed = pack_fields(code.to(torch.uint8), bits).view(blocks, stride, -1).transpose(1, 2)
+    return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in (packed, lo.to(kept), step.to(kept))])
+
+
+def gq_random(blocks: int, group: int, bits: int, stride: int, seed: int, device: torch.device) -> Tensor:
+    """24 random bits for every value, in rows of groups: the hash of the byte its code is in, turned by its slice."""
+    length = group * bits // 8
+    byte = torch.arange(blocks * length * stride, device=device).view(blocks, length, stride)
+    word = byte.transpose(1, 2).reshape(-1, length).repeat(1, 8 // bits)
+    return hash24(word, torch.arange(group, device=device) // length * (4 * bits), seed)
 
 
 def gq_decode(
@@ -459,19 +468,21 @@ def gq_decode(
         return torch.zeros(0, dtype=torch.bool if mask else dtype, device=data.device)
     work = compute_dtype(dtype)
     at_lo, at_step, end = gq_sizes(numel, bits, group, dtype, stride)
-    groups = gq_groups(numel, group, stride)
-    code = unpack_fields(data[:at_lo].view(groups, -1), bits, group).long()
+    blocks = gq_groups(numel, group, stride) // stride
+    rows = data[:at_lo].view(blocks, -1, stride).transpose(1, 2).reshape(blocks * stride, -1)
+    code = unpack_fields(rows, bits, group).long()
     kept = torch.float64 if dtype == torch.float64 else torch.bfloat16
     lo, step = (part.clone().view(kept).to(work) for part in (data[at_lo:at_step], data[at_step:end]))
     signed = lo < 0
     affine = (torch.zeros_like(signed) if signs else signed)[:, None]
     magnitude = torch.where((signed[:, None] & ~affine), code & (1 << bits - 1) - 1, code)
-    q = torch.where(affine, code, magnitude - 1).to(work)
-    if not signs:
+    if signs:
+        value = lo.abs()[:, None] + (magnitude - 1).to(work) * step[:, None]
+    else:
         # What was added by chance before rounding is known, and taken off again.
-        index = torch.arange(code.numel(), device=data.device).view(code.shape)
-        q = q + (random24(index, seed, group, group * bits // 8).to(work) * 2.0**-24 - 0.5)
-    value = torch.where(affine, lo[:, None], lo.abs()[:, None]) + q * step[:, None]
+        base = lo - torch.where(signed, 0.5, 1.5).to(work) * step
+        fixed = (code << 24) + gq_random(blocks, group, bits, stride, seed, data.device)
+        value = base[:, None] + fixed.to(work) * (step * 2.0**-24)[:, None]
     limit = torch.finfo(dtype).max
     value = value.clamp(-limit, limit)
     value = torch.where(~affine & (magnitude == 0), 0.0, value)

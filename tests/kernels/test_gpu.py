@@ -222,9 +222,12 @@ for dtype, name in ((tl.float32, "*fp32"), (tl.bfloat16, "*i16")):
     build(gpu_encode.encode_kernel, pointers, encode)
     build(gpu_decode.decode_kernel, pointers, common | {"MASK": False})
     build(gpu_decode.decode_maps_kernel, pointers, common | {"MASK": True, "TILES": 4})
-    rate = {"DTYPE": dtype, "BITS": 2, "GROUP": 256, "ROWS": 16, "STRIDED": bitmap, "SIGNS": False}
-    build(gpu_rate.gq_encode_kernel, pointers, rate)
-    build(gpu_rate.gq_decode_kernel, pointers, rate | {"MASK": False})
+    rate = {"DTYPE": dtype, "BITS": 2, "GROUP": 128, "SIGNS": False}
+    rows, channels = rate | {"ROWS": 8, "LANES": 8 if bitmap else 4}, rate | {"CHANNELS": 16}
+    build(gpu_rate.gq_encode_kernel, pointers, rows)
+    build(gpu_rate.gq_decode_kernel, pointers, rows | {"MASK": False})
+    build(gpu_rate.gq_encode_channels_kernel, pointers, channels)
+    build(gpu_rate.gq_decode_channels_kernel, pointers, channels | {"BYTES": 8, "MASK": False})
 """
 
 
