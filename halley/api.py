@@ -10,8 +10,10 @@ from typing import Any, TextIO
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from halley import fused
 from halley.capture import Capture, Layer, Policy, may_push
 from halley.codecs.late import settle_all
 from halley.policies import Comet
@@ -19,6 +21,17 @@ from halley.report import Report, StepLog, peak_bytes, rows_of
 
 DEFAULT = Comet()
 _handles: weakref.WeakKeyDictionary[nn.Module, Handle] = weakref.WeakKeyDictionary()
+
+
+ORDER = (
+    "halley: this model was attached and then compiled. Compile it first, then attach: "
+    "handle = halley.attach(torch.compile(model), ...)"
+)
+
+
+def inside_compile() -> bool:
+    """Whether torch.compile is tracing this call, or has given up tracing it and runs it piece by piece."""
+    return torch.compiler.is_compiling() or callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
 
 
 def inert(*args: Any) -> None:
@@ -33,6 +46,10 @@ class _Hook:
         self.layer = layer
 
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
+        if inside_compile():
+            if module.training and torch.is_grad_enabled():
+                raise RuntimeError(ORDER)
+            return
         self.function(self.layer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
@@ -126,6 +143,9 @@ class Handle:
             raise ValueError(f"this state has version {state['version']}; this release reads version 1")
         self.policy.load_state_dict(state["policy"])
         self._capture.step = int(state["step"])
+        for hook in self._hooks:
+            if isinstance(hook, Around):
+                hook.compiled.stale = True
 
 
 def attach(
@@ -150,12 +170,9 @@ def attach(
     check_optimizer(optimizer)
     if filter is not None and not callable(filter):
         raise TypeError(f"filter must be a function (module, name) -> bool, got {type(filter).__name__}")
-    if "_orig_mod" in model._modules or getattr(model, "_compiled_call_impl", None) is not None:
-        raise NotImplementedError(
-            "compiled models cannot be attached yet: attach the model itself, without torch.compile"
-        )
     if next(model.parameters(), None) is None:
         raise ValueError(f"{type(model).__name__} has no parameters, so there is no training to compress")
+    compiled = compiled_part(model)
     for module in model.modules():
         if module in _handles:
             name = type(module).__name__
@@ -168,24 +185,113 @@ def attach(
 
     capture = Capture(at_work(policy, model, optimizer), model)
     handle = Handle(capture, model, optimizer)
+    if compiled is not None:
+        handle._hooks.append(Around(compiled, capture, filter))
+    else:
+        layers = layers_of(model, filter)
+        handle._hooks += [*hook_layers(layers, capture), *fused.install(layers, capture)]
+    _handles[model] = handle
+    return handle
+
+
+def layers_of(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None) -> list[Layer]:
+    """All modules of a model, by name."""
     layers: dict[str, Layer] = {}
     for full_name, module in model.named_modules():
         name = clean(full_name)
         parent = layers.get(full_name.rpartition(".")[0]) if full_name else None
-        layer = Layer(name, module, parent, filter is None or bool(filter(module, name)))
-        layers[full_name] = layer
+        layers[full_name] = Layer(name, module, parent, filter is None or bool(filter(module, name)))
+    return list(layers.values())
+
+
+def hook_layers(layers: list[Layer], capture: Capture) -> list[Any]:
+    """Tells the capture whenever one of these layers is called."""
+    hooks: list[Any] = []
+    for layer in layers:
+        module = layer.owner()
+        assert module is not None
         drop_inert(module)
-        handle._hooks.append(module.register_forward_pre_hook(_Hook(capture.enter, layer)))
-        handle._hooks.append(module.register_forward_hook(_Leave(capture.leave, layer), always_call=True))
-    _handles[model] = handle
-    return handle
+        hooks.append(module.register_forward_pre_hook(_Hook(capture.enter, layer)))
+        hooks.append(module.register_forward_hook(_Leave(capture.leave, layer), always_call=True))
+    return hooks
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether calls of a model go to what torch.compile made: `torch.compile(model)` or `model.compile()`."""
+    return "_orig_mod" in model._modules or model._compiled_call_impl is not None
+
+
+def compiled_part(model: nn.Module) -> nn.Module | None:
+    """The model itself if it is compiled, or what a DDP wraps; None if nothing is."""
+    if is_compiled(model):
+        return model
+    if isinstance(model, DistributedDataParallel) and is_compiled(model.module):
+        return model.module
+    for name, module in model.named_modules():
+        if is_compiled(module):
+            raise NotImplementedError(
+                f"{name} of this {type(model).__name__} is compiled and the rest is not: compile the whole model, or "
+                "attach the compiled part"
+            )
+    return None
+
+
+class Around:
+    """Puts itself between a compiled model and what torch.compile made of it, until it is removed."""
+
+    def __init__(
+        self, model: nn.Module, capture: Capture, filter: Callable[[nn.Module, str], bool] | None = None
+    ) -> None:
+        # Imported late: it brings the compiler in.
+        from halley.compiled import Compiled
+
+        self.model = weakref.ref(model)
+        self.capture = capture
+        wrapped = "_orig_mod" in model._modules
+        self.name = "forward" if wrapped else "_compiled_call_impl"
+        self.call = model.__dict__[self.name]
+        module = model._modules["_orig_mod"] if wrapped else model
+        assert module is not None
+        self.module = weakref.ref(module)
+        self.layers = layers_of(module, filter)
+        skip = {layer.name for layer in self.layers if not layer.compress}
+        self.compiled = Compiled(capture, module, self.call, self.eager, skip)
+        model.__dict__[self.name] = self.compiled
+        drop_inert(module)
+        self.watch = module.register_forward_pre_hook(_Watch(self.compiled.watch, self.layers[0]))
+
+    def eager(self, *args: Any, **kwargs: Any) -> Any:
+        """One forward pass without the compiled graphs, captured as in eager mode."""
+        module = self.module()
+        assert module is not None
+        hooks = hook_layers(self.layers, self.capture)
+        try:
+            return module._call_impl(*args, **kwargs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def remove(self) -> None:
+        self.watch.remove()
+        model = self.model()
+        if model is not None and model.__dict__.get(self.name) is self.compiled:
+            model.__dict__[self.name] = self.call
 
 
 class _Leave(_Hook):
     """The hook behind a module's forward; it runs after an exception too."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        self.function(self.layer, output)
+        if not inside_compile():
+            self.function(self.layer, output)
+
+
+class _Watch(_Hook):
+    """Sees calls that a compiler around the attached model makes, past what stands around the model itself."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
+        if torch.compiler.is_compiling():
+            self.function(module)
 
 
 def drop_inert(module: nn.Module) -> None:

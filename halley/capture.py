@@ -26,7 +26,7 @@ from halley.codecs.base import mix
 from halley.codecs.late import settle_all
 from halley.collection import Collection
 from halley.follow import Follower
-from halley.packed import flatten
+from halley.packed import check_version, flatten
 from halley.report import StepLog
 from halley.sites import Site, need_of, needs_weight_gradient, operation_name, signature
 
@@ -34,6 +34,9 @@ SMALL = 16384
 """Tensors of fewer bytes than this pass through as they are."""
 
 ACCUMULATE = 0xFFFFFFFFFFFFFFFF
+
+Kept = tuple[Tensor, int]
+"""A tensor that is kept as it is, and its version when it was saved."""
 
 
 class Policy(Protocol):
@@ -92,6 +95,7 @@ class Forward(threading.local):
         self.pending: set[Saved] = set()
         self.visited: set[int] = {ACCUMULATE}
         self.records: list[Record] = []
+        self.small = 0
         self.weights: set[int] | None = None
         self.collection: Collection | None = None
         self.nodes: list[Any] = []
@@ -162,6 +166,10 @@ class Capture:
         if forward.collection is not None:
             ends = [tensor.grad_fn for tensor in tensors_in(output)]
             forward.collection.walk(ends if any(ends) else forward.nodes, saved_by)
+        if forward.small:
+            record = Record(KEPT)
+            record.saved_bytes = record.packed_bytes = forward.small
+            forward.records.append(record)
         self.last = forward.records
         forward.clear()
         settle_all(wait=False)
@@ -200,47 +208,47 @@ class Capture:
 
     # -- packing -------------------------------------------------------------------------------------------------------
 
-    def pack(self, t: Tensor) -> Saved:
+    def pack(self, t: Tensor) -> Saved | Kept:
         """Autograd saves `t`."""
         forward = self.forward
-        saved = Saved(self)
         if not forward.frames:
             # Somebody kept our hooks on beyond the forward pass: what is saved now is none of ours.
-            return self._pass(saved, t)
+            return t.detach(), t._version
         frame = forward.frames[-1]
         index = frame.index
         frame.index = index + 1
         if forward.collection is not None:
             forward.nodes.append(t.grad_fn)
-        if (
-            t.numel() * t.element_size() < SMALL
-            or isinstance(t, nn.Parameter)
-            or not frame.layer.compress
-            or unusual(t)
-        ):
-            return self._pass(saved, t)
+        if isinstance(t, nn.Parameter):
+            return t.detach(), t._version
+        size = t.numel() * t.element_size()
+        if size < SMALL:
+            if not isinstance(t._base, nn.Parameter):
+                forward.small += size
+            return t.detach(), t._version
+        if not frame.layer.compress or unusual(t):
+            return self._pass(t)
         frame.sizes[index] = tuple(t.shape)
         known = frame.sites[index] if index < len(frame.sites) else None
+        saved = Saved(self)
         if known is not None and known.stable and known.signature == signature(t) and not thawed(known, frame.layer):
             saved.site = known
             if forward.pending:
                 self._read_graph(t.grad_fn)
-            self._save(saved, t, known)
-            return saved
+            return self._save(saved, t, known)
         if forward.pending:
             self._read_graph(t.grad_fn)
         self._hold(saved, t, frame, index)
         return saved
 
-    def _pass(self, saved: Saved, t: Tensor) -> Saved:
-        saved.tensor = t.detach()
-        saved.version = t._version
-        if not (isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter)):
-            record = Record(saved.site or KEPT)
+    def _pass(self, t: Tensor) -> Kept:
+        """Keeps `t` itself."""
+        if not isinstance(t._base, nn.Parameter):
+            record = Record(KEPT)
             record.saved_bytes = record.packed_bytes = self._count(t)
             if record.saved_bytes:
                 self.forward.records.append(record)
-        return saved
+        return t.detach(), t._version
 
     def _count(self, t: Tensor) -> int:
         """Bytes of t's storage if this forward pass has not counted it yet, else zero."""
@@ -254,8 +262,7 @@ class Capture:
 
     def _cell(self, saved: Saved, t: Tensor) -> tuple[Cell, Tensor]:
         """The cell of the memory that `t` covers, new or shared, and that memory as a flat run."""
-        with torch.no_grad():
-            flat, layout = flatten(t.detach())
+        flat, layout = flatten(t.detach())
         storage = t.untyped_storage()
         run = (layout.size, layout.stride) if layout.copied else flat.numel()
         key = (storage._cdata, t.storage_offset(), run, t.dtype, t._version)
@@ -268,10 +275,12 @@ class Capture:
             if cell is not None:
                 saved.cell = cell
                 return cell, flat
-        assert saved.site is not None
-        record = Record(saved.site)
+        site = saved.site
+        assert site is not None
+        record = Record(site)
+        record.saved_bytes = self._count(t)
         self.forward.records.append(record)
-        saved.cell = cell = Cell(mix(self.forward.step, saved.site.number, self.rank), record)
+        saved.cell = cell = Cell(mix(self.forward.step, site.number, self.rank), record)
         cells[key] = (StorageWeakRef(storage), weakref.ref(cell))
         return cell, flat
 
@@ -281,36 +290,33 @@ class Capture:
         saved.site = Site(frame.layer.name, index, signature(t), place=place, number=zlib.crc32(place.encode()))
         saved.pending = Unknown(frame, index, t.grad_fn)
         cell, flat = self._cell(saved, t)
-        cell.record.saved_bytes += self._count(t)
         cell.waiting += 1
         cell.hold(flat)
         self.forward.pending.add(saved)
 
-    def _save(self, saved: Saved, t: Tensor, site: Site) -> None:
+    def _save(self, saved: Saved, t: Tensor, site: Site) -> Saved | Kept:
         """Packs `t` for a reader whose need is known."""
         if site.need == "weight":
-            self._pass(saved, t)
-            return
+            return self._pass(t)
         if site.need == "shape":
             saved.dtype, saved.device = t.dtype, t.device
-            saved.layout = flatten(t)[1]
+            saved.layout = flatten(t.detach())[1]
             self._note_shape(site, t)
-            return
+            return saved
         codec = self._want(site, t.dtype, self.forward.frames[-1])
         if codec is None:
-            self._pass(saved, t)
-            return
+            return self._pass(t)
         cell, flat = self._cell(saved, t)
-        cell.record.saved_bytes += self._count(t)
         if cell.record.site is not site:
             cell.record.site.readers.add(site)
         elif site.readers:
             more = (self._want(reader, t.dtype, None) for reader in site.readers)
             cell.wanted += [other for other in more if other is not None]
         cell.wanted.append(codec)
-        if cell.waiting:
-            return
-        self._encode(cell, flat, saved)
+        cell.readers += site.need != "mask"
+        if not cell.waiting:
+            self._encode(cell, flat, saved)
+        return saved
 
     def _note_shape(self, site: Site, t: Tensor) -> None:
         """A reader that needs only the shape costs nothing, but plain autograd would have held the memory."""
@@ -324,9 +330,9 @@ class Capture:
         """The codec that a site's need asks for; None where there is none for the dtype."""
         codec: Codec
         if site.need == "mask":
-            codec = Mask()
+            codec = MASK
         elif site.need == "sign":
-            codec = Sign()
+            codec = SIGN
         elif site.need == "exact":
             codec = Lossless(high=site.high)
             if site.window is not None and frame is not None and site.pair in frame.sizes:
@@ -342,8 +348,7 @@ class Capture:
         codec = strictest(cell.wanted)
         if cell.packed is None or not satisfies(cell.packed.codec, codec):
             assert saved.layout is not None
-            with torch.no_grad():
-                cell.packed = codec.encode_flat(flat, saved.layout, cell.key, cell.record.site.hint)
+            cell.packed = codec.encode_flat(flat, saved.layout, cell.key, cell.record.site.hint)
             cell.decoded = None
             cell.record.codec = codec
             cell.record.packed_bytes = LATE if getattr(cell.packed, "late", None) else cell.packed.nbytes
@@ -433,6 +438,7 @@ class Capture:
                 cell.record.packed_bytes = cell.record.saved_bytes
         else:
             cell.wanted.append(codec)
+            cell.readers += site.need != "mask"
             if cell.record.site is not site:
                 cell.record.site.readers.add(site)
         if cell.waiting == 0 and not changed:
@@ -470,10 +476,15 @@ class Capture:
 
 
 KEPT = Site("", -1, (), operation="(small or kept)", slot="")
+MASK, SIGN = Mask(), Sign()
 
 
-def unpack(saved: Saved) -> Tensor:
+def unpack(saved: Saved | Kept) -> Tensor:
     """Autograd reads what it saved."""
+    if type(saved) is tuple:
+        check_version(*saved)
+        return saved[0]
+    assert isinstance(saved, Saved)
     site = saved.site
     if site is not None and saved.tensor is None:
         node = torch._C._current_autograd_node()

@@ -18,7 +18,7 @@ def strictest(codecs: list[Codec]) -> Codec:
     """A codec that satisfies all who asked; bit-exact if there is no other."""
     found = codecs[0]
     for codec in codecs[1:]:
-        if satisfies(found, codec):
+        if codec is found or satisfies(found, codec):
             continue
         found = codec if satisfies(codec, found) else found.join(codec) or codec.join(found) or ErrorBounded(0)
     return found
@@ -26,7 +26,7 @@ def strictest(codecs: list[Codec]) -> Codec:
 
 def satisfies(codec: Codec, other: Codec) -> bool:
     """Whether what `codec` restores serves a reader that asks for `other`."""
-    if codec == other or codec.exact:
+    if codec is other or codec == other or codec.exact:
         return True
     # Only ReLU's result is read as a mask, and it is not negative.
     return (isinstance(other, Mask) and codec.keeps_zeros) or codec.covers(other)
@@ -51,7 +51,19 @@ class Record:
 class Cell:
     """One piece of saved memory, shared by all who saved it. Packed once, again if a stricter reader comes."""
 
-    __slots__ = ("__weakref__", "decoded", "held", "key", "lock", "packed", "record", "version", "waiting", "wanted")
+    __slots__ = (
+        "__weakref__",
+        "decoded",
+        "held",
+        "key",
+        "lock",
+        "packed",
+        "readers",
+        "record",
+        "version",
+        "waiting",
+        "wanted",
+    )
 
     def __init__(self, key: int, record: Record) -> None:
         self.key = key
@@ -61,6 +73,8 @@ class Cell:
         self.version = 0
         self.waiting = 0
         self.wanted: list[Codec] = []
+        self.readers = 0
+        """How many have saved this memory for its values, not for a mask."""
         self.decoded: tuple[StorageWeakRef, int] | None = None
         self.lock = threading.Lock()
 
@@ -74,18 +88,19 @@ class Cell:
         if self.held is not None:
             check_version(self.held, self.version)
             return self.held
-        assert self.packed is not None
+        packed = self.packed
+        assert packed is not None
+        if mask or isinstance(packed.codec, Mask):
+            return packed.decode_flat(mask=True)
+        if self.readers < 2:
+            return packed.decode_flat()
         with self.lock:
-            if mask or isinstance(self.packed.codec, Mask):
-                return self.packed.decode_flat(mask=True)
             if self.decoded is not None:
                 reference, numel = self.decoded
                 storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
                 if storage is not None:
-                    return torch.empty(0, dtype=self.packed.dtype, device=storage.device).set_(
-                        storage, 0, (numel,), (1,)
-                    )
-            flat = self.packed.decode_flat()
+                    return torch.empty(0, dtype=packed.dtype, device=storage.device).set_(storage, 0, (numel,), (1,))
+            flat = packed.decode_flat()
             self.decoded = (StorageWeakRef(flat.untyped_storage()), flat.numel())
             return flat
 
@@ -103,7 +118,7 @@ class Unknown:
 
 
 class Saved:
-    """One saving: the tensor itself (passed through), a cell with the layout it was saved in, or only a layout."""
+    """One saving: a cell with the layout it was saved in, only a layout, or the tensor itself after all."""
 
     __slots__ = ("__weakref__", "capture", "cell", "device", "dtype", "layout", "pending", "site", "tensor", "version")
 

@@ -1,18 +1,49 @@
-"""The command line: `halley demo`, `halley bench codec`, `halley study gradients`."""
+"""The command line: `halley demo`, `halley bench speed`, `halley study gradients`."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import inspect
+import re
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import UnionType
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from halley import __version__
 from halley.bench import UsageError
 
 DESCRIPTION = """Halley keeps what PyTorch's autograd saves compressed, under an error bound that holds for every value.
 Start with `halley demo`. Each command explains its options: `halley bench codec --help`."""
-NEEDS = ("tyro", "rich", "matplotlib", "safetensors", "mlxtend")
+FOLDERS = {
+    "bench": "Measurements, beside the alternatives in the same run.",
+    "study": "What compression does to gradients and to training.",
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A function that is a command: its options are its parameters."""
+
+    module: str
+    function: str
+    needs: tuple[str, ...] = ()
+    """Packages without which it cannot run."""
+
+    def load(self) -> Callable[..., None]:
+        return getattr(importlib.import_module(self.module), self.function)
+
+
+COMMANDS = {
+    ("demo",): Command("halley.demo", "demo", ("rich", "mlxtend")),
+    ("bench", "codec"): Command("halley.bench.codec", "codec", ("rich", "matplotlib", "safetensors")),
+    ("bench", "memory"): Command("halley.bench.memory", "memory"),
+    ("bench", "speed"): Command("halley.bench.speed", "speed"),
+    ("bench", "max-batch"): Command("halley.bench.maxbatch", "max_batch"),
+    ("study", "gradients"): Command("halley.study.gradients", "gradients", ("rich", "matplotlib", "mlxtend")),
+}
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -21,17 +52,24 @@ def main(args: Sequence[str] | None = None) -> None:
     if arguments in (["--version"], ["-V"]):
         print(f"halley {__version__}")
         return
-    for package in NEEDS:
-        try:
-            importlib.import_module(package)
-        except ModuleNotFoundError as error:
-            fail(f"halley's command line needs {error.name}: pip install 'halley[cli]'")
+    command = next((command for words, command in COMMANDS.items() if words == tuple(arguments[: len(words)])), None)
+    for package in command.needs if command is not None else ():
+        if not importable(package):
+            fail(f"this command needs {package}: pip install 'halley[cli]'")
     try:
         dispatch(arguments)
     except (UsageError, OSError) as error:
         fail(str(error))
     except KeyboardInterrupt:
         fail("interrupted", code=130)
+
+
+def importable(package: str) -> bool:
+    try:
+        importlib.import_module(package)
+    except ModuleNotFoundError:
+        return False
+    return True
 
 
 def fail(message: str, code: int = 2) -> NoReturn:
@@ -41,19 +79,61 @@ def fail(message: str, code: int = 2) -> NoReturn:
 
 
 def dispatch(arguments: Sequence[str]) -> None:
-    """Parses the arguments and runs the command."""
+    """Parses the arguments and runs the command; with argparse where tyro is not installed."""
+    if not importable("tyro"):
+        options = vars(plain_parser().parse_args(arguments or ["--help"]))
+        options.pop("run")(**options)
+        return
     from tyro.extras import SubcommandApp
 
-    from halley.bench.codec import codec
-    from halley.demo import demo
-    from halley.study.gradients import gradients
-
-    bench = SubcommandApp()
-    bench.command(codec)
-    study = SubcommandApp()
-    study.command(gradients)
     app = SubcommandApp()
-    app.command(demo)
-    app.command(bench, name="bench", help="Measurements, beside the alternatives in the same run.")
-    app.command(study, name="study", help="What compression does to gradients and to training.")
+    folders = {name: SubcommandApp() for name in FOLDERS}
+    for words, command in COMMANDS.items():
+        (folders[words[0]] if len(words) > 1 else app).command(name=words[-1])(command.load())
+    for name, folder in folders.items():
+        app.command(folder, name=name, help=FOLDERS[name])
     app.cli(prog="halley", description=DESCRIPTION, args=arguments or ["--help"])
+
+
+def plain_parser() -> argparse.ArgumentParser:
+    """The same commands for argparse."""
+    parser = argparse.ArgumentParser("halley", description=DESCRIPTION)
+    top = parser.add_subparsers(required=True)
+    folders = {name: top.add_parser(name, help=text).add_subparsers(required=True) for name, text in FOLDERS.items()}
+    for words, command in COMMANDS.items():
+        function = command.load()
+        about = (inspect.getdoc(function) or "").partition("Args:")[0]
+        place = folders[words[0]] if len(words) > 1 else top
+        mine = place.add_parser(words[-1], help=about.splitlines()[0], description=about)
+        mine.set_defaults(run=function)
+        add_options(mine, function)
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser, function: Callable[..., None]) -> None:
+    """An option for each parameter, explained as in the docstring."""
+    explained = argument_lines(inspect.getdoc(function) or "")
+    kinds = get_type_hints(function)
+    for name, parameter in inspect.signature(function).parameters.items():
+        flag = "--" + name.replace("_", "-")
+        text = explained.get(name, "").replace("%", "%%")
+        parser.add_argument(flag, dest=name, default=parameter.default, help=text, **argparse_kind(kinds[name]))
+
+
+def argument_lines(doc: str) -> dict[str, str]:
+    """What a docstring says about each argument."""
+    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", doc.partition("Args:\n")[2], re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in found}
+
+
+def argparse_kind(kind: Any) -> dict[str, Any]:
+    """What argparse is to do with a value of a type: X, X | None, tuple[X, ...], bool or a Literal."""
+    if isinstance(kind, UnionType) or type(None) in get_args(kind):
+        (kind,) = [each for each in get_args(kind) if each is not type(None)]
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if get_origin(kind) is tuple:
+        return {"nargs": "+", **argparse_kind(get_args(kind)[0])}
+    if get_origin(kind) is Literal:
+        return {"choices": get_args(kind)}
+    return {"type": kind}

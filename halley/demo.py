@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halley.bench import UsageError
+from halley.bench.process import ALLOCATOR, difference, forget_peak, memory
 
-# Read by glibc when a process starts: allocations from 64 KiB on get memory of their own, which goes back when freed.
-ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 RUNS = ("plain", "compressed")
 MEMORY_STEPS = 6
 TURN = 8
@@ -189,29 +188,6 @@ def network() -> nn.Sequential:
         nn.Flatten(),
         nn.Linear(64 * 7 * 7, 10),
     )
-
-
-def memory(field: str) -> int | None:
-    """Bytes of memory of this process: VmRSS (now) or VmHWM (the peak so far); None where the system does not tell."""
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(field):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
-
-
-def forget_peak() -> None:
-    """Makes VmHWM start again from the memory in use now, where the system allows it."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        pass
-
-
-def difference(later: int | None, earlier: int | None) -> int | None:
-    return None if later is None or earlier is None else later - earlier
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor) -> int | None:

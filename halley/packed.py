@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -51,15 +52,23 @@ def _overlaps(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 def flatten(x: Tensor) -> tuple[Tensor, Layout]:
     """The memory of `x` as one flat run without copying where that is possible, and the layout that undoes it."""
-    size, stride = tuple(x.shape), x.stride()
-    if x.is_contiguous():
-        return x.view(-1), Layout(size, stride)
+    layout, length = _layout_of(tuple(x.shape), x.stride())
+    if layout.copied:
+        return x.contiguous().view(-1), layout
+    return x.as_strided((length,), (1,)), layout
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout_of(size: tuple[int, ...], stride: tuple[int, ...]) -> tuple[Layout, int]:
+    """The layout of a tensor of that size and stride, and the length of the run that it covers, if it covers one."""
+    if 0 in size:
+        return Layout(size, stride), 0
     length = _run_length(size, stride)
     if length is None:
         if not _overlaps(size, stride):
-            return x.contiguous().view(-1), Layout(size, stride, copied=True)
+            return Layout(size, stride, copied=True), 0
         length = 1 + sum((sz - 1) * st for sz, st in zip(size, stride, strict=True))
-    return x.as_strided((length,), (1,)), Layout(size, stride)
+    return Layout(size, stride), length
 
 
 class Packed:

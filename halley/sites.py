@@ -51,8 +51,18 @@ VIEWS = {
 
 def operation_name(node: Any) -> str:
     """`ConvolutionBackward0` -> `Convolution`."""
-    name = node.name().rpartition("::")[2]
-    return name.rstrip("0123456789").removesuffix("Backward") or name
+    kind = type(node)
+    known = _operations.get(kind)
+    if known is None:
+        name = node.name().rpartition("::")[2]
+        known = name.rstrip("0123456789").removesuffix("Backward") or name
+        # Operations of C++ extensions and of older releases share one type: only a type of its own tells the name.
+        if kind.__name__ == name:
+            _operations[kind] = known
+    return known
+
+
+_operations: dict[type, str] = {}
 
 
 @dataclass(eq=False, slots=True)
@@ -91,7 +101,8 @@ class Site:
 
 def signature(t: Tensor) -> tuple[Any, ...]:
     """What stays the same when the same site saves again, whatever the batch size."""
-    return (t.dtype, t.dim(), t.requires_grad, type(t.grad_fn))
+    node = t.grad_fn
+    return (t.dtype, t.dim(), t.requires_grad, None if node is None else operation_name(node))
 
 
 def comes_from_leaves(grad_fn: Any, parameters: bool, limit: int = 64) -> bool:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import halley
-from halley.cli import main
+from halley.cli import main, plain_parser
 
 
 def failure(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -33,7 +33,8 @@ def test_version_is_that_of_the_package(capsys):
     [
         ([], ["demo", "bench"]),
         (["--help"], ["demo", "bench"]),
-        (["bench", "--help"], ["codec"]),
+        (["bench", "--help"], ["codec", "memory", "speed", "max-batch"]),
+        (["bench", "speed", "--help"], ["--models", "--methods", "--memory", "--compile"]),
         (["bench", "codec", "--help"], ["--data", "--bound", "--device", "--out"]),
         (["demo", "--help"], ["--epochs", "--out"]),
     ],
@@ -117,6 +118,54 @@ def test_the_demo_names_a_senseless_number(option, value, capsys):
 
 
 def test_a_missing_extra_is_named_with_the_way_to_install_it(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "tyro", None)
+    monkeypatch.setitem(sys.modules, "mlxtend", None)
     line = failure(capsys, "demo")
-    assert "tyro" in line and "pip install 'halley[cli]'" in line
+    assert "mlxtend" in line and "pip install 'halley[cli]'" in line
+
+
+@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--models", "resnet5"], ["resnet5", "did you mean resnet50"]),
+        (["--methods", "plane"], ["plane", "did you mean plain"]),
+        (["--batch", "8", "0"], ["--batch", "0"]),
+        (["--image", "100", "--models", "vit_b_16"], ["--image", "100"]),
+        (["--memory", "16 gallons"], ["--memory", "16 gallons", "16GiB"]),
+    ],
+)
+def test_bench_names_what_makes_no_sense_with_and_without_tyro(options, words, installed, monkeypatch, capsys):
+    if not installed:
+        for package in ("tyro", "rich"):
+            monkeypatch.setitem(sys.modules, package, None)
+    line = failure(capsys, "bench", "speed", *options)
+    assert all(word in line for word in words)
+
+
+def test_bench_names_a_folder_that_cannot_be_made(tmp_path: Path, capsys):
+    (tmp_path / "file").write_text("")
+    assert "file" in failure(capsys, "bench", "memory", "--out", str(tmp_path / "file" / "folder"))
+
+
+def test_bench_names_a_missing_torchvision(monkeypatch, capsys):
+    monkeypatch.setattr("halley.bench.models.importlib.util.find_spec", lambda name: None)
+    line = failure(capsys, "bench", "max-batch", "--models", "resnet18")
+    assert "torchvision" in line and "pip install" in line
+
+
+def test_without_tyro_options_have_the_same_types(monkeypatch):
+    options = ["--models", "gpt2", "vgg16", "--batch", "4", "8", "--compile", "--image", "32", "--out", "here"]
+    found = plain_parser().parse_args(["bench", "speed", *options])
+    assert (found.models, found.batch, found.compile, found.image) == (["gpt2", "vgg16"], [4, 8], True, 32)
+    assert (found.memory, found.out, list(found.precision)) == (None, Path("here"), ["fp32"])
+    assert found.run.__name__ == "speed"
+    assert plain_parser().parse_args(["demo", "--epochs", "2"]).epochs == 2
+
+
+def test_without_tyro_help_explains_the_options(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "max-batch", "--help"])
+    assert end.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--memory" in shown and "The cap, such as 16GiB" in shown

@@ -47,7 +47,8 @@ def provenance() -> dict[str, str | int | float]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **{name: version(name) for name in ("numba", "triton", "pysz", "zfpy")},
+        "cuda": torch.version.cuda or "",
+        **{name: version(name) for name in ("numba", "triton", "torchvision", "transformers", "pysz", "zfpy")},
     }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halley import kernels
 from halley.packed import Layout, Packed, flatten
 
 MASK64 = (1 << 64) - 1
@@ -22,6 +23,13 @@ def mix(*words: int) -> int:
         h = (h ^ h >> 27) * 0x94D049BB133111EB & MASK64
         h ^= h >> 31
     return h - (1 << 64) if h >> 63 else h
+
+
+def operations(flat: Tensor) -> Any:
+    """Where the kernels for a tensor are: past the dispatcher, which costs more than a launch, where it is plain."""
+    if type(flat) is Tensor and not torch.compiler.is_dynamo_compiling():
+        return kernels.of(flat.device.type)
+    return torch.ops.halley
 
 
 def as_written(thing: Any) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from halley.codecs.base import Codec, Hint, mix
+from halley.codecs.base import Codec, Hint, mix, operations
 from halley.codecs.lossless import Mask
 from halley.kernels import FLOATS, dp_sizes
 from halley.packed import Layout, Packed, _run_length
@@ -29,7 +29,7 @@ class DualPrecisionPacked(Packed):
 
     def decode_flat(self, mask: bool = False) -> Tensor:
         c, data, numel = self.codec, self.parts[0], self.numel
-        flat = torch.ops.halley.dp_decode(data, numel, *self.plane, c.block, c.bits, c.mask, self.dtype, mask)
+        flat = operations(data).dp_decode(data, numel, *self.plane, c.block, c.bits, c.mask, self.dtype, mask)
         if self.order is None:
             return flat
         size, stride = self.order
@@ -46,9 +46,9 @@ class PlanelessPacked(Packed):
 
     def decode_flat(self, mask: bool = False) -> Tensor:
         if mask and self.codec.mask:
-            return torch.ops.halley.bits_decode(self.parts[1], 1, self.numel).view(torch.bool)
+            return operations(self.parts[1]).bits_decode(self.parts[1], 1, self.numel).view(torch.bool)
         data, bits = self.parts[0], self.codec.bits
-        return torch.ops.halley.gq_decode(data, self.numel, bits, GROUP, self.dtype, mask, self.seed)
+        return operations(data).gq_decode(data, self.numel, bits, GROUP, self.dtype, mask, self.seed)
 
 
 @dataclass(frozen=True, repr=False)
@@ -105,14 +105,14 @@ class DualPrecision(Codec):
         settings = (*plane, self.block, self.bits, self.mask)
         values = math.prod(plane)
         if values < SMALLEST_PLANE or dp_sizes(numel, *settings, dtype)[4] > numel * dtype.itemsize:
-            parts = [torch.ops.halley.gq_encode(flat, self.bits, GROUP, seed)]
+            parts = [operations(flat).gq_encode(flat, self.bits, GROUP, seed)]
             if self.mask:
-                parts.append(torch.ops.halley.bits_encode(flat != 0, 1))
+                parts.append(operations(flat).bits_encode(flat != 0, 1))
             kept = PlanelessPacked(self, layout, dtype, numel, tuple(parts))
             kept.seed = seed
             return kept
         planes = flat.view(size) if layout.copied else flat.as_strided(size, layout.stride)
-        data = torch.ops.halley.dp_encode(planes.contiguous().view(-1), *settings, seed)
+        data = operations(flat).dp_encode(planes.contiguous().view(-1), *settings, seed)
         packed = DualPrecisionPacked(self, layout, dtype, numel, (data,))
         packed.plane = plane
         packed.order = None if planes.is_contiguous() else (size, layout.stride)

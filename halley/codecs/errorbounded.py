@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from halley.codecs.base import Codec, Hint, mix
+from halley.codecs.base import Codec, Hint, mix, operations
 from halley.codecs.late import LatePacked
 from halley.kernels import FLOATS
 from halley.packed import Layout, Packed
@@ -24,7 +24,7 @@ class ErrorBoundedPacked(LatePacked):
     def decode_flat(self, mask: bool = False) -> Tensor:
         self.settle()
         meta, payload = self.parts
-        return torch.ops.halley.eb_decode(meta, payload, self.numel, self.dtype, mask, self.bitmap)
+        return operations(meta).eb_decode(meta, payload, self.numel, self.dtype, mask, self.bitmap)
 
 
 @dataclass(frozen=True, repr=False)
@@ -99,7 +99,7 @@ class ErrorBounded(Codec):
         stochastic = self.rounding == "stochastic"
 
         def encode(capacity: int) -> tuple[Tensor, Tensor]:
-            return torch.ops.halley.eb_encode(flat, bound, rel, stochastic, seed, bitmap, capacity)
+            return operations(flat).eb_encode(flat, bound, rel, stochastic, seed, bitmap, capacity)
 
         packed = ErrorBoundedPacked(self, layout, flat.dtype, flat.numel())
         packed.bitmap = bitmap

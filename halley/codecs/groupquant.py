@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from halley.codecs.base import Codec, Hint, mix
+from halley.codecs.base import Codec, Hint, mix, operations
 from halley.kernels import FLOATS
 from halley.packed import Layout, Packed
 
@@ -23,7 +23,7 @@ class GroupQuantPacked(Packed):
     def decode_flat(self, mask: bool = False) -> Tensor:
         bits, group = self.codec.bits, self.codec.group
         data, numel, dtype = self.parts[0], self.numel, self.dtype
-        return torch.ops.halley.gq_decode(
+        return operations(data).gq_decode(
             data, numel, bits, group, dtype, mask, self.seed, self.stride, self.codec.signs
         )
 
@@ -89,7 +89,7 @@ class GroupQuant(Codec):
 
     def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
         seed, stride = mix(self.seed, key), channel_stride(layout, flat.numel(), self.group)
-        data = torch.ops.halley.gq_encode(flat, self.bits, self.group, seed, stride, self.signs)
+        data = operations(flat).gq_encode(flat, self.bits, self.group, seed, stride, self.signs)
         packed = GroupQuantPacked(self, layout, flat.dtype, flat.numel(), (data,))
         packed.seed, packed.stride = seed, stride
         return packed

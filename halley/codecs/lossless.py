@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halley.codecs.base import Codec, Hint
+from halley.codecs.base import Codec, Hint, operations
 from halley.codecs.errorbounded import ErrorBounded
 from halley.kernels import FLOATS
 from halley.packed import Layout, Packed
 
+BYTES = (torch.bool, torch.uint8)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -26,7 +27,7 @@ class BitsPacked(Packed):
     def decode_flat(self, mask: bool = False) -> Tensor:
         data = self.parts[0]
         if self.bits < 8:
-            data = torch.ops.halley.bits_decode(data, self.bits, self.numel)
+            data = operations(data).bits_decode(data, self.bits, self.numel)
         if self.dtype in FLOATS:
             return data.bool() if mask else data.to(self.dtype) * self.parts[1]
         if self.dtype == torch.bool:
@@ -41,7 +42,7 @@ class SignPacked(BitsPacked):
     __slots__ = ()
 
     def decode_flat(self, mask: bool = False) -> Tensor:
-        positive = torch.ops.halley.bits_decode(self.parts[0], 1, self.numel)
+        positive = operations(self.parts[0]).bits_decode(self.parts[0], 1, self.numel)
         return positive.bool() if mask else positive.to(self.dtype).mul_(2).sub_(1)
 
 
@@ -80,7 +81,7 @@ def pack_bits(
 ) -> Packed:
     """Packs non-negative values below 2^bits; `dtype` and `low` say what they come back as."""
     if bits < 8:
-        data = torch.ops.halley.bits_encode(flat.to(torch.uint8), bits)
+        data = operations(flat).bits_encode(flat if flat.dtype in BYTES else flat.to(torch.uint8), bits)
     else:
         data = flat.to({8: torch.uint8, 16: torch.int16, 32: torch.int32}[bits])
     packed = kind(codec, layout, dtype, flat.numel(), (data,) if scale is None else (data, scale))

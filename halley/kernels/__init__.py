@@ -6,6 +6,7 @@ and `reference` (plain torch) everywhere else. The format is explained in docs/d
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -19,7 +20,7 @@ from torch import Tensor
 from halley.kernels import reference
 from halley.kernels.reference import FLOATS, dp_sizes, gq_sizes, meta_size
 
-__all__ = ["FLOATS", "SCHEMAS", "dp_sizes", "gq_sizes", "implementation", "meta_size"]
+__all__ = ["FLOATS", "SCHEMAS", "dp_sizes", "gq_sizes", "implementation", "meta_size", "of"]
 
 SCHEMAS = {
     "eb_encode": "(Tensor x, float bound, float rel, bool stochastic, int seed, bool bitmap, int capacity)"
@@ -42,6 +43,12 @@ def implementation(device: str) -> ModuleType:
     if os.environ.get("HALLEY_KERNELS") == "reference" or importlib.util.find_spec(needs) is None:
         return reference
     return importlib.import_module(f"halley.kernels.{name}")
+
+
+@functools.cache
+def of(device: str) -> ModuleType:
+    """The same, looked up once: what codecs call, past the dispatcher, which costs more than a launch."""
+    return implementation(device)
 
 
 def _eb_encode_fake(
@@ -81,7 +88,7 @@ class _Late:
         self.function = self.first
 
     def first(self, *args):
-        self.function = getattr(implementation(self.device), self.name)
+        self.function = getattr(of(self.device), self.name)
         return self.function(*args)
 
     def __call__(self, *args):

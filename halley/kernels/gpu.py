@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from halley.kernels.gpu_rate import (
     gq_decode_kernel,
     gq_encode_channels_kernel,
     gq_encode_kernel,
+    gq_gate_channels_kernel,
+    gq_gate_kernel,
 )
 from halley.kernels.reference import GROUP, SMALLEST_BOUND, dp_sizes, dp_tiles, gq_groups, gq_sizes, meta_size
 
@@ -40,37 +43,62 @@ DP_COLUMNS = 512  # columns of tiles that a program of the dual precision sums a
 DP_BYTES = 1024  # bytes of codes or mask bits that such a program packs at a time
 TILE = {2: 1, 4: 2, 8: 2}  # itemsize -> groups that a program encodes, one warp each: what was fastest on an H200
 
-_compiled: dict[tuple, Any] = {}
+_compiled: dict[tuple, Callable[..., None]] = {}
 
 
 def _launch(
     function: Any,
     programs: int | tuple[int, int],
-    tensors: tuple,
+    tensors: tuple[Tensor, ...],
     numbers: tuple,
     constants: tuple,
     warps: int,
     registers: int = 0,
+    special: int = 2,
 ) -> None:
-    """Runs a kernel over (tensors, numbers, constants). The compiled kernel is kept: Triton's own lookup is slow."""
-    device = tensors[0].device
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
+    """Runs a kernel over (tensors, numbers, constants). The compiled kernel is kept: Triton's own lookup is slow.
+
+    `special`: how many of the first numbers Triton may specialise on; the others are marked in the kernel.
+    """
+    device = tensors[0].get_device()
+    if device >= 0 and device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
-            _launch(function, programs, tensors, numbers, constants, warps, registers)
+            _launch(function, programs, tensors, numbers, constants, warps, registers, special)
         return
-    # What Triton specialises on: 16-byte alignment of pointers, and divisibility of the sizes or their being 1.
-    grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
-    aligned = tuple([t.data_ptr() % 16 == 0 for t in tensors])
-    sizes = tuple([1 if n == 1 else n % 16 == 0 for n in numbers[:2]])
-    key = (function, device.index, constants, aligned, sizes, tuple([t.dtype for t in tensors]))
-    kernel = _compiled.get(key)
-    if kernel is not None:
-        kernel[grid](*tensors, *numbers, *constants)
+    across, down = (programs, 1) if isinstance(programs, int) else programs
+    # What Triton specialises on: 16-byte alignment of pointers, and divisibility of sizes or their being 1.
+    pointers = [t.data_ptr() for t in tensors]
+    kinds = tuple([(p & 15 == 0, t.dtype) for p, t in zip(pointers, tensors, strict=True)])
+    sizes = tuple([1 if n == 1 else n % 16 == 0 for n in numbers[:special]])
+    key = (function, device, constants, kinds, sizes)
+    run = _compiled.get(key)
+    if run is not None:
+        run(across, down, torch._C._cuda_getCurrentRawStream(device), *pointers, *numbers, *constants)
         return
     options = {"num_warps": warps, "enable_fp_fusion": False} | ({"maxnreg": registers} if registers else {})
-    kernel = function[grid](*tensors, *numbers, *constants, **options)
+    arguments = (*[_typed(t) for t in tensors], *numbers, *constants)
+    kernel = function[(across, down, 1)](*arguments, **options)
     if kernel is not None:  # the interpreter compiles nothing
-        _compiled[key] = kernel
+        _compiled[key] = _runner(kernel)
+
+
+def _runner(kernel: Any) -> Callable[..., None]:
+    """Calls a compiled kernel with addresses, past what Triton does for tensors and hooks."""
+    run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
+
+    def launch(across: int, down: int, stream: int, *arguments: Any) -> None:
+        run(across, down, 1, stream, function, metadata, None, None, None, *arguments)
+
+    if not all(hasattr(run, name) for name in ("launch", "launch_cooperative_grid", "launch_pdl")):
+        return launch
+    if getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1):
+        return launch
+    start, cooperative, pdl = run.launch, run.launch_cooperative_grid, run.launch_pdl
+
+    def direct(across: int, down: int, stream: int, *arguments: Any) -> None:
+        start(across, down, 1, stream, function, cooperative, pdl, None, None, metadata, None, None, None, *arguments)
+
+    return direct
 
 
 def _typed(x: Tensor) -> Tensor:
@@ -114,9 +142,9 @@ def eb_encode(
     payload = torch.empty(capacity, dtype=torch.uint8, device=device)
     if numel == 0:
         return meta, payload
-    kind, values = TYPES[dtype], _typed(x)
+    kind = TYPES[dtype]
     if relative:
-        _launch(range_kernel, -(-numel // RANGE_SIZE), (values, meta), (numel,), (kind, RANGE_SIZE), 8)
+        _launch(range_kernel, -(-numel // RANGE_SIZE), (x, meta), (numel,), (kind, RANGE_SIZE), 8, special=1)
     else:
         bound = _usable_bound(bound, dtype)
     tile = 1 if bitmap else TILE[dtype.itemsize]
@@ -126,9 +154,9 @@ def eb_encode(
     # Nearest fits in 96 registers, which lets 20 warps share a multiprocessor; what would spill is left alone.
     registers = 0 if bitmap or stochastic or dtype == torch.float64 else 96
     _launch(
-        encode_kernel, programs, (values, meta, payload, scratch),
+        encode_kernel, programs, (x, meta, payload, scratch),
         (numel, capacity, bound, rel, *_halves(seed), tiles),
-        (kind, relative, stochastic, bitmap, tile), tile, registers,
+        (kind, relative, stochastic, bitmap, tile), tile, registers, 1,
     )  # fmt: skip
     if exact:
         payload = payload[: 4 * int(meta[8:16].view(torch.int64))].clone()
@@ -140,12 +168,12 @@ def eb_decode(meta: Tensor, payload: Tensor, numel: int, dtype: torch.dtype, mas
     out = torch.empty(numel, dtype=torch.bool if mask else dtype, device=meta.device)
     if numel:
         groups = -(-numel // GROUP)
-        tensors, constants = (meta, payload, _typed(out)), (TYPES[dtype], mask, 1)
-        _launch(decode_kernel, groups, tensors, (numel,), constants, 1)
+        tensors, constants = (meta, payload, out), (TYPES[dtype], mask, 1)
+        _launch(decode_kernel, groups, tensors, (numel,), constants, 1, special=1)
         if bitmap:
             # Groups that a program looks through for bitmaps: many where there are many, so that finding none is quick.
             each = 1 if groups <= 4096 else 4 if groups <= 32768 else 16
-            _launch(decode_maps_kernel, -(-groups // each), tensors, (numel,), (*constants, each), 1)
+            _launch(decode_maps_kernel, -(-groups // each), tensors, (numel,), (*constants, each), 1, special=1)
     return out
 
 
@@ -163,16 +191,19 @@ def gq_encode(x: Tensor, bits: int, group: int, seed: int, stride: int = 1, sign
     if not numel:
         return data
     kind = TYPES[x.dtype]
+    constants: tuple
     if stride > 1:
         pixels, channels = numel // stride, _channels(stride, GQ_CHANNELS)
         constants = (kind, bits, group, signs, channels)
-        grid = (-(-stride // channels), -(-pixels // group))
+        grid = (-(-pixels // group), -(-stride // channels))
         numbers = (stride, pixels, *_halves(seed))
-        _launch(gq_encode_channels_kernel, grid, (_typed(x), data), numbers, constants, GQ_WARPS)
+        _launch(gq_encode_channels_kernel, grid, (x, data), numbers, constants, GQ_WARPS, special=1)
     else:
         groups, rows = gq_groups(numel, group, 1), GQ_VALUES // group
         constants = (kind, bits, group, rows, signs, _lanes(x.dtype))
-        _launch(gq_encode_kernel, -(-groups // rows), (_typed(x), data), (numel, groups, *_halves(seed)), constants, 4)
+        _launch(
+            gq_encode_kernel, -(-groups // rows), (x, data), (numel, groups, *_halves(seed)), constants, 4, special=0
+        )
     return data
 
 
@@ -194,18 +225,41 @@ def gq_decode(
     if not numel:
         return out
     kind, limit = TYPES[dtype], LARGEST[dtype]
+    constants: tuple
     if stride > 1:
         pixels, channels = numel // stride, _channels(stride, GQ_CHANNELS)
         piece = min(group * bits // 8, GQ_VALUES * bits // 8 // channels)
         constants = (kind, bits, group, signs, channels, piece, mask)
-        grid = (-(-stride // channels), -(-pixels // group) * (group * bits // 8 // piece))
+        grid = (-(-pixels // group) * (group * bits // 8 // piece), -(-stride // channels))
         numbers = (stride, pixels, *_halves(seed), limit)
-        _launch(gq_decode_channels_kernel, grid, (data, _typed(out)), numbers, constants, 4)
+        _launch(gq_decode_channels_kernel, grid, (data, out), numbers, constants, 4, special=1)
     else:
         groups, rows = gq_groups(numel, group, 1), GQ_VALUES // group
         constants = (kind, bits, group, rows, signs, _lanes(dtype), mask)
         numbers = (numel, groups, *_halves(seed), limit)
-        _launch(gq_decode_kernel, -(-groups // rows), (data, _typed(out)), numbers, constants, 4)
+        _launch(gq_decode_kernel, -(-groups // rows), (data, out), numbers, constants, 4, special=0)
+    return out
+
+
+def gq_gate(data: Tensor, x: Tensor, bits: int, group: int, stride: int = 1, signs: bool = False) -> Tensor:
+    """x where the values that gq_encode stored are not zero, else zero; both lie in the same order in memory."""
+    numel, dtype = x.numel(), x.dtype
+    if not _fits_kernel(bits, group):
+        return torch.where(gq_decode(data, numel, bits, group, dtype, True, 0, stride, signs).view_as(x), x, 0)
+    out = torch.empty_like(x)
+    if not numel:
+        return out
+    constants: tuple
+    if stride > 1:
+        pixels, channels = numel // stride, _channels(stride, GQ_CHANNELS)
+        piece = min(group * bits // 8, GQ_VALUES * bits // 8 // channels)
+        constants = (TYPES[dtype], bits, group, signs, channels, piece)
+        grid = (-(-pixels // group) * (group * bits // 8 // piece), -(-stride // channels))
+        _launch(gq_gate_channels_kernel, grid, (data, x, out), (stride, pixels), constants, 4, special=1)
+    else:
+        groups, rows = gq_groups(numel, group, 1), GQ_VALUES // group
+        constants = (TYPES[dtype], bits, group, rows, signs, _lanes(dtype))
+        _launch(gq_gate_kernel, -(-groups // rows), (data, x, out), (numel, groups), constants, 4, special=0)
     return out
 
 
@@ -250,7 +304,7 @@ def dp_encode(x: Tensor, height: int, width: int, block: int, bits: int, masked:
         length = min(_power_of_two(-(-values * bits // 8)), DP_BYTES // each)
         numbers = (planes, values, height, width, magic, *_halves(seed))
         constants = (TYPES[x.dtype], bits, masked, tall, wide, columns, divide, each, tiles, length)
-        _launch(dp_encode_kernel, -(-planes // each), (_typed(x), data), numbers, constants, 4)
+        _launch(dp_encode_kernel, -(-planes // each), (x, data), numbers, constants, 4)
     return data
 
 
@@ -273,13 +327,13 @@ def dp_decode(
         masks = data[dp_sizes(numel, height, width, block, bits, masked, dtype)[3] :]
         each, length, chunks = _chunks(planes, -(-values // 8))
         programs = -(-planes // each) * chunks
-        _launch(dp_mask_kernel, programs, (masks, _typed(out)), (planes, values, chunks), (each, length), 4)
+        _launch(dp_mask_kernel, programs, (masks, out), (planes, values, chunks), (each, length), 4)
     elif numel:
         each, length, chunks = _chunks(planes, -(-values * bits // 8))
         magic, divide = _reciprocal(height, width)
         numbers = (planes, values, height, width, magic, chunks, torch.finfo(dtype).max)
         constants = (TYPES[dtype], bits, *dp_tiles(height, width, block)[:2], divide, mask, each, length)
-        _launch(dp_decode_kernel, -(-planes // each) * chunks, (data, _typed(out)), numbers, constants, 4)
+        _launch(dp_decode_kernel, -(-planes // each) * chunks, (data, out), numbers, constants, 4)
     return out
 
 
@@ -289,7 +343,9 @@ def bits_encode(x: Tensor, bits: int) -> Tensor:
     length = (numel * bits + 7) // 8
     data = torch.empty(length, dtype=torch.uint8, device=x.device)
     if numel:
-        _launch(bits_encode_kernel, -(-length // BITS_SIZE), (_typed(x), data), (numel, length), (bits, BITS_SIZE), 8)
+        _launch(
+            bits_encode_kernel, -(-length // BITS_SIZE), (x, data), (numel, length), (bits, BITS_SIZE), 8, special=2
+        )
     return data
 
 
@@ -298,5 +354,7 @@ def bits_decode(data: Tensor, bits: int, numel: int) -> Tensor:
     out = torch.empty(numel, dtype=torch.uint8, device=data.device)
     if numel:
         length = data.numel()
-        _launch(bits_decode_kernel, -(-length // BITS_SIZE), (data, out), (numel, length), (bits, BITS_SIZE), 8)
+        _launch(
+            bits_decode_kernel, -(-length // BITS_SIZE), (data, out), (numel, length), (bits, BITS_SIZE), 8, special=2
+        )
     return out

@@ -207,7 +207,7 @@ def group_min(v):
     return tl.min(tl.min(tl.min(tl.min(v, 4), 3), 2), 0)
 
 
-@triton.jit(do_not_specialize=["groups", "seed_low", "seed_high"])
+@triton.jit(do_not_specialize=["numel", "groups", "seed_low", "seed_high"])
 def gq_encode_kernel(
     x, data, numel: tl.int64, groups: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
     DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIGNS: tl.constexpr,
@@ -243,7 +243,7 @@ def gq_encode_kernel(
     store_scales(data + groups * LENGTH, g, here, groups, lo, step, signed, SIGNS)
 
 
-@triton.jit(do_not_specialize=["groups", "seed_low", "seed_high"])
+@triton.jit(do_not_specialize=["numel", "groups", "seed_low", "seed_high"])
 def gq_decode_kernel(
     data, out, numel: tl.int64, groups: tl.int64, seed_low: tl.int32, seed_high: tl.int32, limit: tl.float64,
     DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIGNS: tl.constexpr,
@@ -286,7 +286,7 @@ def gq_encode_channels_kernel(
     """Groups of one channel each where the `stride` channels of a pixel lie together: [byte, slice, channel]."""
     T: tl.constexpr = 8 // BITS
     LENGTH: tl.constexpr = GROUP // T
-    block, c = tl.program_id(1).to(tl.int64), tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    block, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     j, t = tl.arange(0, LENGTH)[:, None, None], tl.arange(0, T)[None, :, None]
     there = c[None, None, :] < stride
     first = x + block * GROUP * stride
@@ -324,8 +324,8 @@ def gq_decode_channels_kernel(
     LENGTH: tl.constexpr = GROUP // T
     PARTS: tl.constexpr = LENGTH // BYTES
     WORK: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
-    block, part = (tl.program_id(1) // PARTS).to(tl.int64), tl.program_id(1) % PARTS
-    c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    block, part = (tl.program_id(0) // PARTS).to(tl.int64), tl.program_id(0) % PARTS
+    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     there = c < stride
     groups = tl.cdiv(pixels, GROUP) * stride
     lo, step = load_scales(data + groups * LENGTH, block * stride + c, there, groups, DTYPE)
@@ -348,6 +348,58 @@ def gq_decode_channels_kernel(
         tl.store(first + i, value, mask=there[None, None, :])
     else:
         tl.store(first + i, value, mask=there[None, None, :] & (block * GROUP + t * LENGTH + j[:, None, None] < pixels))
+
+
+@triton.jit(do_not_specialize=["numel", "groups"])
+def gq_gate_kernel(
+    data, x, out, numel: tl.int64, groups: tl.int64, DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, SIGNS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """x where the packed values are not zero, else zero: ReLU's gradient."""
+    T: tl.constexpr = 8 // BITS
+    LENGTH: tl.constexpr = GROUP // T
+    g0 = tl.program_id(0).to(tl.int64) * ROWS
+    g = g0 + tl.arange(0, ROWS)
+    here = g < groups
+    lo, step = load_scales(data + groups * LENGTH, g, here, groups, DTYPE)
+    byte = byte_index(ROWS, LENGTH, LANES)
+    packed = tl.load(data + g0 * LENGTH + byte, mask=here[None, :, None, None], other=0).to(tl.uint32)
+    t = tl.arange(0, T)[None, None, None, :, None]
+    code = (packed[:, :, :, None, :] >> (t * BITS).to(tl.uint32)) & ((1 << BITS) - 1)
+    flag = flags_of(code, of_group(lo), of_group(step), BITS, SIGNS)
+    first = g0 * GROUP
+    i = value_index(ROWS, LENGTH, T, LANES)
+    if first + ROWS * GROUP <= numel:
+        tl.store(out + first + i, tl.where(flag != 0, tl.load(x + first + i), 0))
+    else:
+        there = i < (numel - first).to(tl.int32)
+        tl.store(out + first + i, tl.where(flag != 0, tl.load(x + first + i, mask=there, other=0), 0), mask=there)
+
+
+@triton.jit(do_not_specialize=["pixels"])
+def gq_gate_channels_kernel(
+    data, x, out, stride: tl.int64, pixels: tl.int64, DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    SIGNS: tl.constexpr, CHANNELS: tl.constexpr, BYTES: tl.constexpr,
+):  # fmt: skip
+    """The same where groups have one channel each."""
+    T: tl.constexpr = 8 // BITS
+    LENGTH: tl.constexpr = GROUP // T
+    PARTS: tl.constexpr = LENGTH // BYTES
+    block, part = (tl.program_id(0) // PARTS).to(tl.int64), tl.program_id(0) % PARTS
+    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    there = c < stride
+    groups = tl.cdiv(pixels, GROUP) * stride
+    lo, step = load_scales(data + groups * LENGTH, block * stride + c, there, groups, DTYPE)
+    j = part * BYTES + tl.arange(0, BYTES)
+    byte = (block * LENGTH + j[:, None]) * stride + c[None, :]
+    packed = tl.load(data + byte, mask=there[None, :], other=0).to(tl.uint32)
+    t = tl.arange(0, T)[None, :, None]
+    code = (packed[:, None, :] >> (t * BITS).to(tl.uint32)) & ((1 << BITS) - 1)
+    flag = flags_of(code, lo[None, None, :], step[None, None, :], BITS, SIGNS)
+    first = block * GROUP * stride
+    i = (t * LENGTH + j[:, None, None]) * stride + c[None, None, :]
+    inside = there[None, None, :] & (block * GROUP + t * LENGTH + j[:, None, None] < pixels)
+    tl.store(out + first + i, tl.where(flag != 0, tl.load(x + first + i, mask=inside, other=0), 0), mask=inside)
 
 
 @triton.jit

@@ -168,6 +168,23 @@ def test_gq(dtype, bits, signs):
             assert torch.equal(gpu.gq_decode(kept, numel, bits, 256, dtype, True, *rest), flags)
 
 
+@pytest.mark.parametrize(("bits", "signs", "group", "channels"), [
+    (2, False, 128, 1), (4, True, 128, 1), (8, False, 256, 1), (2, False, 200, 1), (2, False, 128, 24),
+    (4, False, 128, 7),
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gq_gate(dtype, bits, signs, group, channels):
+    """The gradient where the packed values are not zero."""
+    numel = 5000 // channels * channels
+    x, gradient = content("relu", numel, dtype), content("special", numel, dtype)
+    x[:10] = float("nan")
+    data = reference.gq_encode(x, bits, group, SEED, channels, signs)
+    mask = reference.gq_decode(data, numel, bits, group, dtype, True, SEED, channels, signs)
+    assert mask[:10].all() and not mask.all()
+    gated = gpu.gq_gate(data, gradient, bits, group, channels, signs)
+    assert same(gated, torch.where(mask, gradient, 0))
+
+
 @pytest.mark.parametrize("group", [128, 512, 200])
 def test_gq_groups(group):
     x = content("normal", 3000, torch.float32)

@@ -1,0 +1,124 @@
+"""Batch norm's backward on the GPU, for the layers of ResNet-50: cuDNN's, after decoding its input, and fused.
+
+python3 benchmarks/fused_norm.py --csv FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from triton.testing import do_bench
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from halley.codecs import GroupQuant  # noqa: E402
+from halley.kernels import gpu_norm  # noqa: E402
+
+# Channels and side of the maps, and how many batch norms of ResNet-50 at 224 x 224 have such an input.
+SHAPES = [
+    (64, 112, 1), (64, 56, 6), (256, 56, 4), (128, 56, 1), (128, 28, 7), (512, 28, 5), (256, 28, 1), (256, 14, 11),
+    (1024, 14, 7), (512, 14, 1), (512, 7, 5), (2048, 7, 4),
+]  # fmt: skip
+CASES = [(torch.float32, torch.contiguous_format), (torch.bfloat16, torch.channels_last)]
+Row = dict[str, str | float]
+
+
+def milliseconds(function: Callable[[], object], rep: int = 40) -> float:
+    return do_bench(function, warmup=8, rep=rep, return_mode="median")
+
+
+def copy_bandwidth() -> float:
+    """GB read and written in a second."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / milliseconds(lambda: target.copy_(source)) / 1e6
+
+
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """The difference in units of what it is compared with, both as root mean squares."""
+    return ((got.float() - expected.float()).norm() / expected.float().norm()).item()
+
+
+def measure(batch: int, bits: int, channels: int, side: int, dtype: torch.dtype, layout: torch.memory_format) -> Row:
+    """Times and errors of one layer."""
+    last = layout == torch.channels_last
+    scale = torch.rand(channels, 1, 1, device="cuda") + 0.5
+    x = (torch.randn(batch, channels, side, side, device="cuda") * scale + scale / 3).to(dtype)
+    x = x.contiguous(memory_format=layout)
+    grad = torch.randn_like(x)
+    weight, bias = torch.rand(channels, device="cuda"), torch.rand(channels, device="cuda")
+    _, mean, invstd, reserve, implementation = torch.ops.aten._batch_norm_impl_index(
+        x, weight, bias, None, None, True, 0.1, 1e-5, True
+    )
+    packed = GroupQuant(bits=bits).encode(x)
+    data, seed, nbytes = packed.parts[0], packed.seed, x.nbytes
+    assert gpu_norm.supported(tuple(x.shape), packed.stride, last, bits, packed.codec.group, dtype)
+
+    def plain(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.ops.aten._batch_norm_impl_index_backward(
+            implementation, x, grad, weight, None, None, mean, invstd, True, 1e-5, [True, True, True], reserve
+        )
+
+    def fused(apply: bool = True) -> tuple[torch.Tensor | None, ...]:
+        return gpu_norm.norm_backward(grad, data, mean, invstd, weight, bits, seed, last, apply)
+
+    errors = [error(a, b) for a, b in zip(fused(), plain(packed.decode()), strict=True)]
+    row: Row = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "channels": channels,
+        "side": side,
+        "cudnn_ms": milliseconds(lambda: plain(x)),
+        "decode_ms": milliseconds(packed.decode),
+        "decode_cudnn_ms": milliseconds(lambda: plain(packed.decode())),
+        "fused_sums_ms": milliseconds(lambda: fused(False)),
+        "fused_ms": milliseconds(fused),
+    }
+    row["fused_gbs"] = (3 * nbytes + 2 * packed.nbytes) / float(row["fused_ms"]) / 1e6
+    row["sums_gbs"] = (nbytes + packed.nbytes) / float(row["fused_sums_ms"]) / 1e6
+    row["error_x"], row["error_parameters"] = errors[0], max(errors[1:])
+    return row
+
+
+def rows(batch: int, bits: int) -> Iterator[Row]:
+    """One row for each shape, and the sum over the whole network for each dtype."""
+    copy = copy_bandwidth()
+    for dtype, layout in CASES:
+        total: Row = {"dtype": str(dtype).removeprefix("torch."), "channels": "all", "side": "", "layers": 0}
+        for channels, side, count in SHAPES:
+            row = measure(batch, bits, channels, side, dtype, layout) | {"layers": count, "copy_gbs": copy}
+            yield row
+            for name, value in row.items():
+                if name.endswith("_ms") or name == "layers":
+                    each = float(value) * (count if name != "layers" else 1)
+                    total[name] = float(total.get(name, 0)) + each
+        yield total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--csv", help="also write the rows to this file")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--bits", type=int, default=2)
+    args = parser.parse_args()
+    print(torch.cuda.get_device_name(), torch.__version__)
+    found, names = [], []
+    for row in rows(args.batch, args.bits):
+        if not found:
+            names = list(row)
+            print(" ".join(f"{name:>16}" for name in names))
+        found.append(row)
+        cells = (row.get(name, "") for name in names)
+        print(" ".join(f"{cell:16.4g}" if isinstance(cell, float) else f"{cell:>16}" for cell in cells), flush=True)
+    if args.csv:
+        with open(args.csv, "w", newline="") as file:
+            writer = csv.DictWriter(file, names)
+            writer.writeheader()
+            writer.writerows(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""What is alive at the peak of a training step: which operation it falls into, and the blocks that are there then.
+
+python3 benchmarks/peak_memory.py [--batch 256] [--precision fp32|bf16] [--plain] [--csv FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchvision
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import halley  # noqa: E402
+
+
+def nodes_behind(tensor: torch.Tensor) -> list[Any]:
+    """All nodes of the graph behind a tensor."""
+    stack, seen = [tensor.grad_fn], set()
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            stack.extend(next_node for next_node, _ in node.next_functions)
+    return list(seen)
+
+
+class Marks:
+    """For each operation of a step: memory before it, and the highest while it ran."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, int, int]] = []
+        self.name, self.before = "forward", torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+
+    def __call__(self, name: str) -> None:
+        self.rows.append((self.name, self.before, torch.cuda.max_memory_allocated()))
+        torch.cuda.reset_peak_memory_stats()
+        self.name, self.before = name, torch.cuda.memory_allocated()
+
+
+def replay(events: list[dict[str, Any]]) -> tuple[int, list[dict[str, Any]]]:
+    """The highest sum of what a trace allocates and frees, and the blocks alive then."""
+    alive: dict[int, dict[str, Any]] = {}
+    total, best, blocks = 0, 0, []
+    for event in events:
+        if event["action"] == "alloc":
+            alive[event["addr"]] = event
+            total += event["size"]
+            if total > best:
+                best, blocks = total, list(alive.values())
+        elif event["action"] == "free_completed":
+            gone = alive.pop(event["addr"], None)
+            total -= gone["size"] if gone else event["size"]
+    return best, blocks
+
+
+def source(block: dict[str, Any]) -> str:
+    """The innermost lines of ours or of the model that asked for a block; empty inside autograd's own operations."""
+    frames = [f for f in block.get("frames", []) if f["filename"].endswith(".py")]
+    known = [f for f in frames if "/torch/" not in f["filename"]]
+    return " < ".join(f"{Path(f['filename']).stem}:{f['name']}" for f in known[:3])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--csv", type=Path)
+    args = parser.parse_args()
+    half = args.precision == "bf16"
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
+    model = torchvision.models.resnet50().cuda()
+    x, y = torch.randn(args.batch, 3, 224, 224, device="cuda"), torch.randint(0, 1000, (args.batch,), device="cuda")
+    if half:
+        model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    if not args.plain:
+        halley.attach(model, halley.policies.Fixed(halley.codecs.GroupQuant(bits=2)))
+
+    def step(marks: Marks | None = None) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", torch.bfloat16, enabled=half):
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+        if marks is not None:
+            for node in nodes_behind(loss):
+                node.register_prehook(lambda g, name=node.name(): marks(name))
+        loss.backward()
+        optimizer.step()
+        if marks is not None:
+            marks("end")
+
+    for _ in range(6):
+        step()
+    torch.cuda.synchronize()
+    base = torch.cuda.memory_allocated()
+    torch.cuda.memory._record_memory_history(max_entries=400000, stacks="python")
+    step()
+    trace = torch.cuda.memory._snapshot()["device_traces"][0]
+    torch.cuda.memory._record_memory_history(enabled=None)
+    best, blocks = replay(trace)
+    marks = Marks()
+    step(marks)
+    print(f"before the step {base / 1e9:.3f} GB (weights, momentum, gradients of the last step, data)")
+    print(f"peak {(base + best) / 1e9:.3f} GB, of which the step's own blocks:")
+    groups = Counter[tuple[int, str]]()
+    for block in blocks:
+        groups[(block["size"], source(block)) if block["size"] >= 1 << 24 else (0, source(block))] += 1
+    small = sum(block["size"] for block in blocks if block["size"] < 1 << 24)
+    rows = [{"MB": round(size / 1e6, 1), "blocks": n, "from": where} for (size, where), n in groups.items() if size]
+    rows.sort(key=lambda row: -row["MB"] * row["blocks"])
+    for row in rows:
+        print(f"  {row['blocks']:3} x {row['MB']:8} MB  {row['from']}")
+    print(f"  below 16 MiB: {small / 1e6:.1f} MB in all")
+    print("operations with the highest memory while they ran (before -> highest, GB):")
+    for name, before, high in sorted(marks.rows, key=lambda row: -row[2])[:12]:
+        print(f"  {name:34} {before / 1e9:.3f} -> {high / 1e9:.3f}")
+    if args.csv:
+        with args.csv.open("w", newline="") as file:
+            writer = csv.DictWriter(file, ["MB", "blocks", "from"])
+            writer.writeheader()
+            writer.writerows([*rows, {"MB": round(small / 1e6, 1), "blocks": 1, "from": "all below 16 MiB"}])
+
+
+if __name__ == "__main__":
+    main()

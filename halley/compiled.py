@@ -1,0 +1,550 @@
+"""The same for torch.compile: what a compiled model saves is packed inside its graphs.
+
+Around the compiled call stand saved-tensor hooks that are graph modules. They make dynamo compile anew, and AOTAutograd
+asks for them to be written into the two graphs it has made; there `inline` takes over (halley/graphs.py). Sizes are
+constants of a graph, so the codec is one of fixed rate; step and rank are not: one small tensor on the host carries
+them from a forward pass to its backward pass.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import warnings
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._C import _autograd
+from torch._functorch._aot_autograd import graph_compile
+from torch.fx import Graph, GraphModule, Node
+
+from halley.api import inside_compile
+from halley.capture import Capture, may_push
+from halley.cells import Record, satisfies, strictest
+from halley.codecs import Codec, DualPrecision, ErrorBounded, GroupQuant, Mask
+from halley.codecs.base import mix, operations
+from halley.codecs.groupquant import channel_stride
+from halley.graphs import Pair, hint, is_relu, value
+from halley.kernels import FLOATS, gq_sizes
+from halley.packed import Layout, check_version
+from halley.sites import Site
+
+PATIENCE = 2
+"""After so many compilations for more bits, what needs more gets the most."""
+BITS_FOR_BOUND = 8
+"""What takes the place of a codec under a bound, whose size is not known beforehand."""
+
+# -- operators ---------------------------------------------------------------------------------------------------------
+
+SCHEMAS = {
+    "forward_seed": "(int graph) -> Tensor",
+    "site_encode": "(Tensor x, Tensor seed, int[] order, int site, int salt, int bits, int group, int stride,"
+    " bool signs) -> Tensor",
+    "site_decode": "(Tensor data, Tensor seed, SymInt[] size, SymInt[] strides, ScalarType dtype, int[] order,"
+    " int site, int salt, int bits, int group, int stride, bool signs) -> Tensor",
+    "mask_encode": "(Tensor x, int[] order) -> Tensor",
+    "mask_decode": "(Tensor data, SymInt[] size, SymInt[] strides, ScalarType dtype, int[] order) -> Tensor",
+}
+
+
+def forward_seed(graph: int) -> Tensor:
+    """Step and rank of the forward pass that begins: what stochastic rounding varies with, kept for its backward."""
+    owner = _graphs[graph]()
+    if owner is None:
+        return torch.zeros(2, dtype=torch.int64)
+    owner.ran.append(graph)
+    return torch.tensor([owner.capture.step, owner.capture.rank], dtype=torch.int64)
+
+
+def seed_at(seed: Tensor, site: int, salt: int) -> int:
+    """The seed of one site in one forward pass: the same hash as in eager mode."""
+    step, rank = seed.tolist()
+    return mix(salt, mix(step, site, rank))
+
+
+def in_order(size: Sequence[int], strides: Sequence[int], order: list[int]) -> bool:
+    """Whether elements fill their memory without gaps, with the dimensions in this order."""
+    expected = 1
+    for d in reversed(order):
+        if strides[d] != expected and size[d] != 1:
+            return False
+        expected *= size[d]
+    return True
+
+
+def run_of(x: Tensor, order: list[int]) -> Tensor:
+    """The elements of a tensor as a flat run, the dimensions in this order: its own memory where that is its order."""
+    if in_order(x.shape, x.stride(), order):
+        return x.as_strided((x.numel(),), (1,))
+    return x.permute(order).contiguous().view(-1)
+
+
+def laid_out(flat: Tensor, size: list[int], strides: list[int], order: list[int]) -> Tensor:
+    """The tensor whose run `flat` is, with these strides."""
+    if in_order(size, strides, order):
+        return flat.as_strided(size, strides)
+    x = flat.view([size[d] for d in order]).permute([order.index(d) for d in range(len(order))])
+    return torch.empty_strided(size, strides, dtype=flat.dtype, device=flat.device).copy_(x)
+
+
+def site_encode(
+    x: Tensor, seed: Tensor, order: list[int], site: int, salt: int, bits: int, group: int, stride: int, signs: bool
+) -> Tensor:
+    """A saved tensor as GroupQuant keeps it."""
+    flat = run_of(x, order)
+    return operations(flat).gq_encode(flat, bits, group, seed_at(seed, site, salt), stride, signs)
+
+
+def site_decode(
+    data: Tensor, seed: Tensor, size: list[int], strides: list[int], dtype: torch.dtype, order: list[int], site: int,
+    salt: int, bits: int, group: int, stride: int, signs: bool,
+) -> Tensor:  # fmt: skip
+    """What `site_encode` kept, with the size and strides it had."""
+    drawn = seed_at(seed, site, salt)
+    flat = operations(data).gq_decode(data, product(size), bits, group, dtype, False, drawn, stride, signs)
+    return laid_out(flat, size, strides, order)
+
+
+def mask_encode(x: Tensor, order: list[int]) -> Tensor:
+    """A bit for each value: not (x <= 0), which is what ReLU's backward asks."""
+    flat = run_of(x, order)
+    flags = flat if flat.dtype == torch.bool else ~(flat <= 0)
+    return operations(flat).bits_encode(flags.view(torch.uint8), 1)
+
+
+def mask_decode(data: Tensor, size: list[int], strides: list[int], dtype: torch.dtype, order: list[int]) -> Tensor:
+    """Zero and one, as `dtype`."""
+    flat = operations(data).bits_decode(data, 1, product(size))
+    flat = flat.view(torch.bool) if dtype == torch.bool else flat.to(dtype)
+    return laid_out(flat, size, strides, order)
+
+
+def product(size: list[int]) -> int:
+    numel = 1
+    for extent in size:
+        numel *= extent
+    return numel
+
+
+def _restored(size: Any, strides: Any, dtype: torch.dtype, like: Tensor) -> Tensor:
+    return torch.empty_strided(size, strides, dtype=dtype, device=like.device)
+
+
+_FAKES: dict[str, Callable[..., Tensor]] = {
+    "forward_seed": lambda graph: torch.empty(2, dtype=torch.int64, device="cpu"),
+    "site_encode": lambda x, seed, order, site, salt, bits, group, stride, signs: x.new_empty(
+        gq_sizes(x.numel(), bits, group, x.dtype, stride)[2], dtype=torch.uint8
+    ),
+    "site_decode": lambda data, seed, size, strides, dtype, *rest: _restored(size, strides, dtype, data),
+    "mask_encode": lambda x, order: x.new_empty((x.numel() + 7) // 8, dtype=torch.uint8),
+    "mask_decode": lambda data, size, strides, dtype, order: _restored(size, strides, dtype, data),
+}
+# A recorded CUDA graph would round every step in the same way: these run outside of it.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
+_library = torch.library.Library("halley", "FRAGMENT")
+for _name, _schema in SCHEMAS.items():
+    _library.define(_name + _schema, tags=_TAGS)
+    torch.library.register_fake(f"halley::{_name}", _FAKES[_name], lib=_library)
+    _library.impl(_name, globals()[_name], "CompositeExplicitAutograd")
+
+# -- hooks -------------------------------------------------------------------------------------------------------------
+
+_graphs: dict[int, weakref.ref[Compiled]] = {}
+_numbers = itertools.count()
+_owners: dict[int, weakref.ref[Compiled]] = {}
+_hooks: list[tuple[GraphModule, GraphModule]] = []
+"""Hooks live as long as the process: dynamo tells them apart by their address."""
+
+
+class Kept:
+    """A tensor saved outside of the compiled graphs, where the model breaks into several: it stays as it is."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()
+        self.version = tensor._version
+
+
+def keep(x: Tensor) -> Kept:
+    return Kept(x)
+
+
+def give(kept: Kept) -> Tensor:
+    check_version(kept.tensor, kept.version)
+    return kept.tensor
+
+
+def hook(function: Callable[[Any], Any]) -> GraphModule:
+    """A saved-tensor hook as a graph, which makes torch.compile write it into the graphs it compiles.
+
+    A plain function in it is unknown to AOTAutograd's cache, so graphs with hooks are never taken from there.
+    """
+    graph = Graph()
+    graph.output(graph.call_function(function, (graph.placeholder("x"),)))
+    return GraphModule(nn.Module(), graph)
+
+
+INLINE = "maybe_inline_graph_saved_tensors_hooks"
+ARGUMENTS = ["fw_module", "bw_module", "num_inner_fwd_outputs", "inner_meta", "aot_config", "static_input_indices"]
+
+
+def install() -> None:
+    """Takes the place of the function that writes hooks into graphs; hooks of others still go through it."""
+    theirs = getattr(graph_compile, INLINE, None)
+    if getattr(theirs, "halley", False):
+        return
+    if theirs is None or list(inspect.signature(theirs).parameters) != ARGUMENTS:
+        raise NotImplementedError(
+            f"compiled models cannot be attached with torch {torch.__version__}: its AOTAutograd writes saved-tensor "
+            "hooks into graphs in another way than that of torch 2.11 to 2.13. Attach the model without torch.compile"
+        )
+
+    def inline(
+        fw_module: GraphModule, bw_module: GraphModule, num_inner_fwd_outputs: int, inner_meta: Any, aot_config: Any,
+        static_input_indices: list[int],
+    ) -> None:  # fmt: skip
+        top = _autograd._top_saved_tensors_default_hooks(True)
+        owner = _owners.get(id(top[0])) if top is not None else None
+        if owner is None:
+            theirs(fw_module, bw_module, num_inner_fwd_outputs, inner_meta, aot_config, static_input_indices)
+            return
+        mine = owner()
+        if mine is not None:
+            needing = [i for i, info in enumerate(inner_meta.input_info) if info.requires_grad]
+            mine.inline(fw_module, bw_module, num_inner_fwd_outputs, static_input_indices, needing)
+
+    inline.halley = True  # type: ignore[attr-defined]
+    setattr(graph_compile, INLINE, inline)
+
+
+# -- the compiled model ------------------------------------------------------------------------------------------------
+
+
+class Packing:
+    """What becomes of one saved tensor of a graph: "kept", "mask", "shape"; codes have a class of their own."""
+
+    def __init__(self, kind: str, sites: list[Site]) -> None:
+        self.kind = kind
+        self.sites = sites
+        self.record = Record(sites[0])
+
+
+class Coded(Packing):
+    """A saved tensor that is quantised."""
+
+    def __init__(self, sites: list[Site], codec: GroupQuant) -> None:
+        super().__init__("codes", sites)
+        self.codec = codec
+
+
+class Eager(Protocol):
+    """Calls the model without the compiled graphs, under the ordinary capture."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class Compiled:
+    """Stands around the compiled call of one attached model."""
+
+    def __init__(
+        self, capture: Capture, module: nn.Module, call: Callable[..., Any], eager: Eager, skip: set[str]
+    ) -> None:
+        install()
+        self.capture = capture
+        self.call = call
+        self.eager = eager
+        self.module = weakref.ref(module)
+        self.skip = skip
+        """Names of layers whose saved tensors are left as they are."""
+        self.ran: list[int] = []
+        """Graphs of the forward pass going on that pack something."""
+        self.packings: dict[int, list[Packing]] = {}
+        """By graph compiled with the hooks in force."""
+        self.floors: dict[int, GroupQuant] = {}
+        """What earlier graphs kept, by site: a later graph keeps at least that."""
+        self.renewals = -1
+        self.calling = False
+        self.stale = False
+        """Whether the policy may have changed its settings since the graphs were made."""
+        self.renew()
+
+    def renew(self) -> None:
+        """New hooks: the next call compiles anew."""
+        for packing in self.coded():
+            self.floors[packing.sites[0].number] = packing.codec
+        self.packings.clear()
+        self.renewals += 1
+        self.hooks = (hook(keep), hook(give))
+        _hooks.append(self.hooks)
+        _owners[id(self.hooks[0])] = weakref.ref(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module()
+        if inside_compile():
+            if module is not None:
+                self.watch(module)
+            return self.call(*args, **kwargs)
+        self.calling = True
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            self.calling = False
+
+    def watch(self, module: nn.Module) -> None:
+        """The model is being traced; if not by the call that goes through here, what it saves would not be packed."""
+        if not self.calling and module.training and torch.is_grad_enabled():
+            raise RuntimeError(WITHIN)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        module, capture = self.module(), self.capture
+        if module is None or not module.training or not torch.is_grad_enabled() or not may_push():
+            return self.call(*args, **kwargs)
+        if self.collects():
+            self.stale = True
+            return self.eager(*args, **kwargs)
+        if self.stale:
+            self.stale = False
+            if not all(satisfies(packing.codec, self.codec_for(packing.sites)) for packing in self.coded()):
+                self.renew()
+        self.begin()
+        _autograd._push_saved_tensors_default_hooks(*self.hooks)
+        try:
+            output = self.call(*args, **kwargs)
+        finally:
+            _autograd._pop_saved_tensors_default_hooks()
+        if not self.ran:
+            raise RuntimeError(NOTHING)
+        capture.last = [packing.record for graph in self.ran for packing in self.packings[graph]]
+        return output
+
+    def collects(self) -> bool:
+        """Whether this forward pass is measured, which is done without the compiled graphs."""
+        follower = self.capture.follower
+        if follower is None:
+            return False
+        return follower.open is not None or follower.again or follower.due(follower.updates + 1)
+
+    def begin(self) -> None:
+        capture = self.capture
+        capture.write_log()
+        capture.step += 1
+        capture.rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        self.ran.clear()
+        if capture.follower is not None:
+            capture.follower.begin()
+
+    def coded(self) -> Iterator[Coded]:
+        """What the graphs in force quantise."""
+        for packings in self.packings.values():
+            yield from (packing for packing in packings if isinstance(packing, Coded))
+
+    # -- writing into graphs -------------------------------------------------------------------------------------------
+
+    def inline(
+        self, forward: GraphModule, backward: GraphModule, outputs: int, static: list[int], differentiable: list[int]
+    ) -> None:
+        """AOTAutograd has made a forward and a backward graph: packs what passes between them."""
+        pair = Pair(forward.graph, backward.graph, outputs, static, differentiable)
+        if not pair.saved:
+            return
+        pair.cut()
+        packings = {node: self.choose(pair, node) for node in pair.saved if node in pair.data}
+        graph = next(_numbers)
+        writer = Writer(pair, graph)
+        for node, packing in packings.items():
+            writer.write(node, packing)
+        pair.finish()
+        forward.recompile()
+        backward.recompile()
+        if writer.packed:
+            writer.mark()
+            _graphs[graph] = weakref.ref(self)
+            self.packings[graph] = list(packings.values())
+
+    def choose(self, pair: Pair, node: Node) -> Packing:
+        """What becomes of a saved tensor, by what its readers need."""
+        t = value(node)
+        sites = pair.sites_of(node) or [Site("", 0, ())]
+        for site in sites:
+            site.number = zlib.crc32(f"{site.layer}:{site.operation}.{site.slot}:{node.name}".encode())
+        if not pair.may_pack(node) or any(site.layer in self.skip for site in sites):
+            return Packing("kept", sites)
+        needs = {site.need for site in sites}
+        if t.dtype == torch.bool:
+            return Packing("mask", sites)
+        if t.dtype not in FLOATS or needs & {"exact", "weight"}:
+            return Packing("kept", sites)
+        if needs == {"shape"}:
+            return Packing("shape", sites)
+        if needs <= {"mask", "sign", "shape"}:
+            return Packing("mask", sites)
+        if "sign" in needs or ("mask" in needs and not is_relu(node)):
+            return Packing("kept", sites)
+        codec = self.codec_for(sites)
+        return Coded(sites, codec) if isinstance(codec, GroupQuant) else Packing("kept", sites)
+
+    def codec_for(self, sites: list[Site]) -> Codec:
+        """A codec that serves all who read a tensor; where earlier graphs kept it, at least theirs."""
+        codec = strictest([self.of_fixed_rate(site) for site in sites if site.need not in ("mask", "sign", "shape")])
+        floor = self.floors.get(sites[0].number)
+        if floor is None or not isinstance(codec, GroupQuant) or satisfies(floor, codec):
+            return floor if floor is not None and isinstance(codec, GroupQuant) else codec
+        # Dynamo compiles a function a few times only: later changes leave room.
+        return codec if self.renewals <= PATIENCE else replace(codec, bits=8)
+
+    def of_fixed_rate(self, site: Site) -> Codec:
+        """The policy's codec, or the one of fixed rate that stands for it."""
+        codec = self.capture.policy.choose(site)
+        if isinstance(codec, DualPrecision):
+            stand_in = GroupQuant(bits=codec.bits, seed=codec.seed)
+        elif isinstance(codec, ErrorBounded) and not codec.exact and site.need != "logprob":
+            stand_in = GroupQuant(bits=BITS_FOR_BOUND, seed=codec.seed)
+        else:
+            return codec
+        say_once(f"{type(codec).__name__} has no fixed size under torch.compile: {stand_in!r} takes its place there")
+        return stand_in
+
+
+_said: set[str] = set()
+
+
+def say_once(words: str) -> None:
+    if words not in _said:
+        _said.add(words)
+        warnings.warn(f"halley: {words} (said once)", RuntimeWarning, stacklevel=2)
+
+
+WITHIN = (
+    "halley: this compiled model is called within another function that is compiled. Compile the whole as one module "
+    "and attach that, or detach() this one."
+)
+NOTHING = (
+    "halley: this compiled model ran a training step and packed nothing. Either its backend does not go through "
+    "AOTAutograd (backend='eager'), or all that it saves is smaller than 16 KiB, held by somebody else, or to be kept "
+    "exact. Attach the model without torch.compile, or detach() it."
+)
+
+
+class Writer:
+    """Writes encoders into a forward graph and decoders into its backward graph."""
+
+    def __init__(self, pair: Pair, graph: int) -> None:
+        self.pair = pair
+        self.graph = graph
+        self.packed = 0
+        self._seed: tuple[Node, Node] | None = None
+
+    def write(self, node: Node, packing: Packing) -> None:
+        t, record = value(node), packing.record
+        record.saved_bytes = hint(t.numel()) * t.element_size()
+        if packing.kind == "kept":
+            record.packed_bytes = record.saved_bytes
+            return
+        self.packed += 1
+        if packing.kind == "shape":
+            record.codec = "shape"
+            self.pair.forget(node, lambda: self._empty(node))
+            return
+        record.codec = packing.codec if isinstance(packing, Coded) else Mask()
+        made = self._coded(node, packing) if isinstance(packing, Coded) else self._masked(node)
+        record.packed_bytes = hint(value(made).numel())
+
+    def mark(self) -> None:
+        """The forward graph tells that it ran by asking for its seed, whether or not something is rounded by chance."""
+        self.seed()
+
+    def _coded(self, node: Node, packing: Coded) -> Node:
+        codec, site = packing.codec, packing.sites[0]
+        t = value(node)
+        forward, backward = self.seed()
+        order = order_of(t)
+        stride = stride_of(t, codec.group, order)
+        settings = (order, site.number, codec.seed, codec.bits, codec.group, stride, codec.signs)
+        packed = self._after(node, torch.ops.halley.site_encode.default, (node, forward, *settings))
+
+        def restore(data: Node) -> Node:
+            arguments = (data, backward, *self._layout(node), t.dtype, *settings)
+            return self._here(torch.ops.halley.site_decode.default, arguments, t)
+
+        readers = self.pair.readers_behind(self.pair.inputs[node.name])
+        masked = [pair for pair, site in zip(readers, packing.sites, strict=True) if site.need == "mask"]
+        self.pair.swap(node, packed, restore)
+        self.pair.ask_for_zeros(masked)
+        return packed
+
+    def _masked(self, node: Node) -> Node:
+        t = value(node)
+        order = order_of(t)
+        packed = self._after(node, torch.ops.halley.mask_encode.default, (node, order))
+
+        def restore(data: Node) -> Node:
+            arguments = (data, *self._layout(node), t.dtype, order)
+            return self._here(torch.ops.halley.mask_decode.default, arguments, t)
+
+        self.pair.swap(node, packed, restore)
+        return packed
+
+    def _empty(self, node: Node) -> Node:
+        t = value(node)
+        made = self.pair.backward.call_function(
+            torch.ops.aten.empty_strided.default, self._layout(node), {"dtype": t.dtype, "device": t.device}
+        )
+        made.meta["val"] = t
+        return made
+
+    def seed(self) -> tuple[Node, Node]:
+        """The seed of the forward pass, in both graphs; it is the first tensor saved."""
+        if self._seed is None:
+            pair = self.pair
+            last = pair.forward.find_nodes(op="placeholder")[-1]
+            with pair.forward.inserting_after(last):
+                node = pair.forward.call_function(torch.ops.halley.forward_seed.default, (self.graph,))
+            with value(pair.saved[0]).fake_mode:
+                node.meta["val"] = torch.ops.halley.forward_seed(self.graph)
+            self._seed = (node, pair.save(node))
+        return self._seed
+
+    def _layout(self, node: Node) -> tuple[list[Any], list[Any]]:
+        t, pair = value(node), self.pair
+        return pair.in_backward(node, t.shape, "sym_size"), pair.in_backward(node, t.stride(), "sym_stride")
+
+    def _after(self, node: Node, target: Any, arguments: tuple[Any, ...]) -> Node:
+        """A node of the forward graph behind `node`."""
+        with self.pair.forward.inserting_after(node):
+            made = self.pair.forward.call_function(target, arguments)
+        values = tuple(value(a) if isinstance(a, Node) else a for a in arguments)
+        # Inductor lays the tensor out as it is here, which spares a copy.
+        made.meta["eager_input_vals"] = (values, {})
+        with value(node).fake_mode:
+            made.meta["val"] = target(*values)
+        return made
+
+    def _here(self, target: Any, arguments: tuple[Any, ...], like: Tensor) -> Node:
+        """A node of the backward graph where it is being written, that gives a tensor like the one saved."""
+        made = self.pair.backward.call_function(target, arguments)
+        with like.fake_mode:  # type: ignore[attr-defined]
+            made.meta["val"] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+        return made
+
+
+def order_of(t: Tensor) -> list[int]:
+    """The dimensions of a tensor as they lie in memory, the one that runs slowest first."""
+    return sorted(range(t.dim()), key=lambda d: (-hint(t.stride(d)), -hint(t.shape[d])))
+
+
+def stride_of(t: Tensor, group: int, order: list[int]) -> int:
+    """How far apart the values of one channel lie in channels_last memory, if groups are made of them."""
+    if t.dim() < 4 or order[-1] != 1 or not isinstance(t.shape[1], int):
+        return 1
+    size, strides = tuple(map(hint, t.shape)), [0] * t.dim()
+    numel = 1
+    for d in reversed(order):
+        strides[d] = numel
+        numel *= size[d]
+    return channel_stride(Layout(size, tuple(strides)), numel, group)

@@ -1,0 +1,129 @@
+"""`halley bench max-batch`: the search, and real trials under a cap."""
+
+from __future__ import annotations
+
+import csv
+import sys
+
+import pytest
+
+from halley.bench import maxbatch
+from halley.bench.maxbatch import Failed, Search, against_plain, confirmed, largest, search
+from halley.bench.steps import Task
+from halley.cli import main
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="a cap on the memory of a process needs Linux")
+TASK = Task("resnet18", "plain", "fp32", batch=8, size=32, steps=1, device="cpu", cap=2**30)
+
+
+@pytest.fixture(autouse=True)
+def gentle_threads(monkeypatch):
+    """Threads that wait without spinning: tests share their cores with other tests."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 7, 8, 9, 31, 33, 100, 160, 1056, 5000])
+def test_the_search_finds_the_limit_to_one_part_in_32(limit):
+    asked: list[int] = []
+
+    def fits(batch: int) -> bool:
+        asked.append(batch)
+        return batch <= limit
+
+    found = largest(fits)
+    assert limit - max(0, limit // 32) <= found <= limit
+    assert found in asked and len(set(asked)) == len(asked) <= 20
+
+
+def test_the_search_knows_when_nothing_fits_and_when_everything_does():
+    assert largest(lambda batch: False) == 0
+    assert largest(lambda batch: True, most=100) == 100
+
+
+class FakeChild:
+    """Answers as a measuring process would; dies at 32."""
+
+    started = 0
+
+    def __init__(self, task: Task) -> None:
+        FakeChild.started += 1
+
+    def ask(self, trial: int) -> dict:
+        if trial == 32:
+            return {"failed": "killed by SIGKILL (out of memory?)", "died": True}
+        if trial > 20:
+            return {"failed": "out of memory", "out_of_memory": True}
+        return {"fits": True, "step_ms": 2.0}
+
+    def __exit__(self, *end: object) -> None:
+        pass
+
+
+def test_a_process_that_dies_counts_as_one_that_does_not_fit(monkeypatch):
+    monkeypatch.setattr(maxbatch, "Child", FakeChild)
+    FakeChild.started = 0
+    trials = Search(TASK)
+    assert largest(trials.fits) == 20
+    assert FakeChild.started == 2
+    assert [(row["batch"], row["fits"]) for row in trials.trials][:3] == [(8, True), (16, True), (32, False)]
+    assert trials.trials[0]["per_second"] == 8e3 / 2.0
+
+
+def test_a_method_that_fails_whatever_the_batch_ends_the_search(monkeypatch):
+    class Broken(FakeChild):
+        def ask(self, trial: int) -> dict:
+            return {"failed": "not supported: NotImplementedError: no"}
+
+    monkeypatch.setattr(maxbatch, "Child", Broken)
+    with pytest.raises(Failed, match="not supported"):
+        Search(TASK).fits(8)
+    row, trials = search(TASK)
+    assert row["status"].startswith("not supported") and row["largest_batch"] == 0
+
+
+def test_a_batch_that_does_not_fit_by_itself_is_made_smaller(monkeypatch):
+    def measured(task: Task) -> dict:
+        return {"batch": task.batch, "status": "ok" if task.batch <= 94 else "out of memory"}
+
+    monkeypatch.setattr(maxbatch, "measure_row", measured)
+    assert confirmed(Task("resnet18", "plain", "fp32", 100, 32, 1, "cpu"))["largest_batch"] == 94
+
+
+def test_throughput_is_compared_with_plain_at_its_own_batch():
+    common = {"model": "m", "precision": "fp32"}
+    rows = [
+        common | {"method": "plain", "largest_batch": 100, "per_second": 50.0},
+        common | {"method": "default", "largest_batch": 400, "per_second": 40.0},
+        common | {"method": "offload", "largest_batch": 0, "per_second": None},
+    ]
+    against_plain(rows)
+    assert [row["batch_over_plain"] for row in rows] == [1, 4, None]
+    assert [row["throughput_over_plain"] for row in rows] == [1, 0.8, None]
+
+
+@pytest.mark.slow
+@LINUX
+def test_the_largest_batch_under_a_cap_on_the_process(tmp_path, capsys):
+    cap = ["--memory", "160MiB", "--methods", "plain", "checkpoint", "--steps", "1"]
+    main(["bench", "max-batch", "--image", "32", *cap, "--out", str(tmp_path)])
+    with (tmp_path / "max_batch.csv").open() as file:
+        plain, checkpoint = csv.DictReader(file)
+    assert plain["status"] == checkpoint["status"] == "ok"
+    assert 1 <= int(plain["largest_batch"]) < 100
+    assert int(checkpoint["largest_batch"]) > int(plain["largest_batch"])
+    assert float(checkpoint["throughput_over_plain"]) > 0
+    assert float(plain["peak_above_bytes"]) < 160 * 2**20
+    with (tmp_path / "max_batch_trials.csv").open() as file:
+        assert {row["fits"] for row in csv.DictReader(file)} == {"True", "False"}
+    assert (tmp_path / "max_batch.png").exists()
+    assert "largest batch" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@LINUX
+def test_a_cap_too_small_for_one_sample_ends_in_a_clear_line(tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "max-batch", "--memory", "20MiB", "--methods", "plain", "--out", str(tmp_path)])
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "20MiB" in line and "not even one sample fits" in line and "resnet18" in line

@@ -1,0 +1,463 @@
+"""Batch norm from a packed input: the gradients of plain hooks, and nothing left behind.
+
+Without a GPU the kernels run on CPU tensors in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import halley
+from halley import fused
+from halley.api import Handle
+from halley.codecs import ErrorBounded, GroupQuant
+from halley.policies import Fixed
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+TWO_BITS = Fixed(GroupQuant(bits=2))
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NEAR = 1e-4 if torch.cuda.is_available() else 1e-5
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(autouse=True)
+def full_precision(monkeypatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+def attach(model: nn.Module, policy=TWO_BITS, device: str = DEVICE) -> Handle:
+    """An attached model whose batch norms are fused on that device, whatever their size; nowhere on `none`."""
+    handle = halley.attach(model, policy)
+    for module in model.modules():
+        if isinstance(module.__dict__.get("forward"), fused.Forward):
+            module.__dict__["forward"].remove()
+    layers = [hook.layer for m in model.modules() for hook in m._forward_pre_hooks.values()]
+    handle._hooks += fused.install(layers, handle._capture, device, smallest=1)
+    return handle
+
+
+def net(norm: nn.Module | None = None, channels: int = 8) -> nn.Sequential:
+    """Convolution, batch norm, ReLU, convolution: planes of 18 x 18 are no multiple of a group."""
+    torch.manual_seed(1)
+    norm = nn.BatchNorm2d(channels) if norm is None else norm
+    with torch.no_grad():
+        for p in norm.parameters():
+            p.uniform_(0.5, 1.5)
+    first = nn.Conv2d(3, channels, 3, padding=1, bias=False)  # a bias there would have a gradient of rounding errors
+    return nn.Sequential(first, norm, nn.ReLU(inplace=True), nn.Conv2d(channels, 4, 1)).to(DEVICE)
+
+
+def data(last: bool = False, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    x = torch.randn(2, 3, 18, 18, generator=torch.Generator().manual_seed(3)).to(DEVICE, dtype)
+    return x.contiguous(memory_format=torch.channels_last) if last else x
+
+
+def gradients(model: nn.Module, x: torch.Tensor, steps: int = 2) -> list[torch.Tensor]:
+    """Output, gradients and buffers after a few steps: from the second one on the sites are known."""
+    for _ in range(steps):
+        model.zero_grad()
+        out = model(x)
+        out.square().mean().backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return [out.detach(), *grads, *(b.float() for b in model.buffers())]
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[str]:
+    """What happened: `forward` for each fused call, `packed` or `plain` for each backward."""
+    seen: list[str] = []
+    norm, packed, plain = fused.norm, fused.packed_gradients, fused.plain_gradients
+
+    def watched(*args):
+        found = packed(*args)
+        seen.extend([] if found is None else ["packed"])
+        return found
+
+    monkeypatch.setattr(fused, "norm", lambda *args: seen.append("forward") or norm(*args))
+    monkeypatch.setattr(fused, "packed_gradients", watched)
+    monkeypatch.setattr(fused, "plain_gradients", lambda *args: seen.append("plain") or plain(*args))
+    return seen
+
+
+def near(a: list[torch.Tensor], b: list[torch.Tensor], tolerance: float) -> bool:
+    pairs = list(zip(a, b, strict=True))
+    return all((x - y).abs().max() <= tolerance * y.abs().max() for x, y in pairs)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("bits", [2, 8])
+def test_gradients_are_those_of_plain_hooks(last, bits, calls):
+    model, x = net(), data(last)
+    if last:
+        model = model.to(memory_format=torch.channels_last)
+    other, policy = copy.deepcopy(model), Fixed(GroupQuant(bits=bits))
+    attach(other, policy, device="none")
+    expected = gradients(other, x)
+    assert not calls
+    attach(model, policy)
+    got = gradients(model, x)
+    # 2 x 18 x 18 pixels fill groups of 128 badly: such channels_last inputs are kept in groups across channels.
+    assert calls == (["forward", "packed"] if not last else ["forward", "plain"])
+    assert torch.equal(got[0], expected[0]) and near(got, expected, NEAR)
+
+
+def test_channels_last_reads_packed_values(calls):
+    model = net().to(memory_format=torch.channels_last)
+    x = torch.randn(2, 3, 16, 24, device=DEVICE).contiguous(memory_format=torch.channels_last)
+    other = copy.deepcopy(model)
+    attach(model)
+    attach(other, device="none")
+    assert near(gradients(model, x), gradients(other, x), NEAR)
+    assert calls == ["forward", "packed"]
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.BatchNorm2d(8, affine=False),
+        nn.BatchNorm2d(8, momentum=None),
+        nn.BatchNorm2d(8, track_running_stats=False),
+        nn.BatchNorm2d(8, eps=0.1, momentum=0.3),
+    ],
+    ids=str,
+)
+def test_settings(norm, calls):
+    model = net(norm)
+    other = copy.deepcopy(model)
+    attach(model)
+    attach(other, device="none")
+    got, expected = gradients(model, data(), 3), gradients(other, data(), 3)
+    assert calls == ["forward", "packed"] * 2
+    assert torch.equal(got[0], expected[0]) and near(got, expected, NEAR)
+    buffers = zip(model.buffers(), other.buffers(), strict=True)
+    assert all(torch.equal(a, b) for a, b in buffers)
+
+
+def test_eval_without_running_statistics_is_training_too(calls):
+    model = net(nn.BatchNorm2d(8, track_running_stats=False))
+    other = copy.deepcopy(model)
+    for m in (model, other):
+        m[1].eval()
+    attach(model)
+    attach(other, device="none")
+    assert near(gradients(model, data()), gradients(other, data()), NEAR)
+    assert calls == ["forward", "packed"]
+
+
+@pytest.mark.parametrize("frozen", [("weight",), ("weight", "bias")])
+def test_frozen_parameters_get_no_gradient(frozen, calls):
+    model = net()
+    for name in frozen:
+        getattr(model[1], name).requires_grad_(False)
+    other = copy.deepcopy(model)
+    attach(model)
+    attach(other, device="none")
+    assert near(gradients(model, data()), gradients(other, data()), NEAR)
+    assert calls == ["forward", "packed"] and model[1].weight.grad is None
+
+
+def test_input_without_a_gradient(calls):
+    model = nn.Sequential(nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1)).to(DEVICE)
+    other, x = copy.deepcopy(model), torch.randn(2, 8, 18, 18, device=DEVICE)
+    attach(model)
+    attach(other, device="none")
+    assert near(gradients(model, x), gradients(other, x), NEAR)
+    assert calls == ["forward", "packed"]
+
+
+def test_eval_no_grad_and_exact_policies_go_the_plain_way(calls):
+    model = net()
+    handle = attach(model)
+    gradients(model, data())
+    calls.clear()
+    model.eval()
+    gradients(model, data())
+    model.train()
+    with torch.no_grad():
+        model(data())
+    model[1].eval()
+    gradients(model, data())
+    handle.detach()
+    model.train()
+    attach(model, Fixed(ErrorBounded(1e-3)))
+    gradients(model, data())
+    assert not calls
+
+
+class Direct(nn.Module):
+    """Calls the function itself, whatever the policy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return fused.norm(self.norm, self.first(x), fused.function_named("NativeBatchNorm"), DEVICE)
+
+
+class Plain(Direct):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.first(x))
+
+
+@pytest.mark.parametrize("policy", [None, Fixed(ErrorBounded(0))], ids=str)
+def test_bit_equal_where_the_input_is_exact(policy):
+    torch.manual_seed(0)
+    model, other, x = Direct().to(DEVICE), Plain().to(DEVICE), torch.randn(4, 3, 30, 30, device=DEVICE)
+    other.load_state_dict(model.state_dict())
+    if policy is not None:
+        halley.attach(model, policy)
+    for a, b in zip(gradients(model, x, 3), gradients(other, x, 3), strict=True):
+        assert torch.equal(a, b)
+
+
+def second_order(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    for _ in range(2):
+        x = x.detach().requires_grad_()
+        first = torch.autograd.grad(model(x).tanh().square().mean(), x, create_graph=True)[0]
+        grads = torch.autograd.grad(first.square().sum(), list(model.parameters()), allow_unused=True)
+    return [g for g in grads if g is not None]
+
+
+def test_double_backward(calls):
+    model, other = net(nn.BatchNorm2d(8)), net(nn.BatchNorm2d(8))
+    attach(model)
+    attach(other, device="none")
+    got, expected = second_order(model, data()), second_order(other, data())
+    assert "forward" in calls and len(got) == len(expected) > 3
+    assert near(got, expected, 1e-4)
+
+
+def test_double_backward_is_right(calls):
+    direct, plain = Direct().double().to(DEVICE), Plain().double().to(DEVICE)
+    plain.load_state_dict(direct.state_dict())
+    x = torch.randn(2, 3, 6, 6, dtype=torch.float64, device=DEVICE)
+    assert near(second_order(direct, x), second_order(plain, x), 1e-9)
+
+
+def test_backward_twice(calls):
+    model = net()
+    attach(model)
+    gradients(model, data())
+    loss = model(data()).square().mean()
+    first = torch.autograd.grad(loss, model[1].weight, retain_graph=True)[0]
+    assert torch.equal(torch.autograd.grad(loss, model[1].weight)[0], first)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_a_weight_changed_in_place_is_an_error(calls):
+    model = net()
+    attach(model)
+    gradients(model, data())
+    loss = model(data()).square().mean()
+    with torch.no_grad():
+        model[1].weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="inplace"):
+        loss.backward()
+
+
+def test_expanded_and_transposed_gradients(calls):
+    model = net()[:2]
+    other = copy.deepcopy(model)
+    attach(model)
+    attach(other, device="none")
+    for loss in (
+        lambda y: y.sum(),
+        lambda y: (y.permute(0, 2, 3, 1).contiguous() * torch.arange(8, device=DEVICE)).sum(),
+    ):
+        for m in (model, other):
+            m.zero_grad()
+            for _ in range(2):
+                loss(m(data())).backward()
+        assert torch.allclose(model[1].bias.grad, other[1].bias.grad)
+        assert torch.allclose(model[1].weight.grad, other[1].weight.grad, atol=1e-2)
+    assert calls.count("packed") == 3
+
+
+def test_inside_a_checkpoint_nothing_is_fused(calls):
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    model = Checkpointed()
+    attach(model)
+    gradients(model, data().requires_grad_())
+    assert not calls
+
+
+def test_a_second_call_of_a_layer_is_fused_too(calls):
+    norm = nn.BatchNorm2d(8)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), norm, nn.Conv2d(8, 8, 1, bias=False), norm).to(DEVICE)
+    other = copy.deepcopy(model)
+    attach(model)
+    attach(other, device="none")
+    assert near(gradients(model, data()), gradients(other, data()), 1e-4)
+    assert calls.count("packed") == 2
+
+
+def test_detach_leaves_the_layer_as_it_was(calls):
+    model = net()
+    before = dict(model[1].__dict__)
+    handle = attach(model)
+    assert isinstance(model[1].__dict__["forward"], fused.Forward)
+    gradients(model, data())
+    loss = model(data()).square().mean()
+    handle.detach()
+    assert model[1].__dict__.keys() == before.keys() and model[1].forward.__func__ is nn.BatchNorm2d.forward
+    loss.backward()
+    assert calls.count("packed") == 2
+
+
+def copies(model: nn.Module) -> list[nn.Module]:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(buffer, weights_only=False)]
+
+
+def test_copies_are_unattached_and_can_be_attached(calls):
+    model = net()
+    attach(model)
+    gradients(model, data())
+    calls.clear()
+    first = copies(model)
+    for again in copies(first[0]) + copies(first[1]):
+        gradients(again, data())
+    for other in first:
+        other[1].running_mean.fill_(7.0)
+        gradients(other, data())
+        assert not calls and model[1].running_mean.abs().max() < 7.0
+        handle = attach(other)
+        gradients(other, data())
+        assert calls == ["forward", "packed"]
+        calls.clear()
+        handle.detach()
+        assert "forward" not in other[1].__dict__
+
+
+def test_a_replica_brings_its_own_weights(calls):
+    """As DataParallel makes them: another object with the same attributes but its own weights."""
+    model = net()
+    attach(model)
+    gradients(model, data())
+    replica = model[1]._replicate_for_data_parallel()
+    replica.weight, replica.bias = torch.full((8,), 3.0).to(DEVICE), torch.full((8,), 5.0).to(DEVICE)
+    x = torch.randn(2, 8, 4, 4, device=DEVICE)
+    expected = nn.functional.batch_norm(x, None, None, replica.weight, replica.bias, True)
+    assert torch.equal(replica(x), expected)
+
+
+def test_who_is_left_alone():
+    class Own(nn.BatchNorm2d):
+        pass
+
+    model = nn.Sequential(nn.BatchNorm2d(8), Own(8), nn.SyncBatchNorm(8), nn.BatchNorm2d(8), nn.BatchNorm2d(8))
+    mine = model[3].forward = lambda x: x
+    handle = halley.attach(model, TWO_BITS, filter=lambda module, name: name != "4")
+    handle.detach()
+    layers = [halley.capture.Layer(name, m, None, name != "4") for name, m in model.named_modules()]
+    installed = fused.install(layers, handle._capture)
+    assert [name for name, m in model.named_modules() if isinstance(m.__dict__.get("forward"), fused.Forward)] == ["0"]
+    assert model[3].forward is mine and len(installed) == 1
+
+
+def test_switched_off(monkeypatch):
+    monkeypatch.setattr(fused, "ENABLED", False)
+    model = net()
+    attach(model)
+    assert "forward" not in model[1].__dict__
+
+
+def blocks(count: int, channels: int) -> nn.Sequential:
+    parts = [
+        m
+        for _ in range(count)
+        for m in (
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(inplace=True),
+        )
+    ]
+    return nn.Sequential(nn.Conv2d(3, channels, 3, padding=1), *parts, nn.Conv2d(channels, 4, 1)).cuda()
+
+
+@needs_gpu
+@pytest.mark.parametrize("size", [7, 14, 28, 56])
+@pytest.mark.parametrize("last", [False, True])
+def test_on_a_gpu_fused_and_unfused_agree(last, size, calls, monkeypatch):
+    torch.manual_seed(0)
+    x = torch.randn(256, 3, size, size, device="cuda")
+    model = blocks(2, 64)
+    if last:
+        model, x = model.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last)
+    other = copy.deepcopy(model)
+    results = []
+    for m, enabled in ((model, True), (other, False)):
+        monkeypatch.setattr(fused, "ENABLED", enabled)
+        attach(m, device="cuda")
+        with torch.autocast("cuda", torch.bfloat16, enabled=last):
+            results.append(gradients(m, x))
+    assert calls == ["forward", "forward", "packed", "packed"]
+    assert near(*results, 0.05 if last else 5e-3)
+
+
+@needs_gpu
+def test_on_a_gpu_the_peak_is_no_higher(monkeypatch):
+    peaks = {}
+    for enabled in (False, True):
+        monkeypatch.setattr(fused, "ENABLED", enabled)
+        torch.manual_seed(0)
+        model, x = blocks(6, 64), torch.randn(64, 3, 56, 56, device="cuda")
+        handle = attach(model, device="cuda")
+        gradients(model, x)
+        torch.cuda.reset_peak_memory_stats()
+        gradients(model, x)
+        peaks[enabled] = torch.cuda.max_memory_allocated()
+        handle.detach()
+    assert peaks[True] <= peaks[False] * 1.01, peaks
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_relu_reads_its_mask_from_what_is_packed_for_the_next_layer(inplace, last, monkeypatch):
+    from halley.kernels import gpu
+
+    gates: list[int] = []
+    gate = gpu.gq_gate
+    monkeypatch.setattr(gpu, "gq_gate", lambda *args: gates.append(args[4]) or gate(*args))
+    torch.manual_seed(2)
+    layers = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(inplace), nn.Conv2d(8, 8, 1), nn.ReLU(inplace), nn.Conv2d(8, 4, 1)
+    model = nn.Sequential(*layers).to(DEVICE)
+    x = torch.randn(4, 3, 32, 32, device=DEVICE)
+    if last:
+        model, x = model.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last)
+    other = copy.deepcopy(model)
+    attach(other, device="none")
+    expected = gradients(other, x, steps=3)
+    assert not gates
+    attach(model)
+    got = gradients(model, x, steps=3)
+    assert gates == [8 if last else 1] * 4
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_relu_of_an_exact_or_small_tensor_goes_the_plain_way():
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)).to(DEVICE), data()
+    plain = copy.deepcopy(model)
+    attach(model, Fixed(ErrorBounded(0)))
+    for a, b in zip(gradients(model, x), gradients(plain, x), strict=True):
+        assert torch.equal(a, b)
