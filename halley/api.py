@@ -46,7 +46,8 @@ class _Hook:
         self.layer = layer
 
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        if inside_compile():
+        # Below the outermost layer only tracing is of interest, and that is quicker to find out.
+        if inside_compile() if self.layer.parent is None else torch.compiler.is_compiling():
             if module.training and torch.is_grad_enabled():
                 raise RuntimeError(ORDER)
             return
@@ -282,7 +283,7 @@ class _Leave(_Hook):
     """The hook behind a module's forward; it runs after an exception too."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        if not inside_compile():
+        if not (inside_compile() if self.layer.parent is None else torch.compiler.is_compiling()):
             self.function(self.layer, output)
 
 

@@ -192,8 +192,8 @@ class Capture:
 
     def _push(self, layer: Layer) -> None:
         forward = self.forward
-        number = forward.calls.get(layer, 0)
-        forward.calls[layer] = number + 1
+        calls = forward.calls
+        number = calls[layer] = calls.get(layer, -1) + 1
         forward.frames.append(Frame(layer, number))
 
     def _stale(self) -> bool:
@@ -211,53 +211,55 @@ class Capture:
     def pack(self, t: Tensor) -> Saved | Kept:
         """Autograd saves `t`."""
         forward = self.forward
-        if not forward.frames:
+        frames = forward.frames
+        if not frames:
             # Somebody kept our hooks on beyond the forward pass: what is saved now is none of ours.
             return t.detach(), t._version
-        frame = forward.frames[-1]
+        frame = frames[-1]
         index = frame.index
         frame.index = index + 1
+        node = t.grad_fn
         if forward.collection is not None:
-            forward.nodes.append(t.grad_fn)
-        if isinstance(t, nn.Parameter):
+            forward.nodes.append(node)
+        if type(t) is not Tensor and isinstance(t, nn.Parameter):
             return t.detach(), t._version
         size = t.numel() * t.element_size()
         if size < SMALL:
-            if not isinstance(t._base, nn.Parameter):
+            base = t._base
+            if base is None or not isinstance(base, nn.Parameter):
                 forward.small += size
             return t.detach(), t._version
         if not frame.layer.compress or unusual(t):
             return self._pass(t)
-        frame.sizes[index] = tuple(t.shape)
-        known = frame.sites[index] if index < len(frame.sites) else None
-        saved = Saved(self)
-        if known is not None and known.stable and known.signature == signature(t) and not thawed(known, frame.layer):
-            saved.site = known
-            if forward.pending:
-                self._read_graph(t.grad_fn)
-            return self._save(saved, t, known)
         if forward.pending:
-            self._read_graph(t.grad_fn)
-        self._hold(saved, t, frame, index)
-        return saved
+            self._read_graph(node)
+        known = frame.sites[index] if index < len(frame.sites) else None
+        if known is not None and known.stable and known.signature == signature(t):
+            if known.need == "weight":
+                return self._pass(t)
+            if known.need != "shape":
+                return self._save(t, known, frame)
+            if not thawed(known, frame.layer):
+                return self._shape(t, known, frame)
+        return self._hold(t, frame, index)
 
     def _pass(self, t: Tensor) -> Kept:
         """Keeps `t` itself."""
         if not isinstance(t._base, nn.Parameter):
             record = Record(KEPT)
-            record.saved_bytes = record.packed_bytes = self._count(t)
+            storage = t.untyped_storage()
+            record.saved_bytes = record.packed_bytes = self._count(storage, StorageWeakRef(storage))
             if record.saved_bytes:
                 self.forward.records.append(record)
         return t.detach(), t._version
 
-    def _count(self, t: Tensor) -> int:
-        """Bytes of t's storage if this forward pass has not counted it yet, else zero."""
-        storage = t.untyped_storage()
-        counted = self.forward.counted
-        known = counted.get(storage._cdata)
+    def _count(self, storage: torch.UntypedStorage, reference: StorageWeakRef) -> int:
+        """Bytes of a storage if this forward pass has not counted it yet, else zero."""
+        counted, name = self.forward.counted, storage._cdata
+        known = counted.get(name)
         if known is not None and not known.expired():
             return 0
-        counted[storage._cdata] = StorageWeakRef(storage)
+        counted[name] = reference
         return storage.nbytes()
 
     def _cell(self, saved: Saved, t: Tensor) -> tuple[Cell, Tensor]:
@@ -267,8 +269,8 @@ class Capture:
         run = (layout.size, layout.stride) if layout.copied else flat.numel()
         key = (storage._cdata, t.storage_offset(), run, t.dtype, t._version)
         saved.layout, saved.dtype, saved.device = layout, t.dtype, t.device
-        cells = self.forward.cells
-        found = cells.get(key)
+        forward = self.forward
+        found = forward.cells.get(key)
         # Allocators reuse addresses: an entry counts only while the storage it was made from is alive.
         if found is not None and not found[0].expired():
             cell = found[1]()
@@ -277,54 +279,59 @@ class Capture:
                 return cell, flat
         site = saved.site
         assert site is not None
-        record = Record(site)
-        record.saved_bytes = self._count(t)
-        self.forward.records.append(record)
-        saved.cell = cell = Cell(mix(self.forward.step, site.number, self.rank), record)
-        cells[key] = (StorageWeakRef(storage), weakref.ref(cell))
+        record, reference = Record(site), StorageWeakRef(storage)
+        record.saved_bytes = self._count(storage, reference)
+        forward.records.append(record)
+        saved.cell = cell = Cell(mix(forward.step, site.number, self.rank), record)
+        forward.cells[key] = (reference, weakref.ref(cell))
         return cell, flat
 
-    def _hold(self, saved: Saved, t: Tensor, frame: Frame, index: int) -> None:
+    def _hold(self, t: Tensor, frame: Frame, index: int) -> Saved:
         """Keeps `t` as it is until the graph tells who reads it."""
+        saved = Saved(self)
         place = f"{frame.layer.name}/{frame.number}/{index}"
         saved.site = Site(frame.layer.name, index, signature(t), place=place, number=zlib.crc32(place.encode()))
         saved.pending = Unknown(frame, index, t.grad_fn)
+        frame.sizes[index] = tuple(t.shape)
         cell, flat = self._cell(saved, t)
         cell.waiting += 1
         cell.hold(flat)
         self.forward.pending.add(saved)
+        return saved
 
-    def _save(self, saved: Saved, t: Tensor, site: Site) -> Saved | Kept:
+    def _save(self, t: Tensor, site: Site, frame: Frame) -> Saved | Kept:
         """Packs `t` for a reader whose need is known."""
-        if site.need == "weight":
-            return self._pass(t)
-        if site.need == "shape":
-            saved.dtype, saved.device = t.dtype, t.device
-            saved.layout = flatten(t.detach())[1]
-            self._note_shape(site, t)
-            return saved
-        codec = self._want(site, t.dtype, self.forward.frames[-1])
+        codec = MASK if site.need == "mask" else self._want(site, t.dtype, frame)
         if codec is None:
             return self._pass(t)
+        saved = Saved(self)
+        saved.site = site
         cell, flat = self._cell(saved, t)
+        wanted = cell.wanted
         if cell.record.site is not site:
             cell.record.site.readers.add(site)
         elif site.readers:
-            more = (self._want(reader, t.dtype, None) for reader in site.readers)
-            cell.wanted += [other for other in more if other is not None]
-        cell.wanted.append(codec)
-        cell.readers += site.need != "mask"
+            more = [self._want(reader, t.dtype, None) for reader in site.readers]
+            wanted += [other for other in more if other is not None]
+        wanted.append(codec)
+        if codec is not MASK:
+            cell.readers += 1
         if not cell.waiting:
             self._encode(cell, flat, saved)
         return saved
 
-    def _note_shape(self, site: Site, t: Tensor) -> None:
+    def _shape(self, t: Tensor, site: Site, frame: Frame) -> Saved:
         """A reader that needs only the shape costs nothing, but plain autograd would have held the memory."""
-        record = Record(site)
-        record.saved_bytes = self._count(t)
+        saved = Saved(self)
+        saved.site, saved.dtype, saved.device = site, t.dtype, t.device
+        saved.layout = flatten(t.detach())[1]
+        frame.sizes[site.index] = tuple(t.shape)
+        record, storage = Record(site), t.untyped_storage()
+        record.saved_bytes = self._count(storage, StorageWeakRef(storage))
         record.codec = "shape"
         if record.saved_bytes:
             self.forward.records.append(record)
+        return saved
 
     def _want(self, site: Site, dtype: torch.dtype, frame: Frame | None) -> Codec | None:
         """The codec that a site's need asks for; None where there is none for the dtype."""

@@ -17,7 +17,7 @@ from halley.sites import Site, comes_from_leaves, is_view_of_parameter
 def strictest(codecs: list[Codec]) -> Codec:
     """A codec that satisfies all who asked; bit-exact if there is no other."""
     found = codecs[0]
-    for codec in codecs[1:]:
+    for codec in codecs:
         if codec is found or satisfies(found, codec):
             continue
         found = codec if satisfies(codec, found) else found.join(codec) or codec.join(found) or ErrorBounded(0)

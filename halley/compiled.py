@@ -8,6 +8,7 @@ them from a forward pass to its backward pass.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import warnings
@@ -67,8 +68,13 @@ def seed_at(seed: Tensor, site: int, salt: int) -> int:
     return mix(salt, mix(step, site, rank))
 
 
-def in_order(size: Sequence[int], strides: Sequence[int], order: list[int]) -> bool:
+def in_order(size: Sequence[int], strides: Sequence[int], order: Sequence[int]) -> bool:
     """Whether elements fill their memory without gaps, with the dimensions in this order."""
+    return _in_order(tuple(size), tuple(strides), tuple(order))
+
+
+@functools.lru_cache(maxsize=4096)
+def _in_order(size: tuple[int, ...], strides: tuple[int, ...], order: tuple[int, ...]) -> bool:
     expected = 1
     for d in reversed(order):
         if strides[d] != expected and size[d] != 1:

@@ -1,10 +1,11 @@
-"""Batch norm and ReLU whose backward reads what was saved as it was packed, without decoding it to memory first.
+"""Layers whose backward takes less memory for what was saved: batch norm and ReLU read it packed, convolutions drop it.
 
 Half of what a convolutional network saves are inputs of batch norms. Plain hooks decode such an input to memory, where
 batch norm's backward reads it twice; for ReLU they write a mask that is read once. Here a layer's call goes to an
 autograd function that runs the same forward operation and saves the same tensor through the same hooks, and whose
-backward decodes in registers (kernels/gpu_norm.py, gq_gate). Wherever that is not possible, it computes what plain
-autograd would.
+backward decodes in registers (kernels/gpu_norm.py, gq_gate). A convolution has to decode its input to memory, but
+computes the weight's gradient first and lets go of the input before its gradient, which is as large, needs memory.
+Wherever that is not possible, it computes what plain autograd would.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ ENABLED = True
 """Read by `install`: False leaves every layer as it is, for comparison."""
 SMALLEST = 1 << 20
 """Inputs of fewer bytes go the plain way."""
+LARGE_CONV = 32 << 20
+"""The same for the inputs of convolutions: for these it is a matter of memory alone."""
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -84,6 +87,74 @@ class ReluFunction(torch.autograd.Function):
         if gradient is None:
             gradient = torch.ops.aten.threshold_backward(grad, ctx.saved_tensors[0], 0)
         return gradient, None, None
+
+
+class ConvFunction(torch.autograd.Function):
+    """A convolution: input, weight, bias, stride, padding, dilation, groups."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        stride: tuple[int, ...],
+        padding: tuple[int, ...],
+        dilation: tuple[int, ...],
+        groups: int,
+    ) -> Tensor:
+        ctx.settings = (stride, padding, dilation, False, (0,) * len(stride), groups)
+        ctx.bias_size = None if bias is None else bias.shape
+        # In the order of the plain operation.
+        ctx.save_for_backward(x, weight)
+        return torch.ops.aten.convolution(x, weight, bias, *ctx.settings)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        needs = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled() or not all(needs[:2]):
+            gradients = conv_gradients(ctx, needs, grad, *ctx.saved_tensors)
+        else:
+            gradients = parted_gradients(ctx, needs, grad)
+        return (*gradients, None, None, None, None)
+
+
+def conv_gradients(ctx: Any, needs: tuple[bool, ...], grad: Tensor, x: Tensor, weight: Tensor) -> Gradients:
+    """What plain autograd computes, in one call; differentiable where backward is recorded."""
+    return torch.ops.aten.convolution_backward(grad, x, weight, ctx.bias_size, *ctx.settings, needs)
+
+
+def parted_gradients(ctx: Any, needs: tuple[bool, ...], grad: Tensor) -> Gradients:
+    """The same gradients in two calls, between which the restored input is let go of, where it may be."""
+    x, weight = ctx.saved_tensors
+    last = read_format(x, weight, ctx.settings)
+    if last is None:
+        return conv_gradients(ctx, needs, grad, x, weight)
+    grad = grad.contiguous(memory_format=last)
+    _, grad_weight, grad_bias = conv_gradients(ctx, (False, *needs[1:]), grad, x, weight)
+    size, stride = x.shape, x.stride()
+    del x
+    grad_x = conv_gradients(ctx, (True, False, False), grad, hollow(size, stride, grad), weight)[0]
+    return grad_x, grad_weight, grad_bias
+
+
+def read_format(x: Tensor, weight: Tensor, settings: tuple[Any, ...]) -> torch.memory_format | None:
+    """The memory format in which backward reads its input; None if it might read it for its own gradient too.
+
+    These backends do not: they ask the input for its size and format, and copy it only if it has another format.
+    """
+    backend = torch._C._select_conv_backend(x, weight, None, *settings)
+    if backend.name not in ("Cudnn", "Mkldnn"):
+        return None
+    last = torch._C._conv_determine_backend_memory_format(x, weight, backend)
+    return last if x.is_contiguous(memory_format=last) else None
+
+
+def hollow(size: tuple[int, ...], stride: tuple[int, ...], like: Tensor) -> Tensor:
+    """A tensor without memory, to be asked for its size and format only: no zero stride can stand for channels_last."""
+    x = like.new_empty_strided(size, stride)
+    x.untyped_storage().resize_(0)
+    return x
 
 
 def gated_gradient(ctx: Any, grad: Tensor) -> Tensor | None:
@@ -188,6 +259,8 @@ class Forward:
     """
 
     layers: tuple[type[nn.Module], ...]
+    least = SMALLEST
+    """Inputs of fewer bytes go the plain way, unless `install` is told otherwise."""
     slot: str
     """Where the plain operation saves the tensor that backward reads packed here."""
 
@@ -314,13 +387,53 @@ class ReluForward(Forward):
         return function_named(operation, ReluFunction).apply(x, module.inplace, self.device)
 
 
-FORWARDS = {kind: forward for forward in (NormForward, ReluForward) for kind in forward.layers}
+class ConvForward(Forward):
+    """Of a convolution."""
+
+    layers = (nn.Conv2d, nn.Conv3d)
+    least = LARGE_CONV
+    slot = "input"
+
+    def takes(self, module: Any, x: Tensor, site: Site) -> bool:
+        if site.need != "lossy" or site.operation != "Convolution" or site.signature != signature(x):
+            return False
+        if module.padding_mode != "zeros" or isinstance(module.padding, str) or x.dim() != module.weight.dim():
+            return False
+        return x.requires_grad and module.weight.requires_grad and self.suits(module, x)
+
+    def suits(self, module: Any, x: Tensor) -> bool:
+        """Whether weight and bias are plain tensors of the input's dtype, or become that under autocast."""
+        parameters = [module.weight] if module.bias is None else [module.weight, module.bias]
+        dtypes: tuple[torch.dtype, ...] = (x.dtype,)
+        if torch.is_autocast_enabled(self.device):
+            dtypes = CASTS if x.dtype == torch.get_autocast_dtype(self.device) else ()
+        return all(type(p) in PLAIN and p.dtype in dtypes for p in parameters)
+
+    def run(self, module: Any, x: Tensor, operation: str) -> Tensor:
+        weight, bias = module.weight, module.bias
+        # Autocast would do this itself, but inside the function, where it is not recorded.
+        if weight.dtype != x.dtype:
+            weight = weight.to(x.dtype)
+        if bias is not None and bias.dtype != x.dtype:
+            bias = bias.to(x.dtype)
+        function = function_named(operation, ConvFunction)
+        return function.apply(x, weight, bias, module.stride, module.padding, module.dilation, module.groups)
 
 
-def install(layers: Iterable[Layer], capture: Capture, device: str = "cuda", smallest: int = SMALLEST) -> list[Forward]:
-    """Lets the batch norms and ReLUs among a model's layers read what was packed; what it gives back has `remove()`.
+PLAIN = (Tensor, nn.Parameter)
+CASTS = (torch.float32, torch.bfloat16, torch.float16)
+"""What autocast casts."""
 
-    A layer with a forward of its own, or of a class derived from these, is left alone.
+FORWARDS = {kind: forward for forward in (NormForward, ReluForward, ConvForward) for kind in forward.layers}
+
+
+def install(
+    layers: Iterable[Layer], capture: Capture, device: str = "cuda", smallest: int | None = None
+) -> list[Forward]:
+    """Gives the batch norms, ReLUs and convolutions among a model's layers such a forward; each has `remove()`.
+
+    `smallest` stands in for the size that each kind has as its `least`. A layer with a forward of its own, or of a
+    class derived from these, is left alone.
     """
     installed: list[Forward] = []
     if not ENABLED or importlib.util.find_spec("triton") is None:
@@ -332,7 +445,7 @@ def install(layers: Iterable[Layer], capture: Capture, device: str = "cuda", sma
             continue
         drop_copied(module)
         if module is not None and "forward" not in module.__dict__:
-            installed.append(kind(capture, layer, device, smallest))
+            installed.append(kind(capture, layer, device, kind.least if smallest is None else smallest))
             module.__dict__["forward"] = installed[-1]
     return installed
 

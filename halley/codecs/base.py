@@ -15,13 +15,17 @@ MASK64 = (1 << 64) - 1
 
 
 def mix(*words: int) -> int:
-    """One 64-bit hash of some integers (splitmix64), as a signed number that fits an operator's int argument."""
+    """One 64-bit hash of some integers, as a signed number that fits an operator's int argument.
+
+    A polynomial in the words, then splitmix64's last steps.
+    """
     h = 0
     for word in words:
-        h = (h ^ (word & MASK64)) + 0x9E3779B97F4A7C15 & MASK64
-        h = (h ^ h >> 30) * 0xBF58476D1CE4E5B9 & MASK64
-        h = (h ^ h >> 27) * 0x94D049BB133111EB & MASK64
-        h ^= h >> 31
+        h = h * 0xD1342543DE82EF95 + word + 0x9E3779B97F4A7C15
+    h &= MASK64
+    h = (h ^ h >> 30) * 0xBF58476D1CE4E5B9 & MASK64
+    h = (h ^ h >> 27) * 0x94D049BB133111EB & MASK64
+    h ^= h >> 31
     return h - (1 << 64) if h >> 63 else h
 
 

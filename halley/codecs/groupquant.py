@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,6 +29,7 @@ class GroupQuantPacked(Packed):
         )
 
 
+@functools.lru_cache(maxsize=4096)
 def channel_stride(layout: Layout, numel: int, group: int) -> int:
     """How far apart the values of one channel lie: channels_last memory has all channels of a pixel together.
 

@@ -63,10 +63,34 @@ class WindowPacked(BitsPacked):
 
     def decode_flat(self, mask: bool = False) -> Tensor:
         codec, layout = self.codec, self.layout
-        code = super().decode_flat().view(layout.size)
-        restored = torch.empty_strided(layout.size, layout.stride, dtype=torch.int64, device=code.device)
-        torch.add(codec.offsets(code.device)[code], codec.corners(code), out=restored)
+        code = self.parts[0]
+        if self.bits < 8:
+            code = operations(code).bits_decode(code, self.bits, self.numel)
+        code = code.view(layout.size)
+        if layout.copied:
+            restored = torch.empty(layout.size, dtype=torch.int64, device=code.device)
+        else:
+            restored = torch.empty_strided(layout.size, layout.stride, dtype=torch.int64, device=code.device)
+        offsets, corners = codec.offsets(code.device).to(codec.width()), codec.corners(code)
+        for source, target in zip(pieces(code), pieces(restored), strict=True):
+            index = torch.empty_like(target, dtype=torch.int32).copy_(source)
+            torch.add(look_up(offsets, index), corners, out=target)
         return restored.as_strided((self.numel,), (1,))
+
+
+PIECE = 1 << 22
+"""Window works on so many indices at a time: what it computes on the way takes 32 MiB at most."""
+
+
+def pieces(x: Tensor) -> tuple[Tensor, ...]:
+    """The parts of a tensor along its first dimension, of at most PIECE values or one row."""
+    return x.split(max(PIECE // max(math.prod(x.shape[1:]), 1), 1))
+
+
+def look_up(table: Tensor, index: Tensor) -> Tensor:
+    """The table's entry for each index of a gapless tensor, laid out in memory as that one is."""
+    found = table.index_select(0, index.as_strided((index.numel(),), (1,)))
+    return found.as_strided(index.shape, index.stride())
 
 
 def pack_bits(
@@ -236,12 +260,24 @@ class Window(Codec):
             total = total[..., None] + (torch.arange(size, device=x.device) * stride - padding) * step
         return total
 
+    def reach(self) -> int:
+        """How far the last position in the window stands from the window's corner."""
+        return sum((k - 1) * d * s for k, d, s in zip(self.kernel, self.dilation, self.steps(), strict=True))
+
+    def width(self) -> torch.dtype:
+        """The narrowest type for distances within a window in which a table can be asked for them."""
+        return torch.int32 if self.reach() < 1 << 31 else torch.int64
+
     def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
-        index = layout.restore(flat)
-        offsets = self.offsets(flat.device)
-        reach = sum((k - 1) * d * s for k, d, s in zip(self.kernel, self.dilation, self.steps(), strict=True))
-        position = torch.zeros(reach + 1, dtype=torch.uint8, device=flat.device)
+        index = flat.view(layout.size) if layout.copied else layout.restore(flat)
+        offsets, corners = self.offsets(flat.device), self.corners(index)
+        # A GPU narrows while it subtracts; a CPU does that in a second pass.
+        width = torch.int64 if flat.device.type == "cpu" else self.width()
+        position = torch.zeros(self.reach() + 1, dtype=torch.uint8, device=flat.device)
         position[offsets] = torch.arange(len(offsets), device=flat.device).to(torch.uint8)
-        code = position[index - self.corners(index)]
+        code = torch.empty(layout.size, dtype=torch.uint8, device=flat.device)
+        for source, target in zip(pieces(index), pieces(code), strict=True):
+            distance = torch.sub(source, corners, out=torch.empty_like(source, dtype=width))
+            target.copy_(look_up(position, distance))
         bits = next(b for b in (1, 2, 4, 8) if len(offsets) <= 1 << b)
-        return pack_bits(self, code.contiguous().view(-1), layout, torch.int64, bits, kind=WindowPacked)
+        return pack_bits(self, code.view(-1), layout, torch.int64, bits, kind=WindowPacked)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -55,16 +56,16 @@ def _launch(
     warps: int,
     registers: int = 0,
     special: int = 2,
-) -> None:
+) -> Callable[..., None] | None:
     """Runs a kernel over (tensors, numbers, constants). The compiled kernel is kept: Triton's own lookup is slow.
 
-    `special`: how many of the first numbers Triton may specialise on; the others are marked in the kernel.
+    `special`: how many of the first numbers Triton may specialise on; the others are marked in the kernel. Gives what
+    runs the compiled kernel.
     """
     device = tensors[0].get_device()
     if device >= 0 and device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
-            _launch(function, programs, tensors, numbers, constants, warps, registers, special)
-        return
+            return _launch(function, programs, tensors, numbers, constants, warps, registers, special)
     across, down = (programs, 1) if isinstance(programs, int) else programs
     # What Triton specialises on: 16-byte alignment of pointers, and divisibility of sizes or their being 1.
     pointers = [t.data_ptr() for t in tensors]
@@ -74,12 +75,14 @@ def _launch(
     run = _compiled.get(key)
     if run is not None:
         run(across, down, torch._C._cuda_getCurrentRawStream(device), *pointers, *numbers, *constants)
-        return
+        return run
     options = {"num_warps": warps, "enable_fp_fusion": False} | ({"maxnreg": registers} if registers else {})
     arguments = (*[_typed(t) for t in tensors], *numbers, *constants)
     kernel = function[(across, down, 1)](*arguments, **options)
-    if kernel is not None:  # the interpreter compiles nothing
-        _compiled[key] = _runner(kernel)
+    if kernel is None:  # the interpreter compiles nothing
+        return None
+    run = _compiled[key] = _runner(kernel)
+    return run
 
 
 def _runner(kernel: Any) -> Callable[..., None]:
@@ -182,29 +185,102 @@ def _fits_kernel(bits: int, group: int) -> bool:
     return group & (group - 1) == 0 and 32 * 8 // bits <= group <= GQ_VALUES
 
 
+class GqPlan:
+    """All that does not change from one call to the next for tensors of one size and setting: sizes, grids, constants.
+
+    `codes`, `values` and `gate` are gq_encode, gq_decode and gq_gate for such tensors.
+    """
+
+    __slots__ = ("decoders", "device", "dtype", "encoder", "gater", "limit", "numbers", "numel", "size")
+
+    def __init__(
+        self, numel: int, bits: int, group: int, dtype: torch.dtype, stride: int, signs: bool, device: torch.device
+    ) -> None:
+        self.numel, self.dtype, self.device = numel, dtype, device
+        self.size = gq_sizes(numel, bits, group, dtype, stride)[2]
+        self.limit = LARGEST[dtype]
+        kind, length = TYPES[dtype], group * bits // 8
+        grid: int | tuple[int, int]
+        parts: int | tuple[int, int]
+        if stride > 1:
+            pixels, channels = numel // stride, _channels(stride, GQ_CHANNELS)
+            piece = min(length, GQ_VALUES * bits // 8 // channels)
+            blocks, across = -(-pixels // group), -(-stride // channels)
+            grid, parts = (blocks, across), (blocks * (length // piece), across)
+            self.numbers = (stride, pixels)
+            own: tuple = (kind, bits, group, signs, channels)
+            rest: tuple = (*own, piece)
+            kernels = (gq_encode_channels_kernel, gq_decode_channels_kernel, gq_gate_channels_kernel)
+            warps, special = GQ_WARPS, 1
+        else:
+            groups, rows = gq_groups(numel, group, 1), GQ_VALUES // group
+            grid = parts = -(-groups // rows)
+            self.numbers = (numel, groups)
+            own = rest = (kind, bits, group, rows, signs, _lanes(dtype))
+            kernels = (gq_encode_kernel, gq_decode_kernel, gq_gate_kernel)
+            warps, special = 4, 0
+        self.encoder = Launch(kernels[0], grid, own, warps, special)
+        self.decoders = [Launch(kernels[1], parts, (*rest, mask), 4, special) for mask in (False, True)]
+        self.gater = Launch(kernels[2], parts, rest, 4, special)
+
+    def codes(self, x: Tensor, seed: int) -> Tensor:
+        data = torch.empty(self.size, dtype=torch.uint8, device=self.device)
+        self.encoder((x, data), (*self.numbers, *_halves(seed)))
+        return data
+
+    def values(self, data: Tensor, seed: int, mask: bool) -> Tensor:
+        out = torch.empty(self.numel, dtype=torch.bool if mask else self.dtype, device=self.device)
+        self.decoders[mask]((data, out), (*self.numbers, *_halves(seed), self.limit))
+        return out
+
+    def gate(self, data: Tensor, x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        self.gater((data, x, out), self.numbers)
+        return out
+
+
+class Launch:
+    """A kernel with its grid and constants. Compiled when it is first called; what was compiled is kept."""
+
+    __slots__ = ("across", "arguments", "constants", "down", "run")
+
+    def __init__(self, function: Any, grid: int | tuple[int, int], constants: tuple, warps: int, special: int) -> None:
+        self.across, self.down = (grid, 1) if isinstance(grid, int) else grid
+        self.constants = constants
+        self.arguments = (function, grid, warps, special)
+        self.run: Callable[..., None] | None = None
+
+    def __call__(self, tensors: tuple[Tensor, ...], numbers: tuple) -> None:
+        pointers = [t.data_ptr() for t in tensors]
+        together = 0
+        for pointer in pointers:
+            together |= pointer
+        device = tensors[0].get_device()
+        # Only where all memory is aligned, as fresh memory is, one compiled kernel serves every call.
+        if self.run is None or together & 15 or device != torch._C._cuda_getDevice():
+            function, grid, warps, special = self.arguments
+            found = _launch(function, grid, tensors, numbers, self.constants, warps, special=special)
+            if not together & 15:
+                self.run = found
+        else:
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            self.run(self.across, self.down, stream, *pointers, *numbers, *self.constants)
+
+
+@functools.lru_cache(maxsize=4096)
+def gq_plan(
+    numel: int, bits: int, group: int, dtype: torch.dtype, stride: int, signs: bool, device: torch.device
+) -> GqPlan | None:
+    """The plan for tensors of that size and setting; None where there is no kernel for them, or nothing to do."""
+    if not _fits_kernel(bits, group) or numel % stride or numel == 0:
+        return None
+    return GqPlan(numel, bits, group, dtype, stride, signs, device)
+
+
 def gq_encode(x: Tensor, bits: int, group: int, seed: int, stride: int = 1, signs: bool = False) -> Tensor:
     """Fixed-rate codes of flat float values, with lo and step of each group, in one buffer."""
-    numel = x.numel()
-    if not _fits_kernel(bits, group) or numel % stride:
-        return reference.gq_encode(x, bits, group, seed, stride, signs)
-    data = torch.empty(gq_sizes(numel, bits, group, x.dtype, stride)[2], dtype=torch.uint8, device=x.device)
-    if not numel:
-        return data
-    kind = TYPES[x.dtype]
-    constants: tuple
-    if stride > 1:
-        pixels, channels = numel // stride, _channels(stride, GQ_CHANNELS)
-        constants = (kind, bits, group, signs, channels)
-        grid = (-(-pixels // group), -(-stride // channels))
-        numbers = (stride, pixels, *_halves(seed))
-        _launch(gq_encode_channels_kernel, grid, (x, data), numbers, constants, GQ_WARPS, special=1)
-    else:
-        groups, rows = gq_groups(numel, group, 1), GQ_VALUES // group
-        constants = (kind, bits, group, rows, signs, _lanes(x.dtype))
-        _launch(
-            gq_encode_kernel, -(-groups // rows), (x, data), (numel, groups, *_halves(seed)), constants, 4, special=0
-        )
-    return data
+    plan = gq_plan(x.numel(), bits, group, x.dtype, stride, signs, x.device)
+    return reference.gq_encode(x, bits, group, seed, stride, signs) if plan is None else plan.codes(x, seed)
 
 
 def gq_decode(
@@ -219,48 +295,19 @@ def gq_decode(
     signs: bool = False,
 ) -> Tensor:
     """The flat values that gq_encode stored with the same settings, or only whether each is not zero (bool)."""
-    if not _fits_kernel(bits, group):
+    plan = gq_plan(numel, bits, group, dtype, stride, signs, data.device)
+    if plan is None:
         return reference.gq_decode(data, numel, bits, group, dtype, mask, seed, stride, signs)
-    out = torch.empty(numel, dtype=torch.bool if mask else dtype, device=data.device)
-    if not numel:
-        return out
-    kind, limit = TYPES[dtype], LARGEST[dtype]
-    constants: tuple
-    if stride > 1:
-        pixels, channels = numel // stride, _channels(stride, GQ_CHANNELS)
-        piece = min(group * bits // 8, GQ_VALUES * bits // 8 // channels)
-        constants = (kind, bits, group, signs, channels, piece, mask)
-        grid = (-(-pixels // group) * (group * bits // 8 // piece), -(-stride // channels))
-        numbers = (stride, pixels, *_halves(seed), limit)
-        _launch(gq_decode_channels_kernel, grid, (data, out), numbers, constants, 4, special=1)
-    else:
-        groups, rows = gq_groups(numel, group, 1), GQ_VALUES // group
-        constants = (kind, bits, group, rows, signs, _lanes(dtype), mask)
-        numbers = (numel, groups, *_halves(seed), limit)
-        _launch(gq_decode_kernel, -(-groups // rows), (data, out), numbers, constants, 4, special=0)
-    return out
+    return plan.values(data, seed, mask)
 
 
 def gq_gate(data: Tensor, x: Tensor, bits: int, group: int, stride: int = 1, signs: bool = False) -> Tensor:
     """x where the values that gq_encode stored are not zero, else zero; both lie in the same order in memory."""
-    numel, dtype = x.numel(), x.dtype
-    if not _fits_kernel(bits, group):
-        return torch.where(gq_decode(data, numel, bits, group, dtype, True, 0, stride, signs).view_as(x), x, 0)
-    out = torch.empty_like(x)
-    if not numel:
-        return out
-    constants: tuple
-    if stride > 1:
-        pixels, channels = numel // stride, _channels(stride, GQ_CHANNELS)
-        piece = min(group * bits // 8, GQ_VALUES * bits // 8 // channels)
-        constants = (TYPES[dtype], bits, group, signs, channels, piece)
-        grid = (-(-pixels // group) * (group * bits // 8 // piece), -(-stride // channels))
-        _launch(gq_gate_channels_kernel, grid, (data, x, out), (stride, pixels), constants, 4, special=1)
-    else:
-        groups, rows = gq_groups(numel, group, 1), GQ_VALUES // group
-        constants = (TYPES[dtype], bits, group, rows, signs, _lanes(dtype))
-        _launch(gq_gate_kernel, -(-groups // rows), (data, x, out), (numel, groups), constants, 4, special=0)
-    return out
+    plan = gq_plan(x.numel(), bits, group, x.dtype, stride, signs, x.device)
+    if plan is not None:
+        return plan.gate(data, x)
+    mask = reference.gq_decode(data, x.numel(), bits, group, x.dtype, True, 0, stride, signs)
+    return torch.where(mask.as_strided(x.shape, x.stride()), x, 0)
 
 
 def _lanes(dtype: torch.dtype) -> int:

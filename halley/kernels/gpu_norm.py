@@ -11,12 +11,15 @@ common makes the value: no conversion from integers. d keeps 23 - bits of its 24
 
 from __future__ import annotations
 
+import functools
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from halley.kernels.gpu import TYPES, _halves, _launch, _typed
+from halley.kernels.gpu import TYPES, Launch, _halves
 from halley.kernels.gpu_common import narrow, random32, widen
 from halley.kernels.reference import gq_groups
 
@@ -452,6 +455,97 @@ def supported(size: tuple[int, ...], stride: int, last: bool, bits: int, group: 
     return stride == 1 and size[1] > 1 and values // (size[0] * size[1]) >= SMALLEST_PLANE
 
 
+class NormPlan:
+    """All that does not change from one call to the next for gradients of one size: grids, numbers, constants.
+
+    `parts` is the size of a work space; `sums` [splits, 2, channels] are what the channels' sums are gathered from.
+    """
+
+    __slots__ = (
+        "channels",
+        "device",
+        "finish",
+        "gather",
+        "last",
+        "numbers",
+        "parts",
+        "reduce",
+        "rest",
+        "rounded",
+        "sums",
+        "write",
+    )
+
+    def __init__(
+        self, size: tuple[int, ...], dtype: torch.dtype, bits: int, last: bool, kind: torch.dtype | None,
+        device: torch.device, rounded: bool,
+    ) -> None:  # fmt: skip
+        self.channels, self.last, self.device, self.rounded = size[1], last, device, rounded
+        numel = math.prod(size)
+        if last:
+            splits = self._plan_last(numel, dtype, bits)
+        else:
+            splits = self._plan_flat(numel, size[0], dtype, bits)
+        self.sums = (splits, 2, self.channels)
+        self.rest = (splits, self.channels, self.channels / numel)
+        weight = tl.float32 if kind is None else TYPES[kind]
+        constants = (kind is not None, weight, min(256, _power(splits)), 8)
+        self.finish = Launch(finish_kernel, -(-self.channels // 8), constants, 4, 2)
+
+    def _plan_last(self, numel: int, dtype: torch.dtype, bits: int) -> int:
+        """The launches for channels_last memory; returns the number of partial sums."""
+        channels = self.channels
+        pixels = numel // channels
+        unit, vector = 8 if channels % 8 == 0 else 1, 16 // dtype.itemsize
+        columns = 8 * vector
+        blocks, tiles = -(-pixels // GROUP), -(-channels // columns)
+        splits = -(-blocks // -(-blocks // max(PROGRAMS // tiles, 1)))
+        constants = (TYPES[dtype], bits, unit, vector, 4 * WARPS, columns, self.rounded)
+        self.parts: tuple[int, ...] = ()
+        self.numbers: tuple[tuple, ...] = ((channels // unit, pixels, tiles, splits), (channels // unit, pixels, tiles))
+        self.reduce = Launch(last_reduce_kernel, tiles * splits, constants, WARPS, 2)
+        self.write = Launch(last_apply_kernel, blocks * tiles, constants, WARPS, 2)
+        return splits
+
+    def _plan_flat(self, numel: int, samples: int, dtype: torch.dtype, bits: int) -> int:
+        """The launches for NCHW memory; returns the number of partial sums."""
+        channels = self.channels
+        plane, groups = numel // (samples * channels), gq_groups(numel, GROUP, 1)
+        parts = 1 if plane % GROUP == 0 else (GROUP + plane - 2) // plane + 1
+        most, vector = LARGEST_TILE * GROUP, 16 // dtype.itemsize
+        constants = (TYPES[dtype], bits, parts, plane >= most, most // plane + parts + 1 <= channels, self.rounded)
+        width = min(_power(plane // GROUP + 2), 32)
+        rows = GATHER // width
+        splits = min(-(-samples // rows), -(-PROGRAMS // channels))
+        self.parts = (parts, 2, groups)
+        numbers = (numel, groups, channels, plane, -(-(1 << 32) // plane), _magic(plane), _magic(channels))
+        self.numbers = (numbers, numbers, (samples, channels, plane, groups, splits))
+        self.reduce = Launch(flat_reduce_kernel, -(-groups // (8 * TILES)), (*constants, 8, 8, TILES), 1, 2)
+        self.gather = Launch(gather_kernel, channels * splits, (rows, width), 4, 2)
+        self.write = Launch(flat_apply_kernel, -(-groups // (4 * vector)), (*constants, vector, 4 * vector), 4, 2)
+        return splits
+
+    def sum_up(self, grad: Tensor, data: Tensor, mean: Tensor, halves: tuple[int, int]) -> Tensor:
+        """For each channel sum(g) and sum(g (x - mean)), in a few parts."""
+        sums = torch.empty(self.sums, dtype=torch.float32, device=self.device)
+        if self.last:
+            self.reduce((grad, data, mean, sums), (*self.numbers[0], *halves))
+        else:
+            apart = torch.empty(self.parts, dtype=torch.float32, device=self.device)
+            self.reduce((grad, data, mean, apart), (*self.numbers[0], *halves))
+            self.gather((apart, sums), self.numbers[2])
+        return sums
+
+
+@functools.lru_cache(maxsize=4096)
+def norm_plan(
+    size: tuple[int, ...], dtype: torch.dtype, bits: int, last: bool, kind: torch.dtype | None, device: torch.device,
+    rounded: bool,
+) -> NormPlan:  # fmt: skip
+    """The plan for gradients of that size, and a weight of dtype `kind` or none."""
+    return NormPlan(size, dtype, bits, last, kind, device, rounded)
+
+
 def norm_backward(
     grad: Tensor,
     data: Tensor,
@@ -468,78 +562,27 @@ def norm_backward(
     `grad` is the gradient of the result, of the input's dtype and in its memory format: `last` for channels_last,
     otherwise contiguous.
     """
-    channels, source, halves = grad.shape[1], _typed(grad), _halves(seed)
-    if last:
-        sums, numbers, constants = _reduce_last(source, data, mean, channels, grad.dtype, bits, halves)
+    kind = None if weight is None else weight.dtype
+    plan = norm_plan(tuple(grad.shape), grad.dtype, bits, last, kind, grad.device, ROUND)
+    halves = _halves(seed)
+    sums = plan.sum_up(grad, data, mean, halves)
+    line = torch.empty(3, plan.channels, dtype=torch.float32, device=grad.device)
+    if weight is None:
+        grad_weight = grad_bias = None
+        plan.finish((sums, mean, invstd, mean, mean, mean, line), plan.rest)
     else:
-        sums, numbers, constants = _reduce_flat(source, data, mean, grad.shape, grad.dtype, bits, halves)
-    line = torch.empty(3, channels, dtype=torch.float32, device=grad.device)
-    grad_weight, grad_bias = (torch.empty_like(weight) if weight is not None else None for _ in range(2))
-    affine = [_typed(t) if t is not None else mean for t in (weight, grad_weight, grad_bias)]
-    kind = TYPES[weight.dtype] if weight is not None else tl.float32
-    _launch(
-        finish_kernel, -(-channels // 8), (sums, mean, invstd, *affine, line),
-        (sums.shape[0], channels, channels / grad.numel()),
-        (weight is not None, kind, min(256, _power(sums.shape[0])), 8), 4,
-    )  # fmt: skip
+        grad_weight, grad_bias = torch.empty_like(weight), torch.empty_like(weight)
+        plan.finish((sums, mean, invstd, weight, grad_weight, grad_bias, line), plan.rest)
     if not apply:
         return None, grad_weight, grad_bias
     out = torch.empty_like(grad)
-    tensors = (source, data, line, _typed(out))
-    if last:
-        units, pixels, tiles, _, *seeds = numbers
-        programs = -(-pixels // GROUP) * tiles
-        _launch(last_apply_kernel, programs, tensors, (units, pixels, tiles, *seeds), constants, WARPS)
-    else:
-        vector = 16 // grad.dtype.itemsize
-        constants = (*constants, vector, 4 * vector)
-        _launch(flat_apply_kernel, -(-numbers[1] // (4 * vector)), tensors, numbers, constants, 4)
+    plan.write((grad, data, line, out), (*plan.numbers[1], *halves))
     return out, grad_weight, grad_bias
 
 
 def _power(n: int) -> int:
     """The smallest power of two that is not less."""
     return 1 << (n - 1).bit_length()
-
-
-def _reduce_last(
-    source: Tensor, data: Tensor, mean: Tensor, channels: int, dtype: torch.dtype, bits: int, halves: tuple[int, int]
-) -> tuple[Tensor, tuple, tuple]:
-    """The sums [splits, 2, channels] in channels_last memory, and numbers and constants of the launch."""
-    pixels = source.numel() // channels
-    unit, vector = 8 if channels % 8 == 0 else 1, 16 // dtype.itemsize
-    columns = 8 * vector
-    blocks, tiles = -(-pixels // GROUP), -(-channels // columns)
-    each = -(-blocks // max(PROGRAMS // tiles, 1))
-    splits = -(-blocks // each)
-    sums = torch.empty(splits, 2, channels, dtype=torch.float32, device=source.device)
-    numbers = (channels // unit, pixels, tiles, splits, *halves)
-    constants = (TYPES[dtype], bits, unit, vector, 4 * WARPS, columns, ROUND)
-    _launch(last_reduce_kernel, tiles * splits, (source, data, mean, sums), numbers, constants, WARPS)
-    return sums, numbers, constants
-
-
-def _reduce_flat(
-    source: Tensor, data: Tensor, mean: Tensor, size: torch.Size, dtype: torch.dtype, bits: int, halves: tuple[int, int]
-) -> tuple[Tensor, tuple, tuple]:
-    """The sums [splits, 2, channels] in NCHW memory, and numbers and constants of the launches over groups."""
-    numel, samples, channels = source.numel(), size[0], size[1]
-    plane = numel // (samples * channels)
-    groups = gq_groups(numel, GROUP, 1)
-    parts = 1 if plane % GROUP == 0 else (GROUP + plane - 2) // plane + 1
-    numbers = (numel, groups, channels, plane, -(-(1 << 32) // plane), _magic(plane), _magic(channels), *halves)
-    most = LARGEST_TILE * GROUP
-    constants = (TYPES[dtype], bits, parts, plane >= most, most // plane + parts + 1 <= channels, ROUND)
-    apart = torch.empty(parts, 2, groups, dtype=torch.float32, device=source.device)
-    programs = -(-groups // (8 * TILES))
-    _launch(flat_reduce_kernel, programs, (source, data, mean, apart), numbers, (*constants, 8, 8, TILES), 1)
-    width = min(_power(plane // GROUP + 2), 32)
-    rows = GATHER // width
-    splits = min(-(-samples // rows), -(-PROGRAMS // channels))
-    sums = torch.empty(splits, 2, channels, dtype=torch.float32, device=source.device)
-    planes_numbers = (samples, channels, plane, groups, splits)
-    _launch(gather_kernel, channels * splits, (apart, sums), planes_numbers, (rows, width), 4)
-    return sums, numbers, constants
 
 
 def _magic(n: int) -> int:

@@ -94,18 +94,33 @@ def test_a_changed_source_of_a_failed_prediction_is_an_error() -> None:
     late._in_flight.queue.clear()
 
 
-def test_packing_and_reading_do_not_synchronise() -> None:
+@pytest.mark.parametrize(
+    "policy", [Fixed(ErrorBounded(0.01)), Fixed(ErrorBounded(0.01, "rel")), Fixed(GroupQuant()), None]
+)
+def test_a_training_step_does_not_wait_for_the_gpu(policy) -> None:
     model = convs()
-    halley.attach(model, Fixed(ErrorBounded(0.01)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, foreach=True)
+    halley.attach(model, policy, optimizer)
     x = torch.randn(64, 3, 64, 64, device="cuda")
-    for _ in range(3):
+
+    def step() -> None:
+        optimizer.zero_grad()
         model(x).square().mean().backward()
+        optimizer.step()
+
+    for _ in range(4):
+        step()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        model(x).square().mean().backward()
+        step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    with torch.profiler.profile() as profiler:
+        step()
+    names = {event.key for event in profiler.key_averages()}
+    assert any("gq_" in name or "encode_kernel" in name for name in names), names
+    assert not [name for name in names if "Pageable" in name or name in ("cudaStreamSynchronize", "cudaMemcpy")], names
 
 
 def test_values_are_the_same_on_cpu_and_gpu() -> None:
