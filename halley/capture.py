@@ -559,9 +559,11 @@ def saved_by(node: Any) -> list[tuple[str, Saved]]:
             data = [piece.data if piece is not None else None for piece in pieces]
         except RuntimeError:
             continue
+        # A function in an operation's place tells its slots.
+        slots = getattr(node, "slots", None) if slot == "tensors" else None
         for i, item in enumerate(data):
             if isinstance(item, Saved):
-                found.append((slot if len(data) == 1 else f"{slot}{i}", item))
+                found.append((slots[i] if slots else slot if len(data) == 1 else f"{slot}{i}", item))
     return found
 
 

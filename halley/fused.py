@@ -104,6 +104,10 @@ class ConvFunction(torch.autograd.Function):
         groups: int,
     ) -> Tensor:
         ctx.settings = (stride, padding, dilation, False, (0,) * len(stride), groups)
+        # What a collection step reads of the plain operation's node, under the same names.
+        ctx.slots = ("input", "weight")
+        ctx._saved_stride, ctx._saved_padding, ctx._saved_dilation = stride, padding, dilation
+        ctx._saved_transposed, ctx._saved_output_padding, ctx._saved_groups = ctx.settings[3:]
         ctx.bias_size = None if bias is None else bias.shape
         # In the order of the plain operation.
         ctx.save_for_backward(x, weight)
@@ -286,7 +290,7 @@ class Forward:
     def site(self, module: Any, x: Tensor) -> Site | None:
         """The place where this call saves that tensor, if it may go to the kernels; None sends it the plain way."""
         forward = self.capture.forward
-        if not forward.frames or forward.frames[-1].layer is not self.layer or forward.collection is not None:
+        if not forward.frames or forward.frames[-1].layer is not self.layer:
             return None
         frame = forward.frames[-1]
         site = frame.sites[frame.index] if frame.index < len(frame.sites) else None

@@ -695,3 +695,28 @@ def test_on_a_gpu_a_convolution_holds_its_input_or_its_gradient(last, monkeypatc
         peaks[enabled] = torch.cuda.max_memory_allocated() - before
         handle.detach()
     assert peaks[True] < peaks[False] - 0.6 * size, peaks
+
+
+def test_a_collection_step_learns_the_same_through_the_kernels():
+    """Comet's figures do not depend on which function computes the gradients."""
+    from halley.policies import Comet
+
+    torch.manual_seed(4)
+    layers = nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3, padding=1)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), *layers).to(DEVICE)
+    other, x = copy.deepcopy(model), torch.randn(4, 3, 34, 34, device=DEVICE)
+    histories = []
+    for m, device in ((model, DEVICE), (other, "none")):
+        handle = attach(m, Comet(every=5), device=device)
+        optimizer = torch.optim.SGD(m.parameters(), 0.01, momentum=0.9)
+        for _ in range(12):
+            optimizer.zero_grad()
+            m(x).square().mean().backward()
+            optimizer.step()
+        histories.append(handle.history)
+    assert len(histories[0]) == len(histories[1]) > 4
+    for a, b in zip(*histories, strict=True):
+        assert (a["place"], a["bits"], a["operation"], a["slot"]) == (b["place"], b["bits"], b["operation"], b["slot"])
+        for name in ("std", "momentum", "in_force_predicted"):
+            assert (name in a) == (name in b)
+            assert a.get(name, 0.0) == pytest.approx(b.get(name, 0.0), rel=1e-2)

@@ -21,7 +21,9 @@ from halley.kernels.gpu_rate import (
     gq_decode_channels_kernel,
     gq_decode_kernel,
     gq_encode_channels_kernel,
+    gq_encode_channels_pairs_kernel,
     gq_encode_kernel,
+    gq_encode_pairs_kernel,
     gq_gate_channels_kernel,
     gq_gate_kernel,
 )
@@ -37,9 +39,11 @@ LARGEST = {dtype: torch.finfo(dtype).max for dtype in TYPES}
 RANGE_SIZE = 16384  # values that a program of the range kernel reads
 MAP_PROGRAMS = 132 * 8  # programs of a bitmap encoding: each has a scratch of one tile
 BITS_SIZE = 4096  # bytes that a program of the bits kernels packs
-GQ_VALUES = 4096  # values that a program of the group quantisation takes, with four warps
+# Values that a program of the group quantisation takes, with four warps: what was fastest on an H200.
+GQ_ENCODED, GQ_VALUES, GQ_GATED = 8192, 4096, 2048
 GQ_CHANNELS = 64  # channels that such a program takes in channels_last memory
-GQ_WARPS = 4  # warps of an encoding program there
+PAIRS_LAST = (4, 0, 96)  # warps, numbers to specialise on and registers of an encoding program there, for 16-bit values
+PAIRS_THREADS = 2  # threads that share a group of 16-bit values
 DP_COLUMNS = 512  # columns of tiles that a program of the dual precision sums at a time, with four warps
 DP_BYTES = 1024  # bytes of codes or mask bits that such a program packs at a time
 TILE = {2: 1, 4: 2, 8: 2}  # itemsize -> groups that a program encodes, one warp each: what was fastest on an H200
@@ -191,7 +195,7 @@ class GqPlan:
     `codes`, `values` and `gate` are gq_encode, gq_decode and gq_gate for such tensors.
     """
 
-    __slots__ = ("decoders", "device", "dtype", "encoder", "gater", "limit", "numbers", "numel", "size")
+    __slots__ = ("decoders", "device", "dtype", "encoder", "gater", "limit", "numbers", "numel", "pairs", "size")
 
     def __init__(
         self, numel: int, bits: int, group: int, dtype: torch.dtype, stride: int, signs: bool, device: torch.device
@@ -199,6 +203,8 @@ class GqPlan:
         self.numel, self.dtype, self.device = numel, dtype, device
         self.size = gq_sizes(numel, bits, group, dtype, stride)[2]
         self.limit = LARGEST[dtype]
+        self.pairs: Launch | None = None
+        """For 16-bit values, two at a time, where their address allows it."""
         kind, length = TYPES[dtype], group * bits // 8
         grid: int | tuple[int, int]
         parts: int | tuple[int, int]
@@ -211,21 +217,34 @@ class GqPlan:
             own: tuple = (kind, bits, group, signs, channels)
             rest: tuple = (*own, piece)
             kernels = (gq_encode_channels_kernel, gq_decode_channels_kernel, gq_gate_channels_kernel)
-            warps, special = GQ_WARPS, 1
+            special = 1
+            if stride % 2 == 0 and stride * group < 1 << 30:
+                self.pairs = Launch(gq_encode_channels_pairs_kernel, grid, own, *PAIRS_LAST)
         else:
-            groups, rows = gq_groups(numel, group, 1), GQ_VALUES // group
-            grid = parts = -(-groups // rows)
+            groups = gq_groups(numel, group, 1)
             self.numbers = (numel, groups)
-            own = rest = (kind, bits, group, rows, signs, _lanes(dtype))
+            grid, own = self._rows(GQ_ENCODED, groups, bits, group, signs)
+            parts, rest = self._rows(GQ_VALUES, groups, bits, group, signs)
             kernels = (gq_encode_kernel, gq_decode_kernel, gq_gate_kernel)
-            warps, special = 4, 0
-        self.encoder = Launch(kernels[0], grid, own, warps, special)
+            special = 0
+            self.pairs = Launch(gq_encode_pairs_kernel, grid, (*own[:-1], PAIRS_THREADS), 4, 0)
+        if dtype.itemsize != 2:
+            self.pairs = None
+        self.encoder = Launch(kernels[0], grid, own, 4, special)
         self.decoders = [Launch(kernels[1], parts, (*rest, mask), 4, special) for mask in (False, True)]
+        if stride == 1:
+            parts, rest = self._rows(GQ_GATED, groups, bits, group, signs)
         self.gater = Launch(kernels[2], parts, rest, 4, special)
+
+    def _rows(self, values: int, groups: int, bits: int, group: int, signs: bool) -> tuple[int, tuple]:
+        """Number of programs, and constants, where a program takes so many values."""
+        rows = max(values // group, 1)
+        return -(-groups // rows), (TYPES[self.dtype], bits, group, rows, signs, _lanes(self.dtype))
 
     def codes(self, x: Tensor, seed: int) -> Tensor:
         data = torch.empty(self.size, dtype=torch.uint8, device=self.device)
-        self.encoder((x, data), (*self.numbers, *_halves(seed)))
+        encoder = self.encoder if self.pairs is None or x.data_ptr() & 3 else self.pairs
+        encoder((x, data), (*self.numbers, *_halves(seed)))
         return data
 
     def values(self, data: Tensor, seed: int, mask: bool) -> Tensor:
@@ -244,10 +263,18 @@ class Launch:
 
     __slots__ = ("across", "arguments", "constants", "down", "run")
 
-    def __init__(self, function: Any, grid: int | tuple[int, int], constants: tuple, warps: int, special: int) -> None:
+    def __init__(
+        self,
+        function: Any,
+        grid: int | tuple[int, int],
+        constants: tuple,
+        warps: int,
+        special: int,
+        registers: int = 0,
+    ) -> None:
         self.across, self.down = (grid, 1) if isinstance(grid, int) else grid
         self.constants = constants
-        self.arguments = (function, grid, warps, special)
+        self.arguments = (function, grid, warps, registers, special)
         self.run: Callable[..., None] | None = None
 
     def __call__(self, tensors: tuple[Tensor, ...], numbers: tuple) -> None:
@@ -258,8 +285,8 @@ class Launch:
         device = tensors[0].get_device()
         # Only where all memory is aligned, as fresh memory is, one compiled kernel serves every call.
         if self.run is None or together & 15 or device != torch._C._cuda_getDevice():
-            function, grid, warps, special = self.arguments
-            found = _launch(function, grid, tensors, numbers, self.constants, warps, special=special)
+            function, grid, *settings = self.arguments
+            found = _launch(function, grid, tensors, numbers, self.constants, *settings)
             if not together & 15:
                 self.run = found
         else:

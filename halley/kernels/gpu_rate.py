@@ -143,6 +143,20 @@ def fixed_point(t):
 
 
 @triton.jit
+def random_left(index, seed_low, seed_high):
+    """All bits of random32 the other way round, so that it is added instead of compared."""
+    if INTERPRETED:
+        return random32(index, seed_low, seed_high) ^ 0xFFFFFFFF
+    else:
+        h = (index ^ seed_low.to(tl.uint32)) * (seed_high.to(tl.uint32) | 1)
+        h = (h ^ (h >> 15)) * 0x846CA68B
+        # Left to itself the compiler makes two instructions of it.
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $1, 0xC3;", "=r,r,r", [h, h >> 16], dtype=tl.uint32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
 def below_code(code, h, t, BITS: tl.constexpr):
     """code * 2^24 plus the upper 24 bits of h turned right by 4 BITS t: bytes that stand elsewhere."""
     if INTERPRETED:
@@ -153,6 +167,71 @@ def below_code(code, h, t, BITS: tl.constexpr):
         return tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [h, code, choice], dtype=tl.uint32, is_pure=True, pack=1
         )
+
+
+@triton.jit
+def fixed_codes(packed, h, t, BITS: tl.constexpr):
+    """below_code of the codes in bytes."""
+    if INTERPRETED or BITS == 8:
+        return below_code((packed.to(tl.uint32) >> (t * BITS).to(tl.uint32)) & ((1 << BITS) - 1), h, t, BITS)
+    else:
+        # Four bytes are shifted in one word, from which the last instruction takes them: left to itself the compiler
+        # takes them apart first. Where the four have one `t`, as they do in the kernels, the first two are done once.
+        shift = t * BITS
+        first = t * (BITS // 2)
+        choice = 0x4000 | (((first + 3) & 3) << 8) | (((first + 2) & 3) << 4) | ((first + 1) & 3)
+        if BITS == 2:
+            return tl.inline_asm_elementwise(
+                """
+            {
+                .reg .b32 code, choice;
+                shr.b32 code, $4, $9;
+                and.b32 code, code, 0x03030303;
+                add.u32 choice, $13, 0x0000;
+                prmt.b32 $0, $5, code, choice;
+                shr.b32 code, $4, $10;
+                and.b32 code, code, 0x03030303;
+                add.u32 choice, $14, 0x1000;
+                prmt.b32 $1, $6, code, choice;
+                shr.b32 code, $4, $11;
+                and.b32 code, code, 0x03030303;
+                add.u32 choice, $15, 0x2000;
+                prmt.b32 $2, $7, code, choice;
+                shr.b32 code, $4, $12;
+                and.b32 code, code, 0x03030303;
+                add.u32 choice, $16, 0x3000;
+                prmt.b32 $3, $8, code, choice;
+            }
+            """,
+                "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r", [packed, h, shift, choice], dtype=tl.uint32, is_pure=True,
+                pack=4,
+            )  # fmt: skip
+        else:
+            return tl.inline_asm_elementwise(
+                """
+            {
+                .reg .b32 code, choice;
+                shr.b32 code, $4, $9;
+                and.b32 code, code, 0x0F0F0F0F;
+                add.u32 choice, $13, 0x0000;
+                prmt.b32 $0, $5, code, choice;
+                shr.b32 code, $4, $10;
+                and.b32 code, code, 0x0F0F0F0F;
+                add.u32 choice, $14, 0x1000;
+                prmt.b32 $1, $6, code, choice;
+                shr.b32 code, $4, $11;
+                and.b32 code, code, 0x0F0F0F0F;
+                add.u32 choice, $15, 0x2000;
+                prmt.b32 $2, $7, code, choice;
+                shr.b32 code, $4, $12;
+                and.b32 code, code, 0x0F0F0F0F;
+                add.u32 choice, $16, 0x3000;
+                prmt.b32 $3, $8, code, choice;
+            }
+            """,
+                "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r", [packed, h, shift, choice], dtype=tl.uint32, is_pure=True,
+                pack=4,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -177,17 +256,33 @@ def origin_of(lo, step):
 
 
 @triton.jit
+def narrow_finite(v, top, DTYPE: tl.constexpr):
+    """narrow of values that are first brought between -top and top, the dtype's largest finite value; NaN stays."""
+    if INTERPRETED or (DTYPE == tl.float32 or DTYPE == tl.float64):
+        return narrow(nan_min(nan_max(v, -top), top), DTYPE)
+    elif DTYPE == tl.bfloat16:
+        # The instruction itself stays there.
+        return tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.bf16x2.f32 $0, $2, $1;", "=r,r,r", [v], dtype=tl.int16, is_pure=True, pack=2
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;", "=r,r,r", [v], dtype=tl.float16, is_pure=True, pack=2
+        )
+
+
+@triton.jit
 def values_of(code, fixed, lo, step, origin, unit, top, DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr):
     """The value of each code, as it is stored; `fixed` has the random number below the code."""
     signed, known = lo < 0, step == step
     if SIGNS:
         size = code & tl.where(signed, (1 << (BITS - 1)) - 1, (1 << BITS) - 1).to(tl.uint32)
-        value = nan_min(tl.abs(lo) + (size.to(tl.int32) - 1).to(lo.dtype) * step, top)
+        value = tl.abs(lo) + (size.to(tl.int32) - 1).to(lo.dtype) * step
         value = tl.where((size == 0) & known, 0.0, value)
-        return narrow(tl.where(code != size, -value, value), DTYPE)
+        return narrow_finite(tl.where(code != size, -value, value), top, DTYPE)
     else:
-        value = nan_min(nan_max(origin + fixed.to(lo.dtype) * unit, -top), top)
-        return narrow(tl.where((code == 0) & (known & (signed == 0)), 0.0, value), DTYPE)
+        value = origin + fixed.to(lo.dtype) * unit
+        return narrow_finite(tl.where((code == 0) & (known & (signed == 0)), 0.0, value), top, DTYPE)
 
 
 @triton.jit
@@ -259,7 +354,7 @@ def gq_encode_kernel(
     )
     # The values of a byte share one hash.
     byte = byte_index(ROWS, LENGTH, LANES)
-    h = random32((g0 * LENGTH).to(tl.uint32) + byte.to(tl.uint32), seed_low, seed_high) ^ 0xFFFFFFFF
+    h = random_left((g0 * LENGTH).to(tl.uint32) + byte.to(tl.uint32), seed_low, seed_high)
     t = tl.arange(0, T)[None, None, None, :, None]
     hash = below_code(tl.zeros_like(bits), h[:, :, :, None, :], t, BITS)
     code = codes_of(v, hash, of_group(lo), of_group(inverse), of_group(steps), of_group(signed), BITS, SIGNS)
@@ -271,20 +366,6 @@ def gq_encode_kernel(
     else:
         tl.store(data + g0 * LENGTH + byte, packed, mask=here[None, :, None, None])
     store_scales(data + groups * LENGTH, g, here, groups, lo, step, signed, SIGNS)
-
-
-@triton.jit
-def random_left(index, seed_low, seed_high):
-    """All bits of random32 the other way round, so that it is added instead of compared."""
-    if INTERPRETED:
-        return random32(index, seed_low, seed_high) ^ 0xFFFFFFFF
-    else:
-        h = (index ^ seed_low.to(tl.uint32)) * (seed_high.to(tl.uint32) | 1)
-        h = (h ^ (h >> 15)) * 0x846CA68B
-        # Left to itself the compiler makes two instructions of it.
-        return tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, $2, $1, 0xC3;", "=r,r,r", [h, h >> 16], dtype=tl.uint32, is_pure=True, pack=1
-        )
 
 
 # Kinds of reductions of the halves of words.
@@ -390,6 +471,15 @@ def bytes_of(words):
 
 
 @triton.jit
+def signed_point(t):
+    """A float as an integer, at most 2^31; what is below zero is only so for zeros, whose codes are replaced."""
+    if INTERPRETED:
+        return tl.minimum(tl.maximum(t, 0.0), 2147483520.0).to(tl.uint32)
+    else:
+        return tl.inline_asm_elementwise("cvt.rzi.s32.f32 $0, $1;", "=r,r", [t], dtype=tl.uint32, is_pure=True, pack=1)
+
+
+@triton.jit
 def raised_codes(v, h, lo, inverse, steps, extra, t, BITS: tl.constexpr, SIGNS: tl.constexpr):
     """The code of each value in the highest byte, above what is left of it; `extra` is the code of the lowest one."""
     from_lo = tl.abs(v) if SIGNS else v
@@ -397,9 +487,9 @@ def raised_codes(v, h, lo, inverse, steps, extra, t, BITS: tl.constexpr, SIGNS: 
     if BITS == 8:
         return fixed_point(tl.minimum(scaled, steps)) + below_code(extra, h, t, BITS)
     else:
-        # A value may come out above the highest one by a rounding error, which the hash must not carry on.
+        # A value may come out above the highest one, by a rounding error or where the spread is beyond fp32's largest.
         most = (steps.to(tl.uint32) + (extra << 24)) | 0xFFFFFF
-        return tl.minimum(fixed_point(scaled) + below_code(extra, h, t, BITS), most)
+        return tl.minimum(signed_point(scaled) + below_code(extra, h, t, BITS), most)
 
 
 @triton.jit
@@ -531,19 +621,6 @@ def gq_encode_pairs_kernel(
     store_scales(data + groups * LENGTH, g, here, groups, lo, step, signed, SIGNS)
 
 
-@triton.jit
-def row_pointer(first, number, length):
-    """`first` plus number * length words."""
-    if INTERPRETED:
-        return first + number.to(tl.int64) * length
-    else:
-        # One instruction, which the compiler does not find.
-        return tl.inline_asm_elementwise(
-            "mad.wide.u32 $0, $1, $2, $3;", "=l,r,r,l", [number, length * 4, first.to(tl.int64)], dtype=tl.int64,
-            is_pure=True, pack=1,
-        ).to(tl.pointer_type(tl.uint32))  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["stride", "pixels", "seed_low", "seed_high"])
 def gq_encode_channels_pairs_kernel(
     x, data, stride: tl.int64, pixels: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
@@ -551,8 +628,8 @@ def gq_encode_channels_pairs_kernel(
 ):  # fmt: skip
     """gq_encode_channels_kernel of 16-bit values, two channels in a word: an even stride, and x as above.
 
-    The stride is not known to be more than even, so each thread takes one word of each of its pixels, and one warp
-    takes all pixels of a group: nothing passes between threads, and little is done twice.
+    [word of channels, byte, slice]. Each thread takes one word of each of its pixels, and a warp 32 words of them:
+    little passes between threads, and what is known of a group is worked out once a warp. GROUP * stride < 2^30.
     """
     T: tl.constexpr = 8 // BITS
     LENGTH: tl.constexpr = GROUP // T
@@ -560,8 +637,10 @@ def gq_encode_channels_pairs_kernel(
     block, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * (CHANNELS // 2) + tl.arange(0, CHANNELS // 2)
     t, j = tl.arange(0, T)[None, None, :], tl.arange(0, LENGTH)[None, :, None]
     there = c < row
-    first = (x + block * GROUP * stride).to(tl.pointer_type(tl.uint32))
-    at_word = row_pointer(first + c[:, None, None], t * LENGTH + j, row)
+    # In bytes, which the compiler adds with fewer instructions.
+    first = (x + block * GROUP * stride).to(tl.pointer_type(tl.uint8))
+    i = ((t * LENGTH + j).to(tl.uint32) * row.to(tl.uint32) + c[:, None, None].to(tl.uint32)) * 4
+    at_word = (first + i.to(tl.int64)).to(tl.pointer_type(tl.uint32))
     if (block * GROUP + GROUP <= pixels) & (tl.program_id(1) * (CHANNELS // 2) + CHANNELS // 2 <= row):
         words = tl.load(at_word)
     else:
@@ -615,14 +694,16 @@ def gq_decode_kernel(
     lo, step = load_scales(data + groups * LENGTH, g, here, groups, DTYPE)
     origin, unit = origin_of(lo, step)
     byte = byte_index(ROWS, LENGTH, LANES)
-    packed = tl.load(data + g0 * LENGTH + byte, mask=here[None, :, None, None], other=0).to(tl.uint32)
+    packed = tl.load(data + g0 * LENGTH + byte, mask=here[None, :, None, None], other=0)
     t = tl.arange(0, T)[None, None, None, :, None]
-    code = (packed[:, :, :, None, :] >> (t * BITS).to(tl.uint32)) & ((1 << BITS) - 1)
+    code = (packed.to(tl.uint32)[:, :, :, None, :] >> (t * BITS).to(tl.uint32)) & ((1 << BITS) - 1)
     if MASK:
         value = flags_of(code, of_group(lo), of_group(step), BITS, SIGNS)
     else:
         h = random32((g0 * LENGTH).to(tl.uint32) + byte.to(tl.uint32), seed_low, seed_high)
-        fixed = below_code(code, h[:, :, :, None, :], t, BITS)
+        fixed = fixed_codes(packed[:, :, :, None, :], h[:, :, :, None, :], t, BITS)
+        if not SIGNS:
+            code = fixed >> 24
         top = tl.full((), limit, tl.float64).to(WORK)
         value = values_of(
             code, fixed, of_group(lo), of_group(step), of_group(origin), of_group(unit), top, DTYPE, BITS, SIGNS
@@ -659,7 +740,7 @@ def gq_encode_channels_kernel(
     least = tl.min(tl.min(size - 1, 1), 0)
     lo, step, inverse, steps, signed = steps_of(largest, highest, least, DTYPE, BITS, SIGNS)
     byte = (block * LENGTH + tl.arange(0, LENGTH)[:, None]) * stride + c[None, :]
-    h = random32(byte.to(tl.uint32), seed_low, seed_high) ^ 0xFFFFFFFF
+    h = random_left(byte.to(tl.uint32), seed_low, seed_high)
     hash = below_code(tl.zeros_like(bits), h[:, None, :], t, BITS)
     code = codes_of(
         v, hash, lo[None, None, :], inverse[None, None, :], steps[None, None, :], signed[None, None, :], BITS, SIGNS
@@ -690,13 +771,16 @@ def gq_decode_channels_kernel(
     lo, step, origin, unit = lo[None, None, :], step[None, None, :], origin[None, None, :], unit[None, None, :]
     j = part * BYTES + tl.arange(0, BYTES)
     byte = (block * LENGTH + j[:, None]) * stride + c[None, :]
-    packed = tl.load(data + byte, mask=there[None, :], other=0).to(tl.uint32)
+    packed = tl.load(data + byte, mask=there[None, :], other=0)
     t = tl.arange(0, T)[None, :, None]
-    code = (packed[:, None, :] >> (t * BITS).to(tl.uint32)) & ((1 << BITS) - 1)
+    code = (packed.to(tl.uint32)[:, None, :] >> (t * BITS).to(tl.uint32)) & ((1 << BITS) - 1)
     if MASK:
         value = flags_of(code, lo, step, BITS, SIGNS)
     else:
-        fixed = below_code(code, random32(byte.to(tl.uint32), seed_low, seed_high)[:, None, :], t, BITS)
+        h = random32(byte.to(tl.uint32), seed_low, seed_high)
+        fixed = fixed_codes(packed[:, None, :], h[:, None, :], t, BITS)
+        if not SIGNS:
+            code = fixed >> 24
         top = tl.full((), limit, tl.float64).to(WORK)
         value = values_of(code, fixed, lo, step, origin, unit, top, DTYPE, BITS, SIGNS)
     first = out + block * GROUP * stride

@@ -195,9 +195,10 @@ def test_gq_groups(group):
 
 
 @pytest.mark.parametrize("bits", [2, 4])
-@pytest.mark.parametrize(("pixels", "channels"), [(300, 7), (256, 16), (1, 40), (513, 3)])
-def test_gq_groups_of_a_channel(pixels, channels, bits):
-    x = content("normal", pixels * channels, torch.float32)
+@pytest.mark.parametrize(("pixels", "channels"), [(300, 7), (256, 16), (1, 40), (513, 3), (300, 66)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gq_groups_of_a_channel(dtype, pixels, channels, bits):
+    x = content("normal", pixels * channels, dtype)
     x[: channels * 2] = x[: channels * 2].relu()
     data = gpu.gq_encode(x, bits, 256, SEED, channels)
     assert torch.equal(data, reference.gq_encode(x, bits, 256, SEED, channels))
@@ -245,6 +246,9 @@ for dtype, name in ((tl.float32, "*fp32"), (tl.bfloat16, "*i16")):
     build(gpu_rate.gq_decode_kernel, pointers, rows | {"MASK": False})
     build(gpu_rate.gq_encode_channels_kernel, pointers, channels)
     build(gpu_rate.gq_decode_channels_kernel, pointers, channels | {"BYTES": 8, "MASK": False})
+    if bitmap:
+        build(gpu_rate.gq_encode_pairs_kernel, pointers, rate | {"ROWS": 16, "THREADS": 2})
+        build(gpu_rate.gq_encode_channels_pairs_kernel, pointers, channels)
 """
 
 
