@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import sys
 from collections import Counter
 from pathlib import Path
@@ -37,6 +38,10 @@ class Marks:
         self.rows: list[tuple[str, int, int]] = []
         self.name, self.before = "forward", torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
+
+    def at(self, name: str, gradients: Any) -> None:
+        """A node of that name begins."""
+        self(name)
 
     def __call__(self, name: str) -> None:
         self.rows.append((self.name, self.before, torch.cuda.max_memory_allocated()))
@@ -90,7 +95,7 @@ def main() -> None:
             loss = torch.nn.functional.cross_entropy(model(x), y)
         if marks is not None:
             for node in nodes_behind(loss):
-                node.register_prehook(lambda g, name=node.name(): marks(name))
+                node.register_prehook(functools.partial(marks.at, node.name()))
         loss.backward()
         optimizer.step()
         if marks is not None:

@@ -29,12 +29,16 @@ def memory_against_time(rows: Sequence[Row], path: Path) -> list[Path]:
     def panel(axes: Axes, part: Sequence[Row]) -> None:
         for row in part:
             mark(axes, row, row["pipelined_ms"], row[peak] / 1e9)
-        axes.set_xscale("log")
+        times = [row["pipelined_ms"] for row in part]
+        if max(times) > 8 * min(times):
+            axes.set_xscale("log")
+            axes.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "235" else "")
+        else:
+            axes.set_xlim(0, 1.1 * max(times))
         axes.set_ylim(0, 1.08 * max(row[peak] / 1e9 for row in part))
         axes.set_xlabel("ms for a step")
         axes.set_ylabel("peak, GB" if on_gpu else "peak of the process above its start, GB")
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "235" else "")
         label(axes, [(row["pipelined_ms"], row[peak] / 1e9, row) for row in part])
 
     return draw(measured(rows), path, panel, ("model", "precision", "batch"))
