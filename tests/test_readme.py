@@ -1,4 +1,4 @@
-"""Every Python block of the README runs as it stands."""
+"""Every Python block of the README and of the pages in docs/ runs as it stands."""
 
 from __future__ import annotations
 
@@ -7,14 +7,21 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parents[1] / "README.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = [
+    (page.name, block)
+    for page in PAGES
+    for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+]
 
 
 def test_the_readme_has_code():
-    assert len(BLOCKS) >= 2
+    assert len([name for name, _ in BLOCKS if name == "README.md"]) >= 2
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.splitlines()[-1][:40])
-def test_block_runs(block: str):
-    exec(compile(block, str(README), "exec"), {"__name__": "__main__"})
+@pytest.mark.parametrize(
+    ("page", "block"), BLOCKS, ids=[f"{page}-{block.splitlines()[-1][:40]}" for page, block in BLOCKS]
+)
+def test_block_runs(page: str, block: str):
+    exec(compile(block, page, "exec"), {"__name__": "__main__"})
