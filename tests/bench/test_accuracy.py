@@ -206,6 +206,7 @@ def test_crops_are_those_of_each_padded_image(cifar):
     assert cifar.normalise(cut, channels_last=True).shape == (2, 3, 8, 8)
 
 
+@pytest.mark.slow
 def test_cifar_writes_a_table_and_continues_it(monkeypatch, tmp_path, pack, capsys):
     table, plot = tmp_path / "table.csv", tmp_path / "plot.png"
     common = ["--data", pack[0], "--csv", table, "--logs", tmp_path / "logs", "--device", "cpu", "--workers", 2]
@@ -241,6 +242,7 @@ def test_gpt_pairs_runs_by_seed(gpt, tmp_path):
     assert bits["ratio"] > 2 and bits["packed_bytes"] < bits["saved_bytes"]
 
 
+@pytest.mark.slow
 def test_gpt_runs_from_the_command_line(monkeypatch, tmp_path, capsys):
     text, table = tmp_path / "text.txt", tmp_path / "table.csv"
     text.write_text("all the world's a stage; " * 40)

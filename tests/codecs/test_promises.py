@@ -87,6 +87,7 @@ def check_promise(module: ModuleType, device: str, case: dict) -> None:
     assert torch.equal(bits(reference.eb_decode(meta, payload, x.numel(), x.dtype, False)), bits(y))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_error_bounded_promise(name: str) -> None:
     # The interpreter is slow: shrinking a failure there would take many minutes.
@@ -100,6 +101,7 @@ def test_error_bounded_promise(name: str) -> None:
     run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("width", "signs"), [(2, False), (4, False), (4, True), (8, True)])

@@ -99,6 +99,7 @@ def check_eb(x: torch.Tensor, bound: float, rel: float, stochastic: bool, seed: 
         assert a.dtype == b.dtype and torch.equal(bits(a), bits(b)), (*about, mask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CONTENTS)
 def test_error_bounded_equals_reference(name: str, dtype: torch.dtype) -> None:
@@ -110,6 +111,7 @@ def test_error_bounded_equals_reference(name: str, dtype: torch.dtype) -> None:
             check_eb(x, bound, rel, chance.random() < 0.5, chance.choice(SEEDS), chance.random() < 0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bitmap", [True, False])
 def test_every_width(dtype: torch.dtype, bitmap: bool) -> None:

@@ -76,6 +76,7 @@ def check_eb(x: torch.Tensor, bound: float, rel: float, stochastic: bool, bitmap
     assert torch.equal(gpu.eb_decode(gpu_meta, gpu_payload, numel, x.dtype, True), expected != 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bitmap", [False, True])
 @pytest.mark.parametrize(
     "dtype,stochastic",
@@ -91,6 +92,7 @@ def test_eb_every_kind_of_block(dtype, stochastic, bitmap):
     check_eb(content("mixed", 5000, dtype), *((1e-2, INF) if stochastic else (INF, 1e-3)), stochastic, bitmap)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zeros", "constant", "denormal", "largest", "outlier"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_eb_contents(dtype, name):
@@ -149,6 +151,7 @@ def test_eb_groups_in_any_order():
     assert same(gpu.eb_decode(moved, shifted, 5000, torch.float32, False), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bits", "signs"), [(2, False), (4, False), (8, False), (4, True), (8, True)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gq(dtype, bits, signs):

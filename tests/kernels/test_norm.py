@@ -116,18 +116,21 @@ def check(size, last, dtype, bits, affine=torch.float32, positive=True) -> None:
 SIZES = [(2, 3, 7, 7), (1, 7, 14, 14), (3, 64, 7, 7), (2, 5, 8, 16), (1, 2, 80, 64), (2, 3, 9, 4), (5, 2, 6, 7)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("positive", [True, False])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_planes(size, positive):
     check(size, False, torch.float32, 2, positive=positive)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("positive", [True, False])
 @pytest.mark.parametrize("size", [(3, 7, 7, 7), (1, 64, 12, 12), (2, 3, 1, 1), (5, 72, 9, 9)], ids=str)
 def test_channels_last(size, positive):
     check(size, True, torch.bfloat16, 2, positive=positive)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("last", [False, True])

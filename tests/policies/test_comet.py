@@ -502,6 +502,7 @@ def plainly() -> dict[str, dict[str, dict[str, Any]]]:
     return {rounding: big_batches(plain_step, sgd_still, rounding) for rounding in ROUNDINGS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_becomes_of_gradients_between_backward_and_step_changes_no_setting(
@@ -722,6 +723,7 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
     return torch.load(file)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("given", [True, False], ids=["SGD", "no optimizer"])
 @pytest.mark.parametrize("split", [3, 10, 11, 13])

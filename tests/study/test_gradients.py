@@ -310,6 +310,7 @@ def test_help_names_what_there_is(args, words, capsys):
     assert all(word in shown for word in words)
 
 
+@pytest.mark.slow
 def test_small_inputs_are_named_in_the_table_and_in_words(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("halley.study.zeros.STEPS", 1)
     data = photos(tmp_path / "photos.npz")

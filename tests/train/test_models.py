@@ -28,6 +28,7 @@ def test_vgg16_has_no_batch_norm_and_its_own_number_of_classes():
     assert not any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
 
 
+@pytest.mark.slow
 def test_torchvision_imports_in_a_fresh_process_and_twice():
     code = (
         "from halley.train.models import torchvision_models as t; assert t() is t(); t().resnet18; import torchvision"
