@@ -39,6 +39,10 @@ Kept = tuple[Tensor, int]
 """A tensor that is kept as it is, and its version when it was saved."""
 
 
+def keep(t: Tensor) -> Kept:
+    return t.detach(), t._version
+
+
 class Policy(Protocol):
     """What capture asks of a policy. One that follows the training has a `follower` as well."""
 
@@ -214,7 +218,7 @@ class Capture:
         frames = forward.frames
         if not frames:
             # Somebody kept our hooks on beyond the forward pass: what is saved now is none of ours.
-            return t.detach(), t._version
+            return keep(t)
         frame = frames[-1]
         index = frame.index
         frame.index = index + 1
@@ -222,13 +226,13 @@ class Capture:
         if forward.collection is not None:
             forward.nodes.append(node)
         if type(t) is not Tensor and isinstance(t, nn.Parameter):
-            return t.detach(), t._version
+            return keep(t)
         size = t.numel() * t.element_size()
         if size < SMALL:
             base = t._base
             if base is None or not isinstance(base, nn.Parameter):
                 forward.small += size
-            return t.detach(), t._version
+            return keep(t)
         if not frame.layer.compress or unusual(t):
             return self._pass(t)
         if forward.pending:
@@ -251,7 +255,7 @@ class Capture:
             record.saved_bytes = record.packed_bytes = self._count(storage, StorageWeakRef(storage))
             if record.saved_bytes:
                 self.forward.records.append(record)
-        return t.detach(), t._version
+        return keep(t)
 
     def _count(self, storage: torch.UntypedStorage, reference: StorageWeakRef) -> int:
         """Bytes of a storage if this forward pass has not counted it yet, else zero."""
@@ -560,7 +564,7 @@ def saved_by(node: Any) -> list[tuple[str, Saved]]:
         except RuntimeError:
             continue
         # A function in an operation's place tells its slots.
-        slots = getattr(node, "slots", None) if slot == "tensors" else None
+        slots = getattr(node, "halley_slots", None) if slot == "tensors" else None
         for i, item in enumerate(data):
             if isinstance(item, Saved):
                 found.append((slots[i] if slots else slot if len(data) == 1 else f"{slot}{i}", item))

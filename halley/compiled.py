@@ -25,14 +25,14 @@ from torch._functorch._aot_autograd import graph_compile
 from torch.fx import Graph, GraphModule, Node
 
 from halley.api import inside_compile
-from halley.capture import Capture, may_push
+from halley.capture import Capture, keep, may_push, unpack
 from halley.cells import Record, satisfies, strictest
 from halley.codecs import Codec, DualPrecision, ErrorBounded, GroupQuant, Mask
 from halley.codecs.base import mix, operations
 from halley.codecs.groupquant import channel_stride
 from halley.graphs import Pair, hint, is_relu, value
 from halley.kernels import FLOATS, gq_sizes
-from halley.packed import Layout, check_version
+from halley.packed import Layout
 from halley.sites import Site
 
 PATIENCE = 2
@@ -167,25 +167,6 @@ _hooks: list[tuple[GraphModule, GraphModule]] = []
 """Hooks live as long as the process: dynamo tells them apart by their address."""
 
 
-class Kept:
-    """A tensor saved outside of the compiled graphs, where the model breaks into several: it stays as it is."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()
-        self.version = tensor._version
-
-
-def keep(x: Tensor) -> Kept:
-    return Kept(x)
-
-
-def give(kept: Kept) -> Tensor:
-    check_version(kept.tensor, kept.version)
-    return kept.tensor
-
-
 def hook(function: Callable[[Any], Any]) -> GraphModule:
     """A saved-tensor hook as a graph, which makes torch.compile write it into the graphs it compiles.
 
@@ -286,7 +267,8 @@ class Compiled:
             self.floors[packing.sites[0].number] = packing.codec
         self.packings.clear()
         self.renewals += 1
-        self.hooks = (hook(keep), hook(give))
+        # What is saved outside of the graphs, where the model breaks into several, stays as it is.
+        self.hooks = (hook(keep), hook(unpack))
         _hooks.append(self.hooks)
         _owners[id(self.hooks[0])] = weakref.ref(self)
 

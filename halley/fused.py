@@ -105,7 +105,7 @@ class ConvFunction(torch.autograd.Function):
     ) -> Tensor:
         ctx.settings = (stride, padding, dilation, False, (0,) * len(stride), groups)
         # What a collection step reads of the plain operation's node, under the same names.
-        ctx.slots = ("input", "weight")
+        ctx.halley_slots = ("input", "weight")
         ctx._saved_stride, ctx._saved_padding, ctx._saved_dilation = stride, padding, dilation
         ctx._saved_transposed, ctx._saved_output_padding, ctx._saved_groups = ctx.settings[3:]
         ctx.bias_size = None if bias is None else bias.shape
@@ -294,8 +294,10 @@ class Forward:
             return None
         frame = forward.frames[-1]
         site = frame.sites[frame.index] if frame.index < len(frame.sites) else None
+        # A class that was changed since, as parametrizations do, may compute its weight at every look at it.
         if (
             site is None
+            or type(module) not in self.layers
             or site.slot != self.slot
             or not site.stable
             or type(x) is not Tensor
