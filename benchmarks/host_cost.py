@@ -52,6 +52,10 @@ def main() -> None:
     hint = Hint()
     for codec in (ErrorBounded(0.1), ErrorBounded(0.01, "rel"), GroupQuant(bits=2)):
         rows[f"{codec!r} packs 256 KiB"] = microseconds(lambda c=codec: c.encode_flat(flat, layout, 0, hint), calls=100)
+    codec = GroupQuant(bits=2)
+    packed = codec.encode_flat(flat, layout, 0, hint)
+    rows["allocate 100 kB"] = microseconds(lambda: torch.empty(100_000, dtype=torch.uint8, device=device))
+    rows[f"{codec!r} unpacks 256 KiB"] = microseconds(packed.decode_flat, calls=100)
     machine = (
         torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()}, {torch.get_num_threads()} threads"
     )
