@@ -728,3 +728,32 @@ def test_saved_bytes_agree_with_what_plain_autograd_holds(name: str) -> None:
 
 def test_the_mask_codec_gives_booleans() -> None:
     assert Mask().encode(torch.tensor([0.0, 2.0, -1.0])).decode().tolist() == [False, True, True]
+
+
+def test_a_function_may_call_an_attribute_as_we_like() -> None:
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.slots = 3
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * ctx.saved_tensors[0] * grad
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Square.apply(self.conv(x)).sum()
+
+    model = Net()
+    plain, x = copy.deepcopy(model), torch.randn(4, 3, 32, 32)
+    halley.attach(model, Fixed(ErrorBounded(0)))
+    for m in (plain, model, model):
+        m.zero_grad()
+        m(x).backward()
+    assert torch.equal(plain.conv.weight.grad, model.conv.weight.grad)

@@ -130,6 +130,8 @@ def test_a_missing_extra_is_named_with_the_way_to_install_it(monkeypatch, capsys
         (["--models", "resnet5"], ["resnet5", "did you mean resnet50"]),
         (["--methods", "plane"], ["plane", "did you mean plain"]),
         (["--batch", "8", "0"], ["--batch", "0"]),
+        (["--image", "0"], ["--image", "0"]),
+        (["--tokens", "0"], ["--tokens", "0"]),
         (["--image", "100", "--models", "vit_b_16"], ["--image", "100"]),
         (["--memory", "16 gallons"], ["--memory", "16 gallons", "16GiB"]),
     ],

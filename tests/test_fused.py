@@ -721,3 +721,17 @@ def test_a_collection_step_learns_the_same_through_the_kernels():
         for name in ("std", "momentum", "in_force_predicted"):
             assert (name in a) == (name in b)
             assert a.get(name, 0.0) == pytest.approx(b.get(name, 0.0), rel=1e-2)
+
+
+def test_a_layer_whose_class_changes_after_attach_goes_the_plain_way():
+    """A parametrization computes the weight at every look at it: spectral norm would take further steps."""
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1)).to(DEVICE), data().requires_grad_()
+    plain = copy.deepcopy(model)
+    attach(model, Fixed(ErrorBounded(0)))
+    gradients(model, x)
+    gradients(plain, x)
+    for m in (model, plain):
+        torch.manual_seed(7)
+        nn.utils.parametrizations.spectral_norm(m[1])
+    for a, b in zip(gradients(model, x, steps=3), gradients(plain, x, steps=3), strict=True):
+        assert torch.equal(a, b)

@@ -81,7 +81,8 @@ def checked(
         raise UsageError("--device cuda: no CUDA GPU is available to torch; use --device cpu")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     gpu = device == "cuda"
-    image, tokens = image or (224 if gpu else 64), tokens or (1024 if gpu else 128)
+    image = (224 if gpu else 64) if image is None else image
+    tokens = (1024 if gpu else 128) if tokens is None else tokens
     counts = [("--batch", n) for n in batch] + [("--steps", steps), ("--image", image), ("--tokens", tokens)]
     for option, value in counts:
         if value < 1:

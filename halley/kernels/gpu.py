@@ -15,15 +15,14 @@ from halley.kernels import reference
 from halley.kernels.gpu_decode import decode_kernel, decode_maps_kernel
 from halley.kernels.gpu_dual import dp_decode_kernel, dp_encode_kernel, dp_mask_kernel
 from halley.kernels.gpu_encode import encode_kernel, range_kernel
+from halley.kernels.gpu_pairs import gq_encode_channels_pairs_kernel, gq_encode_pairs_kernel
 from halley.kernels.gpu_rate import (
     bits_decode_kernel,
     bits_encode_kernel,
     gq_decode_channels_kernel,
     gq_decode_kernel,
     gq_encode_channels_kernel,
-    gq_encode_channels_pairs_kernel,
     gq_encode_kernel,
-    gq_encode_pairs_kernel,
     gq_gate_channels_kernel,
     gq_gate_kernel,
 )

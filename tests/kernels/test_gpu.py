@@ -226,7 +226,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from halley.kernels import gpu_decode, gpu_encode, gpu_rate
+from halley.kernels import gpu_decode, gpu_encode, gpu_pairs, gpu_rate
 
 def build(kernel, pointers, constants):
     types = {p.name: pointers.get(p.name, p.annotation_type) for p in kernel.params}
@@ -250,8 +250,8 @@ for dtype, name in ((tl.float32, "*fp32"), (tl.bfloat16, "*i16")):
     build(gpu_rate.gq_encode_channels_kernel, pointers, channels)
     build(gpu_rate.gq_decode_channels_kernel, pointers, channels | {"BYTES": 8, "MASK": False})
     if bitmap:
-        build(gpu_rate.gq_encode_pairs_kernel, pointers, rate | {"ROWS": 16, "THREADS": 2})
-        build(gpu_rate.gq_encode_channels_pairs_kernel, pointers, channels)
+        build(gpu_pairs.gq_encode_pairs_kernel, pointers, rate | {"ROWS": 16, "THREADS": 2})
+        build(gpu_pairs.gq_encode_channels_pairs_kernel, pointers, channels)
 """
 
 
