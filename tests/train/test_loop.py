@@ -1,0 +1,312 @@
+"""The training loop: it learns, writes what it says, resumes bit for bit, and ends in one clear line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from halley.bench import UsageError
+from halley.train import loop
+from halley.train.loop import train
+from halley.train.settings import read
+
+SMALL = "--data synthetic --data.samples 96 --data.size 28 --data.channels 1 --batch 16 --epochs 2 --log 2 --layers 3"
+TIMES = ("seconds", "step_seconds", "per_second", "memory_bytes", "peak_bytes", "held_bytes", "memory_before_bytes")
+
+
+def settings(out: Path, *more: str):
+    return read("digits", [*SMALL.split(), "--out", str(out), *more])
+
+
+def lines(out: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / name).read_text().splitlines()]
+
+
+def repeatable(out: Path) -> list[dict[str, Any]]:
+    """The metrics without what a clock or a memory gauge says."""
+    found = [line for line in lines(out) if line["event"] != "resume"]
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in found]
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return torch.load(out / "checkpoint.pt", weights_only=True)["model"]
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    a, b = weights(one), weights(other)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def interrupt_at(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle of the step with this number."""
+    plain, calls = loop.step, []
+
+    def step(*args: Any) -> None:
+        calls.append(1)
+        if len(calls) == number:
+            signal.raise_signal(signal.SIGINT)
+        plain(*args)
+
+    monkeypatch.setattr(loop, "step", step)
+
+
+def test_a_run_learns_and_its_folder_tells_what_happened(tmp_path):
+    result = train(settings(tmp_path / "run", "--epochs", "8"))
+    out = tmp_path / "run"
+    assert result["finished"] and result["reason"] == "done" and result["steps"] == 48
+    assert json.loads((out / "result.json").read_text())["validation_accuracy"] == result["validation_accuracy"]
+    found = lines(out)
+    steps, epochs = ([line for line in found if line["event"] == event] for event in ("step", "epoch"))
+    assert [line["step"] for line in steps] == list(range(2, 49, 2)) and len(epochs) == 8
+    assert epochs[-1]["train_loss"] < 0.5 * epochs[0]["train_loss"]
+    assert epochs[-1]["validation_accuracy"] > 0.8
+    assert steps[-1]["ratio"] == pytest.approx(steps[-1]["saved_bytes"] / steps[-1]["packed_bytes"])
+    assert steps[-1]["ratio"] > 3 and result["ratio"] == steps[-1]["ratio"]
+    assert [line["step"] for line in lines(out, "layers.jsonl")] == [1, *range(3, 49, 3)]
+    environment = json.loads((out / "environment.json").read_text())
+    assert environment["train_samples"] == 96 and environment["validation_samples"] == 12
+    assert environment["torch"] == torch.__version__ and environment["world"] == 1
+
+
+def test_the_mean_loss_of_an_epoch_is_that_of_its_steps(tmp_path):
+    train(settings(tmp_path / "run", "--log", "1", "--epochs", "1"))
+    found = lines(tmp_path / "run")
+    steps = [line["loss"] for line in found if line["event"] == "step"]
+    assert found[-1]["train_loss"] == pytest.approx(sum(steps) / len(steps))
+
+
+def test_the_same_settings_give_the_same_run(tmp_path):
+    for name in ("one", "other"):
+        train(settings(tmp_path / name))
+    train(settings(tmp_path / "seed", "--seed", "1"))
+    assert repeatable(tmp_path / "one") == repeatable(tmp_path / "other")
+    assert same_weights(tmp_path / "one", tmp_path / "other")
+    assert not same_weights(tmp_path / "one", tmp_path / "seed")
+
+
+def test_plain_training_is_the_baseline_of_the_same_recipe(tmp_path):
+    result = train(settings(tmp_path / "plain", "--policy", "none"))
+    assert result["ratio"] is None and result["report"] is None
+    assert not (tmp_path / "plain" / "layers.jsonl").exists()
+
+
+@pytest.mark.parametrize("number", [1, 5, 6, 11])
+def test_ctrl_c_saves_and_the_resumed_run_ends_bit_for_bit_as_if_nothing_had_happened(tmp_path, monkeypatch, number):
+    train(settings(tmp_path / "whole"))
+    with monkeypatch.context() as patch:
+        interrupt_at(number, patch)
+        result = train(settings(tmp_path / "part"))
+    assert not result["finished"] and result["steps"] == number
+    assert train(settings(tmp_path / "part"), resume=True)["finished"]
+    assert same_weights(tmp_path / "whole", tmp_path / "part")
+    assert repeatable(tmp_path / "whole") == repeatable(tmp_path / "part")
+    assert lines(tmp_path / "whole", "layers.jsonl") == lines(tmp_path / "part", "layers.jsonl")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--policy", "none"],
+        ["--policy", "division"],
+        ["--policy", "bounded", "--policy.rounding", "nearest"],
+        ["--optimizer.momentum", "0.9", "--optimizer", "sgd", "--optimizer.lr", "0.01", "--accumulate", "2"],
+        ["--optimizer.clip", "0.5", "--schedule", "cosine", "--label-smoothing", "0.1", "--data.augment", "crop"],
+    ],
+)
+def test_every_kind_of_training_resumes_bit_for_bit(tmp_path, monkeypatch, more):
+    train(settings(tmp_path / "whole", *more))
+    with monkeypatch.context() as patch:
+        interrupt_at(7, patch)
+        train(settings(tmp_path / "part", *more))
+    train(settings(tmp_path / "part", *more), resume=True)
+    assert same_weights(tmp_path / "whole", tmp_path / "part")
+
+
+def test_tokens_train_and_resume(tmp_path, monkeypatch):
+    more = "--data.classes 0 --model gpt --model.context 32 --model.layers 2 --model.heads 2 --model.width 64"
+    more += " --data.size none --schedule constant"
+    whole = train(read("digits", [*SMALL.split(), *more.split(), "--out", str(tmp_path / "whole")]))
+    assert whole["validation_accuracy"] is None and whole["validation_loss"] > 0
+    with monkeypatch.context() as patch:
+        interrupt_at(4, patch)
+        train(read("digits", [*SMALL.split(), *more.split(), "--out", str(tmp_path / "part")]))
+    train(read(str(tmp_path / "part")), resume=True)
+    assert same_weights(tmp_path / "whole", tmp_path / "part")
+
+
+def test_accumulated_parts_give_the_gradient_of_the_whole_batch(tmp_path):
+    more = [
+        "--policy",
+        "none",
+        "--model",
+        "alexnet",
+        "--model.dropout",
+        "0",
+        "--data.size",
+        "64",
+        "--data.channels",
+        "3",
+    ]
+    more += ["--steps", "2", "--optimizer", "sgd", "--optimizer.lr", "0.01"]
+    train(settings(tmp_path / "whole", *more))
+    train(settings(tmp_path / "parts", *more, "--accumulate", "4"))
+    a, b = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-6)
+
+
+def test_fp16_scales_its_gradients(tmp_path):
+    result = train(settings(tmp_path / "run", "--precision", "fp16", "--epochs", "4"))
+    state = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+    assert state["scaler"]["scale"] > 1
+    found = [line["train_loss"] for line in lines(tmp_path / "run") if line["event"] == "epoch"]
+    assert found[-1] < found[0] and result["ratio"] > 2
+
+
+@pytest.mark.slow
+def test_compiled_and_bf16_and_channels_last_train(tmp_path):
+    result = train(settings(tmp_path / "run", "--compile", "--precision", "bf16", "--channels-last", "--epochs", "1"))
+    assert result["finished"] and result["ratio"] > 2
+
+
+def test_a_table_of_layers_is_shown_on_request(tmp_path, capsys):
+    train(settings(tmp_path / "run", "--table", "6", "--epochs", "1"))
+    shown = capsys.readouterr().out
+    assert shown.count("saved") >= 1 and "Convolution.input" in shown and "ratio" in shown
+
+
+def test_a_run_is_not_overwritten_by_mistake(tmp_path):
+    train(settings(tmp_path / "run", "--steps", "2"))
+    before = (tmp_path / "run" / "checkpoint.pt").read_bytes()
+    with pytest.raises(UsageError, match="holds a run already.*--resume.*--overwrite.*--out"):
+        train(settings(tmp_path / "run", "--steps", "2"))
+    assert (tmp_path / "run" / "checkpoint.pt").read_bytes() == before
+    assert train(settings(tmp_path / "run", "--steps", "3"), overwrite=True)["steps"] == 3
+
+
+def test_resuming_with_other_settings_is_an_error_that_names_them(tmp_path):
+    train(settings(tmp_path / "run", "--steps", "2"))
+    with pytest.raises(UsageError, match=r"optimizer.lr 0.005, not 0.5"):
+        train(settings(tmp_path / "run", "--steps", "2", "--optimizer.lr", "0.5"), resume=True)
+    with pytest.raises(UsageError, match="no run to resume"):
+        train(settings(tmp_path / "none"), resume=True)
+
+
+def test_resuming_a_finished_run_changes_nothing(tmp_path):
+    first = train(settings(tmp_path / "run"))
+    before = weights(tmp_path / "run")
+    again = train(settings(tmp_path / "run"), resume=True)
+    assert again["finished"] and again["validation_accuracy"] == first["validation_accuracy"]
+    assert all(torch.equal(before[name], value) for name, value in weights(tmp_path / "run").items())
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path):
+    train(settings(tmp_path / "whole"))
+    shutil.copytree(tmp_path / "whole", tmp_path / "part")
+    (tmp_path / "part" / "checkpoint.pt").unlink()
+    train(settings(tmp_path / "part"), resume=True)
+    assert same_weights(tmp_path / "whole", tmp_path / "part")
+    assert repeatable(tmp_path / "whole") == repeatable(tmp_path / "part")
+
+
+def test_a_broken_checkpoint_is_named(tmp_path):
+    train(settings(tmp_path / "run", "--steps", "2"))
+    (tmp_path / "run" / "checkpoint.pt").write_bytes(b"half a checkpoint")
+    with pytest.raises(UsageError, match="checkpoint.pt cannot be read.*--overwrite"):
+        train(settings(tmp_path / "run", "--steps", "2"), resume=True)
+
+
+def test_two_processes_cannot_train_in_one_folder(tmp_path):
+    (tmp_path / "run").mkdir()
+    hold = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True); input()"
+    other = subprocess.Popen(
+        [sys.executable, "-c", hold, str(tmp_path / "run" / "lock")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert other.stdout is not None and other.stdout.readline()
+        with pytest.raises(UsageError, match="another process is training"):
+            train(settings(tmp_path / "run"))
+    finally:
+        other.communicate("\n")
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_before_training(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot write to out"):
+        train(settings(tmp_path / "file" / "run"))
+
+
+def test_too_little_disk_is_an_error_before_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 1000))
+    with pytest.raises(UsageError, match="disk left"):
+        train(settings(tmp_path / "run"))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_training_that_diverges_ends_with_the_way_out(tmp_path):
+    with pytest.raises(UsageError, match=r"the loss is (nan|inf).*--optimizer.lr"):
+        train(settings(tmp_path / "run", "--optimizer", "sgd", "--optimizer.lr", "1e30"))
+
+
+def test_a_batch_larger_than_the_data_is_an_error(tmp_path):
+    with pytest.raises(UsageError, match="batch"):
+        train(settings(tmp_path / "run", "--batch", "1000"))
+
+
+def run_command(*arguments: str, **more: Any) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **more,
+    )
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_any_moment_resumes_and_ends_with_the_same_result(tmp_path):
+    command = ["-m", "halley", "train", "digits", *SMALL.split(), "--epochs", "4", "--save", "0.01"]
+    assert run_command(*command, "--out", str(tmp_path / "whole")).wait() == 0
+    for wait in (0.0, 0.4, 0.9):
+        out = tmp_path / f"part{wait}"
+        process = run_command(*command, "--out", str(out))
+        while not (out / "checkpoint.pt").exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        time.sleep(wait)
+        process.kill()
+        process.wait()
+        again = run_command("-m", "halley", "train", str(out), "--resume")
+        shown, _ = again.communicate()
+        assert again.returncode == 0 and "done" in shown, shown
+        assert same_weights(tmp_path / "whole", out)
+        assert repeatable(tmp_path / "whole") == repeatable(out)
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_real_process_saves_and_says_how_to_go_on(tmp_path):
+    command = ["-m", "halley", "train", "digits", *SMALL.split(), "--epochs", "4000", "--out", str(tmp_path / "run")]
+    process = run_command(*command)
+    while not (tmp_path / "run" / "metrics.jsonl").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    shown, _ = process.communicate()
+    assert process.returncode == 130
+    assert f"halley train {tmp_path / 'run'} --resume" in shown.splitlines()[-1]
+    assert (tmp_path / "run" / "checkpoint.pt").exists()

@@ -1,0 +1,39 @@
+"""Every recipe starts and does two steps, on made-up data of a small size, compressed and plain."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from halley.train.command import recipes
+from halley.train.loop import train
+from halley.train.settings import read
+
+QUICK = ("digits", "resnet18-cifar10", "gpt-text")
+
+
+def made_up(name: str, *more: str):
+    """The recipe, with its data and its size replaced."""
+    recipe = read(name)
+    size = "28" if recipe.model.name == "digits" else "32" if "cifar" in name else "64"
+    words = ["--data", "synthetic", "--data.path", "", "--data.samples", "8", "--data.size", size, "--batch", "4"]
+    words += ["--steps", "2", "--log", "1", "--save", "none", "--precision", "fp32"]
+    if recipe.model.name == "gpt":
+        words += ["--data.classes", "0", "--data.size", "none", "--model.context", "64"]
+    return read(name, [*words, *more])
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in recipes()]
+)
+def test_a_recipe_does_two_steps(name, tmp_path):
+    result = train(made_up(name, "--out", str(tmp_path / "run")))
+    assert result["finished"] and result["steps"] == 2 and result["ratio"] > 1.5
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["train_loss"] > 0
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_its_baseline_does_too(name, tmp_path):
+    result = train(made_up(name, "--policy", "none", "--out", str(tmp_path / "run")))
+    assert result["finished"] and result["ratio"] is None

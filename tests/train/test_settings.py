@@ -1,0 +1,137 @@
+"""Settings: what a recipe and the command line may say, and the one line that names what they may not."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+from halley.bench import UsageError
+from halley.train.settings import RECIPES, Settings, explained, fields, read, to_yaml
+
+
+def recipe(folder: Path, text: str) -> str:
+    path = folder / "recipe.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def changed(*arguments: str) -> Settings:
+    return read("digits", arguments)
+
+
+def test_a_recipe_holds_what_differs_from_the_defaults(tmp_path):
+    settings = read(recipe(tmp_path, "epochs: 7\noptimizer:\n  lr: 1e-3\n  betas: [0.8, 0.9]\n"))
+    assert settings.epochs == 7 and settings.optimizer.lr == 1e-3 and settings.optimizer.betas == (0.8, 0.9)
+    rest = dataclasses.replace(settings, epochs=Settings().epochs, optimizer=Settings().optimizer)
+    assert rest == Settings()
+
+
+def test_an_empty_recipe_is_the_defaults(tmp_path):
+    assert read(recipe(tmp_path, "")) == Settings()
+
+
+def test_settings_written_as_yaml_are_read_back_equal(tmp_path):
+    before = changed("--schedule.milestones", "1", "2.5", "--policy", "none", "--optimizer.clip", "1", "--save", "none")
+    assert read(recipe(tmp_path, to_yaml(before))) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "value"),
+    [
+        (["--optimizer.lr", "0.5"], "optimizer.lr", 0.5),
+        (["--optimizer.lr=5e-1"], "optimizer.lr", 0.5),
+        (["--label-smoothing", "0.1"], "label_smoothing", 0.1),
+        (["--compile"], "compile", True),
+        (["--compile", "false"], "compile", False),
+        (["--no-compile"], "compile", False),
+        (["--optimizer.nesterov", "--epochs", "2"], "optimizer.nesterov", True),
+        (["--optimizer.no-decay-norms"], "optimizer.decay_norms", False),
+        (["--policy", "none"], "policy.name", "none"),
+        (["--policy.bits", "4"], "policy.bits", 4),
+        (["--schedule.milestones", "1", "2", "--epochs", "3"], "schedule.milestones", (1.0, 2.0)),
+        (["--data.size", "none"], "data.size", None),
+        (["--seed", "1e3"], "seed", 1000),
+    ],
+)
+def test_every_field_can_be_changed_on_the_command_line(arguments, name, value):
+    found = changed(*arguments)
+    for part in name.split("."):
+        found = getattr(found, part)
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--lr", "1"], ["'lr'", "optimizer.lr"]),
+        (["--optimizr.lr", "1"], ["optimizr.lr", "did you mean optimizer.lr"]),
+        (["--optimizer.lr", "fast"], ["optimizer.lr", "a number", "'fast'"]),
+        (["--policy.name", "commet"], ["policy.name", "'commet'", "did you mean comet"]),
+        (["--policy", "zip"], ["policy.name", "'zip'", "comet, division"]),
+        (["--batch", "1.5"], ["batch", "whole number", "'1.5'"]),
+        (["--batch", "0"], ["batch", "at least 1", "0"]),
+        (["--optimizer.momentum", "1"], ["optimizer.momentum", "below 1"]),
+        (["--epochs", "nan"], ["epochs", "nan"]),
+        (["--epochs", "0"], ["epochs", "above 0"]),
+        (["--batch", "10", "--accumulate", "3"], ["batch", "10", "accumulate", "3"]),
+        (["--schedule.name", "step"], ["schedule.milestones"]),
+        (["--data", "folder"], ["data.path", "folder"]),
+        (["--compile", "maybe"], ["'maybe'"]),
+        (["--optimizer.betas", "0.9"], ["optimizer.betas", "2 numbers"]),
+        (["--epochs"], ["--epochs", "value"]),
+        (["--zebra"], ["zebra"]),
+        (["zebra"], ["'zebra'", "--name value"]),
+    ],
+)
+def test_what_makes_no_sense_is_named_in_one_line(arguments, words):
+    with pytest.raises(UsageError) as error:
+        changed(*arguments)
+    assert all(word in str(error.value) for word in words), str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("epoch: 3\n", ["'epoch'", "did you mean epochs"]),
+        ("optimizer:\n  rate: 3\n", ["optimizer.rate"]),
+        ("epochs: [1, 2]\n", ["epochs", "a number"]),
+        ("epochs: true\n", ["epochs", "a number"]),
+        ("compile: 3\n", ["compile", "true or false"]),
+        ("epochs: {a: 1}\n", ["epochs.a"]),
+        ("- 1\n- 2\n", ["list"]),
+        ("a: [1\nb: 2\n", ["line", "not YAML"]),
+    ],
+)
+def test_a_broken_recipe_is_named_with_its_file(tmp_path, text, words):
+    path = recipe(tmp_path, text)
+    with pytest.raises(UsageError) as error:
+        read(path)
+    assert all(word in str(error.value) for word in [path, *words]), str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_recipe_that_is_not_there_names_the_nearest_one(tmp_path):
+    with pytest.raises(UsageError, match="did you mean digits"):
+        read("digit")
+    with pytest.raises(UsageError, match="is a folder"):
+        read(str(tmp_path))
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x81")
+    with pytest.raises(UsageError, match="binary.yaml"):
+        read(str(tmp_path / "binary.yaml"))
+
+
+def test_every_setting_is_explained():
+    assert {name for name, text in explained() if text} == set(fields())
+
+
+def test_recipes_say_in_their_first_line_what_they_are_and_name_a_folder_of_their_own():
+    outs = []
+    for path in sorted(RECIPES.glob("*.yaml")):
+        assert path.read_text().startswith("# ")
+        assert yaml.safe_load(path.read_text())["out"] == f"runs/{path.stem}"
+        outs.append(read(path.stem).out)
+    assert len(outs) == len(set(outs)) > 15
