@@ -1,4 +1,4 @@
-# make demo   train a small CNN plain and compressed, side by side (about 2 minutes after the installation)
+# make demo   train plain and compressed, side by side (about 3 minutes after the installation)
 # make test   everything that CI checks: format, lint, types, tests
 # make fast   the quick tests alone;  make lint   format, lint and types alone
 # Each makes .venv itself. constraints-dev.txt keeps torch at the version that the project is developed with.
@@ -10,21 +10,29 @@ INSTALL := $(PYTHON) -m pip install -qq --disable-pip-version-check -c constrain
 # Triton's interpreter runs the GPU kernels on a CPU in the tests. CUDA builds of torch bring their own triton.
 TRITON := triton==3.6.0
 
-.PHONY: demo test fast lint clean
+# Two test files at a time; the tests of one file stay together, because they share what they have made.
+TOGETHER := -n 2 --dist loadfile
+
+.PHONY: demo test fast lint clean browser
 
 demo: .venv/installed
 	$(PYTHON) -m halley demo
 
-test: .venv/installed-dev lint
-	$(PYTHON) -m pytest
+test: .venv/installed-dev lint browser
+	$(PYTHON) -m pytest $(TOGETHER)
 
 fast: .venv/installed-dev
-	$(PYTHON) -m pytest -m "not slow"
+	$(PYTHON) -m pytest $(TOGETHER) -m "not slow"
 
 lint: .venv/installed-dev
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
+
+# One test looks at the report's page in a real browser, and is skipped where there is none.
+browser:
+	@command -v chromium chromium-browser google-chrome >/dev/null || { [ "$$(id -u)" != 0 ] || \
+		(apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium) >/dev/null 2>&1 || true; }
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
@@ -35,8 +43,8 @@ $(PYTHON):
 	@"$(BASE_PYTHON)" -m venv .venv
 
 .venv/installed: $(PYTHON) pyproject.toml constraints-dev.txt
-	@echo "Installing halley with torch, numba, matplotlib and their dependencies into .venv (1 to 5 minutes, once)"
-	@$(INSTALL) -e '.[cpu,cli]'
+	@echo "Installing halley with torch, torchvision, numba, matplotlib and what they need into .venv (1 to 5 minutes, once)"
+	@$(INSTALL) -e '.[cpu,train]'
 	@touch $@
 
 .venv/installed-dev: .venv/installed

@@ -20,6 +20,7 @@ Start with `halley demo`. Each command explains its options: `halley bench codec
 FOLDERS = {
     "bench": "Measurements, beside the alternatives in the same run.",
     "study": "What compression does to gradients and to training.",
+    "data": "Makes training data ready.",
 }
 
 
@@ -31,6 +32,10 @@ class Command:
     function: str
     needs: tuple[str, ...] = ()
     """Packages without which it cannot run."""
+    extra: str = "cli"
+    """The extra of this package that brings them."""
+    raw: bool = False
+    """It reads its arguments itself."""
 
     def load(self) -> Callable[..., None]:
         return getattr(importlib.import_module(self.module), self.function)
@@ -38,6 +43,10 @@ class Command:
 
 COMMANDS = {
     ("demo",): Command("halley.demo", "demo", ("rich", "mlxtend")),
+    ("train",): Command("halley.train.command", "train", ("yaml",), "train", raw=True),
+    ("report",): Command("halley.train.page", "report", ("yaml",), "train"),
+    ("data", "lmdb"): Command("halley.train.lmdb_tool", "lmdb", ("lmdb", "PIL"), "train"),
+    ("data", "dogs"): Command("halley.train.dogs", "dogs", ("PIL",), "train"),
     ("bench", "codec"): Command("halley.bench.codec", "codec", ("rich", "matplotlib", "safetensors")),
     ("bench", "memory"): Command("halley.bench.memory", "memory"),
     ("bench", "speed"): Command("halley.bench.speed", "speed"),
@@ -52,12 +61,16 @@ def main(args: Sequence[str] | None = None) -> None:
     if arguments in (["--version"], ["-V"]):
         print(f"halley {__version__}")
         return
-    command = next((command for words, command in COMMANDS.items() if words == tuple(arguments[: len(words)])), None)
+    words = next((words for words in COMMANDS if words == tuple(arguments[: len(words)])), ())
+    command = COMMANDS.get(words)
     for package in command.needs if command is not None else ():
         if not importable(package):
-            fail(f"this command needs {package}: pip install 'halley[cli]'")
+            fail(f"this command needs {package}: pip install 'halley[{command.extra if command else 'cli'}]'")
     try:
-        dispatch(arguments)
+        if command is not None and command.raw:
+            command.load()(arguments[len(words) :])
+        else:
+            dispatch(arguments)
     except (UsageError, OSError) as error:
         fail(str(error))
     except KeyboardInterrupt:
@@ -84,6 +97,7 @@ def dispatch(arguments: Sequence[str]) -> None:
         options = vars(plain_parser().parse_args(arguments or ["--help"]))
         options.pop("run")(**options)
         return
+    from tyro.conf import PositionalRequiredArgs
     from tyro.extras import SubcommandApp
 
     app = SubcommandApp()
@@ -92,7 +106,7 @@ def dispatch(arguments: Sequence[str]) -> None:
         (folders[words[0]] if len(words) > 1 else app).command(name=words[-1])(command.load())
     for name, folder in folders.items():
         app.command(folder, name=name, help=FOLDERS[name])
-    app.cli(prog="halley", description=DESCRIPTION, args=arguments or ["--help"])
+    app.cli(prog="halley", description=DESCRIPTION, args=arguments or ["--help"], config=(PositionalRequiredArgs,))
 
 
 def plain_parser() -> argparse.ArgumentParser:
@@ -115,8 +129,11 @@ def add_options(parser: argparse.ArgumentParser, function: Callable[..., None]) 
     explained = argument_lines(inspect.getdoc(function) or "")
     kinds = get_type_hints(function)
     for name, parameter in inspect.signature(function).parameters.items():
-        flag = "--" + name.replace("_", "-")
         text = explained.get(name, "").replace("%", "%%")
+        if parameter.default is parameter.empty:
+            parser.add_argument(name, help=text, **argparse_kind(kinds[name]))
+            continue
+        flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, dest=name, default=parameter.default, help=text, **argparse_kind(kinds[name]))
 
 

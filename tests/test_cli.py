@@ -11,6 +11,8 @@ from safetensors.torch import save_file
 
 import halley
 from halley.cli import main, plain_parser
+from halley.train.command import recipes
+from halley.train.settings import fields
 
 
 def failure(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -32,7 +34,8 @@ def test_version_is_that_of_the_package(capsys):
     ("args", "words"),
     [
         ([], ["demo", "bench"]),
-        (["--help"], ["demo", "bench"]),
+        (["--help"], ["demo", "bench", "train", "report", "data"]),
+        (["data", "--help"], ["lmdb", "dogs"]),
         (["bench", "--help"], ["codec", "memory", "speed", "max-batch"]),
         (["bench", "speed", "--help"], ["--models", "--methods", "--memory", "--compile"]),
         (["bench", "codec", "--help"], ["--data", "--bound", "--device", "--out"]),
@@ -109,12 +112,35 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path, capsys):
     assert "file" in failure(capsys, "demo", "--out", str(tmp_path / "file" / "folder"))
 
 
-@pytest.mark.parametrize(
-    ("option", "value"), [("--epochs", "0"), ("--samples", "5001"), ("--samples", "9"), ("--batch", "1")]
-)
+@pytest.mark.parametrize(("option", "value"), [("--epochs", "0"), ("--batch", "1"), ("--image", "8"), ("--seed", "-1")])
 def test_the_demo_names_a_senseless_number(option, value, capsys):
     line = failure(capsys, "demo", option, value)
     assert option in line and value in line
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["train", "digit"], ["digit", "did you mean digits"]),
+        (["train", "digits", "--lr", "1"], ["'lr'", "optimizer.lr"]),
+        (["train", "--epochs", "1"], ["recipe first"]),
+        (["train", "digits", "--resume", "--overwrite"], ["choose one"]),
+        (["report", "nowhere"], ["nowhere"]),
+        (["data", "lmdb", "nowhere", "there"], ["nowhere"]),
+        (["data", "dogs", "nowhere", "there"], ["nowhere"]),
+    ],
+)
+def test_commands_of_the_training_program_name_what_is_wrong(args, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    line = failure(capsys, *args)
+    assert all(word in line for word in words), line
+
+
+def test_train_help_names_every_setting_and_recipe(capsys):
+    main(["train", "--help"])
+    shown = capsys.readouterr().out
+    assert all(f"--{name} (" in shown for name in fields())
+    assert all(name in shown for name in recipes())
 
 
 def test_a_missing_extra_is_named_with_the_way_to_install_it(monkeypatch, capsys):

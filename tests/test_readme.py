@@ -23,5 +23,6 @@ def test_the_readme_has_code():
 @pytest.mark.parametrize(
     ("page", "block"), BLOCKS, ids=[f"{page}-{block.splitlines()[-1][:40]}" for page, block in BLOCKS]
 )
-def test_block_runs(page: str, block: str):
+def test_block_runs(page: str, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
     exec(compile(block, page, "exec"), {"__name__": "__main__"})
