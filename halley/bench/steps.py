@@ -51,6 +51,8 @@ class Task:
     compile: bool = False
     cap: int | None = None
     """Bytes that may be allocated; on the CPU beyond what interpreter and libraries take."""
+    warm: int = WARM
+    """Steps before anything is measured."""
 
     @property
     def units(self) -> int:
@@ -82,6 +84,8 @@ class Result:
     """The same, with the very first steps."""
     peak_above_bytes: float | None = None
     """`peak_bytes` less the memory before the first step, which has model and data."""
+    peak_added_bytes: float | None = None
+    """`peak_with_collection_bytes` less the memory before model and data were made: what a cap has to allow."""
     reserved_bytes: float | None = None
     """What the allocator took from the GPU for ordinary steps."""
     papers_total_bytes: float | None = None
@@ -199,11 +203,13 @@ def collect_next(handle: Handle) -> bool:
 def measure(task: Task) -> Result:
     """All figures of one task."""
     gauge = Gauge(task.device)
+    gauge.settle()
+    empty = gauge.now()
     training = Training(task)
     gauge.settle()
     start = gauge.now()
     result = Result()
-    ordinary, collecting = warm_up(training, gauge)
+    ordinary, collecting = warm_up(training, gauge, task.warm)
     gauge.settle()
     memory_of(training, gauge, result)
     if not gauge.cuda and task.cap is None:  # what is kept would count
@@ -218,6 +224,7 @@ def measure(task: Task) -> Result:
     peak = result.peak_bytes or math.nan
     result.peak_above_bytes = peak - start
     result.peak_with_collection_bytes = max([peak, *collecting])
+    result.peak_added_bytes = result.peak_with_collection_bytes - empty
     result.peak_run_bytes = max([peak, *ordinary, *collecting])
     result.loss = training.loss.item()
     if training.handle is not None:
@@ -226,11 +233,11 @@ def measure(task: Task) -> Result:
     return result
 
 
-def warm_up(training: Training, gauge: Gauge) -> tuple[list[float], list[float]]:
+def warm_up(training: Training, gauge: Gauge, steps: int) -> tuple[list[float], list[float]]:
     """The first steps; the peaks of ordinary ones and of those in which the policy collected."""
     ordinary: list[float] = []
     collecting: list[float] = []
-    for _ in range(WARM):
+    for _ in range(steps):
         gauge.forget()
         training.step()
         (collecting if training.has_collected() else ordinary).append(gauge.peak())
@@ -307,7 +314,7 @@ def failure(error: BaseException) -> dict[str, Any]:
     words = f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
     exhausted = isinstance(error, MemoryError | torch.OutOfMemoryError)
     if exhausted or any(phrase in str(error).lower() for phrase in OUT_OF_MEMORY):
-        answer = {"out_of_memory": True, "failed": "out of memory"}
+        answer = {"out_of_memory": True, "failed": "out of memory", "error": words}
     elif isinstance(error, ImportError):
         answer = {"failed": f"not installed: {words}"}
     elif isinstance(error, NotImplementedError):
