@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from torch import nn
@@ -21,18 +21,23 @@ from torch.optim import Optimizer
 from halley.cells import strictest
 from halley.codecs import Codec, ErrorBounded, GroupQuant
 from halley.codecs.base import as_written
-from halley.collection import PROBE, Collection, Reading, Stats, fetch
+from halley.collection import PROBE, PRODUCTS, Collection, Reading, Stats, fetch
 from halley.follow import Follower, Step
 from halley.policies.fixed import at_attention, at_logprob
-from halley.sites import Site
+from halley.sites import NORMS, Site
 from halley.theory import Gain, error_std, paper_std
 
 STRICT = 0.01
 """COMET's sigma."""
-COARSE = 0.4
+COARSE = 0.2
 """The default sigma of stochastic rounding."""
 SPREAD = 0.25
 """Bound over standard deviation of normalisation and pointwise inputs at COMET's sigma; at most twice that."""
+NORM_ERROR = 0.9
+"""Stochastic error over standard deviation of a normalisation's input at the default sigma. What it gives on as a
+gradient hardly depends on its input."""
+POINT_ERROR = 0.25
+"""The same for other inputs, such as SiLU's: a function's slope at a wrong place is wrong on average, too."""
 BITS = (2, 4, 8)
 FINEST = 1024
 """No bound is finer than the standard deviation over this, and none coarser than the standard deviation."""
@@ -45,7 +50,7 @@ class Comet:
     """Keeps the error of every weight's gradient below `sigma` times the weight's mean absolute momentum.
 
     `rounding="stochastic"` rounds up or down by chance, right on average, at 2, 4 or 8 bits; `"nearest"` is COMET as
-    published, under an absolute bound. `sigma=None` is 0.4 for stochastic rounding, which tolerates more, and COMET's
+    published, under an absolute bound. `sigma=None` is 0.2 for stochastic rounding, which tolerates more, and COMET's
     0.01 for nearest. `every`: steps between collections (more frequent at the start). `formula="paper"` is COMET's own.
     """
 
@@ -134,7 +139,12 @@ class Following:
             return at_attention(self._initial, site)
         if site.need == "logprob":
             return at_logprob(self._initial)
-        return self._layers.get(site.layer, self._initial)
+        return self._layers.get(site.layer, self._unseen(site))
+
+    def _unseen(self, site: Site) -> Codec:
+        """In force before the first collection; slopes of functions take more bits than sums that errors cancel in."""
+        sums = site.operation in PRODUCTS or is_norm(site)
+        return self._initial if sums or not isinstance(self._initial, GroupQuant) else replace(self._initial, bits=4)
 
     # -- parameter collection ------------------------------------------------------------------------------------------
 
@@ -234,15 +244,16 @@ class Following:
         """The setting of an input that no weight's gradient hangs on: relative to its own spread."""
         if not math.isfinite(seen.std) or seen.std <= 0:
             return
-        relative = SPREAD * math.sqrt(self.comet.tolerance / STRICT)
         setting = self.settings.setdefault(site.place, Setting(self.choose(site)))
         setting.values = 0
         if self.comet.stochastic:
-            tolerated = relative / math.sqrt(3) * seen.std
+            relative = (NORM_ERROR if is_norm(site) else POINT_ERROR) * math.sqrt(self.comet.tolerance / COARSE)
+            tolerated = relative * seen.std
             errors = [math.sqrt(seen.errors[codec][0]) for codec in seen.trials]
             choice = next((i for i, error in enumerate(errors) if error <= tolerated), len(BITS) - 1)
             setting.codec = seen.trials[choice]
         else:
+            relative = SPREAD * math.sqrt(self.comet.tolerance / STRICT)
             setting.codec = ErrorBounded(clamp(min(relative, 2 * SPREAD) * seen.std, seen.std), seed=self.comet.seed)
         self._note(step, site, setting, seen)
 
@@ -350,6 +361,10 @@ class Seen:
         if isinstance(codec, ErrorBounded) and codec.bounds()[1] == math.inf:
             return codec.bound
         return math.sqrt(3 * self.errors[codec][0] / self.share) if self.share else 0.0
+
+
+def is_norm(site: Site) -> bool:
+    return any(name in site.operation for name in NORMS)
 
 
 def clamp(bound: float, std: float) -> float:

@@ -127,7 +127,7 @@ def one_thread() -> Iterator[None]:
 def test_attach_takes_comet_with_stochastic_rounding_if_nothing_is_said() -> None:
     handle = halley.attach(nn.Linear(2, 2))
     assert isinstance(handle.policy, Following) and handle.policy.comet == Comet()
-    assert Comet().rounding == "stochastic" and Comet().tolerance == 0.4 and Comet().formula == "exact"
+    assert Comet().rounding == "stochastic" and Comet().tolerance == 0.2 and Comet().formula == "exact"
     assert repr(handle.policy) == "Comet()" == handle.report().policy
     assert Comet(rounding="nearest").tolerance == 0.01 and Comet(0.3, rounding="nearest").tolerance == 0.3
 
