@@ -5,6 +5,7 @@ Workers, processes and the step at which a training goes on do not change them.
 
 from __future__ import annotations
 
+from enum import IntEnum, auto
 from typing import TypeVar
 
 import torch
@@ -12,6 +13,20 @@ from torch import Tensor
 
 MASK = 0xFFFFFFFF
 Bits = TypeVar("Bits", int, Tensor)
+
+
+class Use(IntEnum):
+    """What random numbers are for: no two uses share them."""
+
+    ORDER = auto()
+    AUGMENT = auto()
+    HELD_OUT = auto()
+    PATTERN = auto()
+    NOISE = auto()
+    PLACE = auto()
+    WINDOW = auto()
+    SEQUENCE = auto()
+    VOCABULARY = auto()
 
 
 def scramble(bits: Bits) -> Bits:

@@ -18,11 +18,11 @@ from torch import Tensor
 from halley.bench import UsageError
 from halley.train import chance, formats, memory, text
 from halley.train.augment import View, statistics
+from halley.train.chance import Use
 from halley.train.memory import Images, Store
 from halley.train.plan import Batch, Source, plan
 from halley.train.settings import Data
 
-HELD_OUT = 9
 SIDE = 32
 """Pixels along a side of made-up images, unless data.size says otherwise."""
 
@@ -123,7 +123,7 @@ def held_out(samples: int, seed: int, path: str) -> tuple[np.ndarray, np.ndarray
     """The samples to train with, and a tenth for validation."""
     if samples < 2:
         raise UsageError(f"data.path {path}: {samples} image cannot be both trained with and held out: add some")
-    order = chance.permutation(samples, seed, HELD_OUT).numpy()
+    order = chance.permutation(samples, seed, Use.HELD_OUT).numpy()
     tenth = max(1, samples // 10)
     return np.sort(order[tenth:]), np.sort(order[:tenth])
 

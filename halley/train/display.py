@@ -22,9 +22,7 @@ def clock(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02} min"
 
 
-def memory(value: float | None) -> str:
-    if value is None:
-        return "?"
+def memory(value: float) -> str:
     return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.0f} MB"
 
 
@@ -34,7 +32,9 @@ def figures(line: dict[str, Any], unit: str) -> str:
     if line["accuracy"] is not None:
         parts.append(f"accuracy {100 * line['accuracy']:.1f} %")
     parts.append(f"{line['per_second']:,.0f} {unit}/s")
-    parts.append(f"memory {memory(line['memory_bytes'])}, peak {memory(line['peak_bytes'])}")
+    for name, key in (("memory", "memory_bytes"), ("peak", "peak_bytes")):
+        if line[key] is not None:
+            parts.append(f"{name} {memory(line[key])}")
     if line["ratio"] is not None:
         parts.append(f"ratio {line['ratio']:.1f}x")
     return ", ".join(parts)

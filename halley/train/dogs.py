@@ -14,11 +14,11 @@ import numpy as np
 from halley.bench import UsageError
 from halley.bench.terminal import note
 from halley.train import chance
+from halley.train.chance import Use
 from halley.train.progress import progress
 from halley.train.readers import classes_of, list_images
 from halley.train.verify import Brightness, Wanted, checks, worker_count
 
-HELD_OUT = 10
 ABOUT = "split.json"
 """What a folder was made from: written first, so that the same command may go on."""
 
@@ -128,7 +128,7 @@ def random(root: Path, classes: Sequence[str], fraction: float, seed: int) -> di
         if len(mine) < 2:
             raise UsageError(f"{root / name}: {len(mine)} image cannot be split: add some or remove the folder")
         held_out = min(max(1, round(fraction * len(mine))), len(mine) - 1)
-        order = chance.permutation(len(mine), seed, label, HELD_OUT).tolist()
+        order = chance.permutation(len(mine), seed, label, Use.HELD_OUT).tolist()
         found["val"] += [mine[place] for place in sorted(order[:held_out])]
         found["train"] += [mine[place] for place in sorted(order[held_out:])]
     return found

@@ -87,7 +87,7 @@ def show_layers(run: Run, folder: Folder | None, display: Display) -> None:
 def summary(run: Run, watch: Watch, began: float, stopped: bool) -> dict[str, Any]:
     """What result.json holds."""
     report = run.handle.report() if run.handle is not None else None
-    progress, before = run.progress, run.progress.memory_before_bytes
+    progress, peak, before = run.progress, run.progress.peak_bytes, run.progress.memory_before_bytes
     return {
         "finished": not stopped,
         "reason": "interrupted" if stopped else "done",
@@ -97,7 +97,7 @@ def summary(run: Run, watch: Watch, began: float, stopped: bool) -> dict[str, An
         "seconds": time.perf_counter() - began,
         "step_seconds": watch.median,
         "per_second": run.units / watch.median if watch.median else None,
-        "peak_above_bytes": progress.peak_bytes - before if before is not None else None,
+        "peak_above_bytes": peak - before if peak is not None and before is not None else None,
         **counted(report),
         "report": report.to_dict() if report is not None else None,
     }
@@ -107,7 +107,9 @@ def closing(result: dict[str, Any], out: str) -> str:
     """The last line."""
     if not result["finished"]:
         return f"interrupted after step {result['steps']}, and saved. Go on with: halley train {out} --resume"
-    parts = [f"{clock(result['seconds'])}, peak {memory(result['peak_bytes'])}"]
+    parts = [clock(result["seconds"])]
+    if result["peak_bytes"] is not None:
+        parts.append(f"peak {memory(result['peak_bytes'])}")
     if result["validation_accuracy"] is not None:
         parts.insert(0, f"validation accuracy {100 * result['validation_accuracy']:.2f} %")
     elif result["validation_loss"] is not None:

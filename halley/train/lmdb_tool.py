@@ -93,7 +93,10 @@ def lmdb(src: Path, dst: Path, workers: int | None = None, size: int | None = No
         raise UsageError(f"DST {dst} is inside SRC {src}, where it would be taken for images: name another folder")
     close()
     processes, wanted = worker_count(workers), Wanted(True, size, quality)
-    sources = {dst / name: source for name, source in find(src).items()}
+    found = find(src)
+    if "" not in found:
+        no_strangers(dst, {*SPLITS, "broken.txt"})
+    sources = {dst / name: source for name, source in found.items()}
     states = {place: begun(place, source, wanted) for place, source in sources.items()}
     enough_space(dst, sum(source.space(states[place].done) for place, source in sources.items()))
     begin = time.monotonic()
@@ -147,12 +150,8 @@ def opened(place: Path, space: int = 0) -> Iterator[Any]:
 def begun(place: Path, source: Source, wanted: Wanted) -> State:
     """How far the LMDB at `place` is, if this is what it is made from."""
     fingerprint = source.fingerprint(wanted)
-    if place.is_file():
-        raise UsageError(f"DST {place} is a file: name a folder")
+    no_strangers(place, {"data.mdb", "lock.mdb", "broken.txt"})
     if not (place / "data.mdb").exists():
-        inside = [each.name for each in place.iterdir()] if place.exists() else []
-        if set(inside) - {"lock.mdb", "broken.txt"}:
-            raise UsageError(f"DST {place} holds other files ({inside[0]}): name a new folder")
         return State(fingerprint)
     with opened(place) as environment, environment.begin() as transaction:
         found = transaction.get(META) or transaction.get(PROGRESS)
@@ -162,6 +161,15 @@ def begun(place: Path, source: Source, wanted: Wanted) -> State:
     if state.fingerprint != fingerprint:
         raise UsageError(f"DST {place} was made from other files or with another --size: remove it or name another")
     return state
+
+
+def no_strangers(place: Path, ours: set[str]) -> None:
+    """Refuses a folder with anything in it that this tool does not make."""
+    if place.is_file():
+        raise UsageError(f"DST {place} is a file: name a folder")
+    others = sorted({each.name for each in place.iterdir()} - ours) if place.exists() else []
+    if others:
+        raise UsageError(f"DST {place} holds other files ({others[0]}): name a new folder")
 
 
 def state_of(text: bytes, files: int) -> State:

@@ -21,7 +21,7 @@ from halley.train import lines
 from halley.train.data import batches
 from halley.train.display import Display
 from halley.train.folder import METRICS, RESULT, Folder, finite
-from halley.train.meter import Later, Meter, Watch, forget_memory_peak, memory_held, memory_now, memory_peak
+from halley.train.meter import Later, Meter, Watch, forget_memory_peak, memory_held, memory_peak
 from halley.train.parts import policy_for, rate
 from halley.train.plan import Batch, Source
 from halley.train.run import Run, shared_state
@@ -58,7 +58,7 @@ def train(settings: Settings, resume: bool = False, overwrite: bool = False) -> 
     later, watch, began = Later(), Watch(), time.perf_counter() - progress.seconds
     forget_memory_peak(world.device)
     if progress.memory_before_bytes is None:
-        progress.memory_before_bytes = memory_now(world.device)
+        progress.memory_before_bytes = memory_held(world.device)
 
     try:
         with Stop() as stop:
@@ -74,7 +74,7 @@ def train(settings: Settings, resume: bool = False, overwrite: bool = False) -> 
                     watch.steps += 1
 
                     if logged:
-                        progress.peak_bytes = max(progress.peak_bytes, memory_peak(world.device) or 0)
+                        progress.note_peak(memory_peak(world.device))
                         line = lines.step_line(run, watch.lap(), time.perf_counter() - began)
                         later.put(world.sum(run.meter.take()), partial(emit, run, line, folder, display))
                     if logged or world.size == 1:
@@ -189,7 +189,7 @@ def end_epoch(run: Run, folder: Folder | None, display: Display, began: float) -
         raise UsageError(lines.diverged(loss, run))
     run.meter.epoch.zero_()
     progress.train_loss = loss
-    progress.peak_bytes = max(progress.peak_bytes, memory_peak(device) or 0)
+    progress.note_peak(memory_peak(device))
     progress.validation_loss, progress.validation_accuracy = validate(run)
     lowest, highest = progress.best_validation_loss, progress.best_validation_accuracy
     if progress.validation_loss is not None:

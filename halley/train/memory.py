@@ -11,9 +11,9 @@ from torch import Tensor
 
 from halley.train import chance
 from halley.train.augment import DRAWS, View, pick
+from halley.train.chance import Use
 from halley.train.plan import Batch, Plan
 
-PATTERN, NOISE, PLACE = 3, 4, 5
 TILES = 64
 
 
@@ -66,7 +66,7 @@ class Made:
     def take(self, index: Tensor) -> Batch:
         classes, _, side, _ = self.patterns.shape
         labels = index % classes
-        draws = chance.uniform(index + self.first, 5, self.seed, PLACE)
+        draws = chance.uniform(index + self.first, 5, self.seed, Use.PLACE)
         tile = (draws[:, 4] * TILES).long()
         near, far = (draws[:, :2] * (side // 4 + 1)).long(), (draws[:, 2:4] * side).long()
         images = rolled(self.patterns[labels], near) + rolled(self.noise[tile], far)
@@ -82,7 +82,7 @@ def rolled(images: Tensor, by: Tensor) -> Tensor:
 
 def made(classes: int, samples: int, channels: int, side: int, seed: int) -> tuple[Made, Made]:
     """Made-up images to train with, and an eighth as many for validation."""
-    generator = torch.Generator().manual_seed(chance.key_of(seed, PATTERN))
+    generator = torch.Generator().manual_seed(chance.key_of(seed, Use.PATTERN))
     place = torch.linspace(0, 2 * torch.pi, side + 1)[:-1]
     patterns = torch.zeros(classes, channels, side, side)
     for _ in range(3):
@@ -91,7 +91,9 @@ def made(classes: int, samples: int, channels: int, side: int, seed: int) -> tup
         phases = 2 * torch.pi * torch.rand(2, classes, channels, 1, generator=generator)
         down, across = torch.cos(waves * place + phases)
         patterns += 40 * down[..., :, None] * across[..., None, :]
-    noise = 32 * torch.randn(TILES, channels, side, side, generator=generator.manual_seed(chance.key_of(seed, NOISE)))
+    noise = 32 * torch.randn(
+        TILES, channels, side, side, generator=generator.manual_seed(chance.key_of(seed, Use.NOISE))
+    )
     tables = (128 + patterns).round().to(torch.int16), noise.round().to(torch.int16)
     return Made(*tables, samples, 0, seed), Made(*tables, max(1, samples // 8), samples, seed)
 

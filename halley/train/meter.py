@@ -101,12 +101,20 @@ def memory_now(device: torch.device) -> int | None:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else memory("VmRSS")
 
 
+def telling(device: torch.device) -> bool:
+    """Whether memory goes down when it is freed: on the CPU only if the allocator was told so (`ALLOCATOR`)."""
+    return device.type == "cuda" or all(name in os.environ for name in ALLOCATOR)
+
+
 def memory_held(device: torch.device) -> int | None:
-    """The same, where it goes down when memory is freed: on the CPU only if the allocator was told so (`ALLOCATOR`)."""
-    return memory_now(device) if device.type == "cuda" or all(name in os.environ for name in ALLOCATOR) else None
+    """The memory now, where differences of it mean something."""
+    return memory_now(device) if telling(device) else None
 
 
 def memory_peak(device: torch.device) -> int | None:
+    """The largest since `forget_memory_peak`, where that means something."""
+    if not telling(device):
+        return None
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else memory("VmHWM")
 
 

@@ -20,9 +20,11 @@ Box = tuple[float, float, float, float]
 def rgb(image: Image.Image) -> Image.Image:
     """The image, decoded, in RGB with 8 bits; transparency is dropped."""
     if image.mode.startswith("I"):
-        # Pillow would cut 16 bits off at 255 instead of scaling them.
+        # Pillow would cut 16 bits off at 255 instead of scaling them. Mode I is 32 bits wide and may hold fewer.
         values = np.asarray(image)
-        image = Image.fromarray((values >> 8 if values.max(initial=0) > 255 else values).astype(np.uint8))
+        if image.mode != "I" or values.max(initial=0) > 255:
+            values = values >> 8
+        image = Image.fromarray(values.clip(0, 255).astype(np.uint8))
     elif image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     # Of an image that is RGB already this makes no copy, but decodes it.

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from halley.bench import UsageError
 from halley.train import chance
-
-ORDER, AUGMENT = 1, 2
-"""What random numbers are for: no two uses share them."""
+from halley.train.chance import Use
 
 Batch = tuple[Tensor, Tensor]
 
@@ -32,7 +30,7 @@ class Plan:
 
     def draws(self, columns: int, device: torch.device) -> Tensor:
         """A row of random numbers for each sample, the same ones for the same sample in the same epoch."""
-        return chance.uniform(self.order.to(device), columns, self.seed, self.epoch, AUGMENT)
+        return chance.uniform(self.order.to(device), columns, self.seed, self.epoch, Use.AUGMENT)
 
     def split(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Rows that belong to the samples, batch by batch."""
@@ -63,7 +61,7 @@ def plan(
     """
     if train and batch % world:
         raise UsageError(f"batch ({batch}) must be a multiple of the number of processes ({world})")
-    order = chance.permutation(samples, seed, epoch, ORDER) if train else torch.arange(samples)
+    order = chance.permutation(samples, seed, epoch, Use.ORDER) if train else torch.arange(samples)
     end = steps(samples, batch) * batch if train else samples
     parts = []
     for first in range(start * batch, end, batch):

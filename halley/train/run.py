@@ -27,7 +27,7 @@ class Progress:
 
     step: int = 0
     seconds: float = 0.0
-    peak_bytes: int = 0
+    peak_bytes: int | None = None
     memory_before_bytes: int | None = None
     held_bytes: int | None = None
     train_loss: float | None = None
@@ -35,6 +35,11 @@ class Progress:
     validation_accuracy: float | None = None
     best_validation_loss: float | None = None
     best_validation_accuracy: float | None = None
+
+    def note_peak(self, found: int | None) -> None:
+        """The peak of all steps so far, without validation."""
+        if found is not None:
+            self.peak_bytes = max(self.peak_bytes or 0, found)
 
 
 @dataclass

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from halley.bench import UsageError
 from halley.train import chance
+from halley.train.chance import Use
 from halley.train.plan import Batch, Plan
 
-WINDOW, SEQUENCE, VOCABULARY = 6, 7, 8
 KINDS = 256
 """Different tokens of made-up sequences."""
 
@@ -35,7 +35,7 @@ class Text:
             self.there = device, self.tokens.to(device)
         tokens, order = self.there[1], plan.order.to(device)
         if plan.train:
-            places = chance.below(order, len(tokens) - self.context, plan.seed, plan.epoch, WINDOW)
+            places = chance.below(order, len(tokens) - self.context, plan.seed, plan.epoch, Use.WINDOW)
         else:
             places = order * self.context
         window = torch.arange(self.context + 1, device=device)
@@ -51,7 +51,7 @@ class Sequences:
 
     def __init__(self, samples: int, first: int, context: int, seed: int) -> None:
         self.samples, self.first, self.context, self.seed = samples, first, context, seed
-        self.hidden = chance.permutation(KINDS, seed, VOCABULARY)
+        self.hidden = chance.permutation(KINDS, seed, Use.VOCABULARY)
 
     def __len__(self) -> int:
         return self.samples
@@ -60,7 +60,7 @@ class Sequences:
         hidden = self.hidden.to(device)
         place = torch.arange(self.context + 1, device=device)
         for index in plan.split(plan.order.to(device) + self.first):
-            draws = chance.uniform(index, 2 + 2 * len(place), self.seed, SEQUENCE)
+            draws = chance.uniform(index, 2 + 2 * len(place), self.seed, Use.SEQUENCE)
             begin, step = (draws[:, :1] * KINDS).long(), 1 + (draws[:, 1:2] * 8).long()
             stray, instead = draws[:, 2:].chunk(2, 1)
             tokens = torch.where(stray < 0.1, (instead * KINDS).long(), hidden[(begin + step * place) % KINDS])
@@ -78,10 +78,10 @@ def sequences(samples: int, context: int, seed: int) -> tuple[Sequences, Sequenc
     return Sequences(samples, 0, context, seed), Sequences(max(1, samples // 8), samples, context, seed)
 
 
-def read(path: Path) -> str:
+def read(path: Path, what: str) -> str:
     """A text file, or all files of a folder in the order of their names."""
     if not path.exists():
-        raise UsageError(f"data.path {path}: no such file or folder; kind text reads a text file or a folder of them")
+        raise UsageError(f"{what} {path}: no such file or folder; kind text reads a text file or a folder of them")
     files = [path]
     if path.is_dir():
         inside = (Path(folder) / name for folder, _, names in os.walk(path) for name in names if name[0] != ".")
@@ -97,12 +97,12 @@ def read(path: Path) -> str:
 
 def text(path: Path, validation: Path | None, context: int) -> tuple[Text, Text, tuple[str, ...]]:
     """Training text, validation text and their characters, sorted; without `validation` the last tenth is held out."""
-    train = characters(read(path))
+    train = characters(read(path, "data.path"))
     if validation is None:
         end = len(train) * 9 // 10
         train, held_out = train[:end], train[end:]
     else:
-        held_out = characters(read(validation))
+        held_out = characters(read(validation, "data.validation"))
     for what, part, where in (("training", train, path), ("validation", held_out, validation or path)):
         if len(part) <= context:
             raise UsageError(

@@ -229,6 +229,10 @@ def test_another_dst_is_not_touched(tmp_path):
     (dst / "thesis.txt").write_text("mine")
     with pytest.raises(UsageError, match=r"dst holds other files \(thesis.txt\): name a new folder"):
         lmdb(src, dst)
+    split = tmp_path / "split"
+    image_folder(split / "train", count=1)
+    with pytest.raises(UsageError, match=r"dst holds other files \(thesis.txt\)"):
+        lmdb(split, dst)
     foreign = tmp_path / "foreign"
     with library.open(str(foreign)) as environment, environment.begin(write=True) as transaction:
         transaction.put(b"a", b"b")
