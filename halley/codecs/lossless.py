@@ -198,7 +198,7 @@ class Mask(Codec):
         return isinstance(other, Mask)
 
     def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
-        return pack_bits(self, flat != 0, layout, torch.bool, 1)
+        return pack_bits(self, flat.bool(), layout, torch.bool, 1)
 
 
 @dataclass(frozen=True, repr=False)

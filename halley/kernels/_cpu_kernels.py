@@ -7,6 +7,7 @@ No fastmath: values are those of the reference, bit for bit.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,7 @@ SLACK = 128  # bytes: how far past its end a block may be written or read
 
 f32, f64, i32, i64 = np.float32, np.float64, np.int32, np.int64
 u8, u32, u64 = np.uint8, np.uint32, np.uint64
+PIECE = 4096  # bytes that stay in the nearest cache
 ONES = u64(0x0101010101010101)
 
 
@@ -147,9 +149,15 @@ def random32(i, a, b):
 
 
 @inline
+def turned(h, turn):
+    """A hash turned right by `turn` bits."""
+    return u32(h >> turn | u32(h << (u32(32) - turn & u32(31))))
+
+
+@inline
 def turned24(h, turn):
     """24 bits of a hash turned by `turn`, as int32."""
-    return i32(u32(h >> turn | u32(h << (u32(32) - turn & u32(31)))) >> 8)
+    return i32(turned(h, turn) >> 8)
 
 
 @inline
@@ -615,178 +623,279 @@ def decode_task(task, size, numel, out, first_out, meta, payload, eb):
 
 # --- fixed rate -------------------------------------------------------------------------------------------------------
 
+# The bits of v as an integer with and without a sign, and back.
+signed_bits = choose(lambda v: f32(v).view(i32), lambda v: f64(v).view(i64))
+plain_bits = choose(lambda v: f32(v).view(u32), lambda v: f64(v).view(u64))
+of_bits = choose(lambda b: u32(b).view(f32), lambda b: u64(b).view(f64))
+# Unsigned integers, wrapping around.
+less_one = choose(lambda b: u32(b - u32(1)), lambda b: u64(b - u64(1)))
+more_one = choose(lambda b: u32(b + u32(1)), lambda b: u64(b + u64(1)))
 
-@jit
-def find_hashes(hashes, first, stride, seed_low, seed_high):
-    """The hashes of the bytes from `first` on, `stride` apart. The values of a byte share one."""
-    for j in range(hashes.size):
-        hashes[j] = random32(u32(first + j * stride), seed_low, seed_high)
+
+@inline
+def size_of(x, signs):
+    """What of a value is divided into steps: its magnitude, if signs are kept apart."""
+    return abs(x) if signs else x
 
 
-@jit
-def quantize_group(v, codes, bits, signs, hashes):
-    """Codes of a group; returns lo and step as they are stored."""
-    zero = as_float(0, v[0])
-    infinite = magnitude(as_float(math.inf, zero))
-    least, most = infinite, magnitude(zero)
-    low, high = infinite, ordered(as_float(-math.inf, zero))
-    for i in range(v.size):
-        m, key = magnitude(v[i]), ordered(v[i])
-        least, most = min(least, m if m > 0 else infinite), max(most, m)
-        low, high = min(low, key), max(high, key)
-    finite = most < infinite
-    signed = low < -1  # minus zero is -1
-    if not finite:
-        signed = False
-        for i in range(v.size):
-            signed |= v[i] < 0
-    affine = signed and not signs
+@inline
+def is_finite(top, deep):
+    infinite = as_float(math.inf, of_bits(deep))
+    return top < signed_bits(infinite) and deep < plain_bits(-infinite)
+
+
+@inline
+def divide(top, deep, least, signed, bits, signs):
+    """How a group is divided: lo and step as they are kept, the factor to fixed point and the largest result.
+
+    `top` and `deep` are the largest bits with and without a sign, `least` the smallest of a value that is not zero.
+    """
+    zero = as_float(0, of_bits(least))
+    affine, finite = signed and not signs, is_finite(top, deep)
     if affine:
-        lo, hi = of_ordered(low), of_ordered(high)
+        lo, hi = of_bits(deep), of_bits(plain_bits(of_bits(top)) if top >= 0 else least)
     else:
-        lo, hi = of_magnitude(least) if least < infinite else zero, of_magnitude(most)
-    lo = lo_down(signed and not affine, lo) if finite else zero
-    n = as_float(((1 << bits) - 1 if affine else (1 << bits - 1) - 2) if signed else (1 << bits) - 2, zero)
-    step, inverse = zero, zero
+        lo, hi = of_bits(least) if top > 0 else zero, of_bits(top) if top > 0 else zero
+    lo = lo_down(signed and signs, lo) if finite else zero
+    n = as_float(((1 << bits - 1) - 2 if signs else (1 << bits) - 1) if signed else (1 << bits) - 2, zero)
+    step, factor = zero, zero
     if not finite:
         step = as_float(math.nan, zero)
     elif hi > lo:
         step = step_up(hi * (f32(1.0) / n) - lo * (f32(1.0) / n))
-        inverse = f32(1.0) / step
-    if affine:
-        quantize_values(v, codes, bits, lo, inverse, n, hashes)
-    else:
-        quantize_sizes(v, codes, bits, lo, inverse, n, hashes)
-    return (-lo if signed and not affine else lo), step
+        factor = f32(1.0) / step * f32(2.0**24)
+    return lo, step, factor, n * f32(2.0**24)
 
 
-@jit
-def quantize_values(v, codes, bits, lo, inverse, n, hashes):
-    """Codes of a signed group: steps above lo."""
-    zero = as_float(0, lo)
+@inline
+def code_of(x, bits, signs, one, lo, factor, most, h):
+    """A value's code. `one`: zero has a code of its own, below the others. `h` is the hash, turned."""
+    s = (size_of(x, signs) - lo) * factor
+    s = s if s > 0 else as_float(0, s)
+    s = s if s < most else most
+    fixed = u32(s) if bits == 8 else u32(i32(s))
+    code = u32(u32(fixed + u32(u32(~h) >> u32(8))) >> u32(24)) + u32(one)
+    if signs:
+        code |= u32(x < 0) << u32(bits - 1)
+    return u32(code) if one == 0 or size_of(x, signs) > 0 else u32(0)
+
+
+@inline
+def value_of(code, h, bits, signs, one, lo, unit, limit):
+    """A code's value; what was added by chance is taken off again. With `signs`, `one` is the bit of the sign."""
+    if signs:
+        size = i32(code & u32(one - 1))
+        value = lo + as_float(size - 1, lo) * unit
+        value = limit if value > limit else value
+        value = value if size > 0 else as_float(0, lo)
+        return -value if code & u32(one) else value
+    fixed = u32(u32(code << u32(24)) | u32(h >> u32(8)))
+    value = lo + (as_float(fixed, lo) if bits == 8 else as_float(i32(fixed), lo)) * unit
+    value = limit if value > limit else value
+    value = -limit if value < -limit else value
+    return value if code >= u32(one) else as_float(0, lo)
+
+
+@inline
+def terms_of(lo, step, bits, signs):
+    """What value_of takes of a group: `one`, the value of nothing, and the unit."""
+    if signs:
+        return i32(1 << bits - 1 if lo < 0 else 256), abs(lo), step
+    one = i32(0 if lo < 0 else 1)
+    return one, lo - (f32(0.5) + as_float(one, lo)) * step, step * f32(2.0**-24)
+
+
+@inline
+def any_negative(v):
+    found = False
+    for x in v.flat:
+        found |= widen(x) < 0
+    return found
+
+
+@inline
+def byte_of(v, j, bits, length, signs, one, lo, factor, most, h):
+    """The codes of the values of a group that meet in byte j, whose hash is h.
+
+    (A function, as is all that a loop over bytes does: LLVM peels a loop that has variables of its own, and the rest
+    does not fill its vectors.)
+    """
+    byte = u32(0)
     for t in range(8 // bits):
-        first, turn = index(t * hashes.size), u32(4 * bits * t)
-        for j in range(hashes.size):
-            s = (v[first + j] - lo) * inverse
-            s = s if s > 0 else zero
-            s = s if s < n else n
-            q = i32(s)
-            chance = i32((s - as_float(q, s)) * f32(2.0**24))
-            codes[first + j] = u8(q + (turned24(hashes[j], turn) < chance))
+        code = code_of(widen(v[t * length + j]), bits, signs, one, lo, factor, most, turned(h, u32(4 * bits * t)))
+        byte |= u32(code << u32(bits * t))
+    return u8(byte)
 
 
-@jit
-def quantize_sizes(v, codes, bits, lo, inverse, n, hashes):
-    """Codes of a group by magnitude: zero is 0, the others 1 and more, a sign above them."""
-    zero = as_float(0, lo)
-    for t in range(8 // bits):
-        first, turn = index(t * hashes.size), u32(4 * bits * t)
-        for j in range(hashes.size):
-            s = (abs(v[first + j]) - lo) * inverse
-            s = s if s > 0 else zero
-            s = s if s < n else n
-            q = i32(s)
-            chance = i32((s - as_float(q, s)) * f32(2.0**24))
-            q = i32(q + (turned24(hashes[j], turn) < chance) + 1)
-            q = i32(q | i32(v[first + j] < 0) << bits - 1)
-            codes[first + j] = u8(q if abs(v[first + j]) > 0 else 0)
-
-
-@jit
-def quantize_task(task, size, x, bits, group, stride, signs, seed_low, seed_high, out, los, steps):
-    """Codes, lo and step of the groups of a task. The values of a group lie `stride` apart."""
-    v, codes = np.full(group, widen(los[0])), np.empty(group, u8)
-    length = group * bits // 8
-    hashes, packed = np.empty(length, u32), np.empty(length, u8)
-    for g in range(task * size // group, min((task + 1) * size // group, los.size)):
-        first, byte = g // stride * group, g // stride * length * stride + g % stride
-        mine = x[first * stride + g % stride : (first + group) * stride : stride]
-        for i in range(mine.size):
-            v[i] = widen(mine[i])
-        v[mine.size :] = 0
-        find_hashes(hashes, byte, stride, seed_low, seed_high)
-        lo, step = quantize_group(v, codes, bits, signs, hashes)
-        los[g], steps[g] = narrow(lo, los[g]), narrow(step, steps[g])
-        pack(codes, bits, length, 0, length, packed)
-        for j in range(length):
-            out[byte + j * stride] = packed[j]
-
-
-@jit
-def dequantize_values(codes, bits, lo, step, one, hashes, limit, v):
-    """Values of a group; if `one`, zero has a code of its own. What was added by chance is taken off again."""
-    zero, unit = as_float(0, lo), step * f32(2.0**-24)
-    base = lo - (f32(1.5) if one else f32(0.5)) * step
-    for t in range(8 // bits):
-        first, turn = index(t * hashes.size), u32(4 * bits * t)
-        for j in range(hashes.size):
-            fixed = u32(u32(codes[first + j]) << u32(24)) + u32(turned24(hashes[j], turn))
-            v[first + j] = base + as_float(u32(fixed), lo) * unit
-    for i in range(codes.size):
-        value = min(max(v[i], -limit), limit)
-        v[i] = value if i32(codes[i]) >= one else zero
-
-
-@jit
-def dequantize_sizes(codes, lo, step, top, limit, v):
-    """Values of a group from magnitudes; `top` is the bit of the sign."""
-    zero = as_float(0, lo)
-    for i in range(codes.size):
-        size = i32(codes[i] & top - 1)
-        value = lo + as_float(size - 1, lo) * step
-        value = min(max(value, -limit), limit) if size else zero
-        v[i] = -value if codes[i] & top else value
-
-
-@jit
-def gather_codes(data, g, length, stride, packed):
-    """The code bytes of a group, which lie `stride` apart; returns where the first one is."""
-    byte = g // stride * length * stride + g % stride
+@inline
+def quantize_slices(v, bits, length, signs, one, lo, factor, most, word, seed_low, seed_high, out):
+    """The bytes of a group; `word` is the place of the first one."""
     for j in range(length):
-        packed[j] = data[byte + j * stride]
-    return byte
+        out[j] = byte_of(v, j, bits, length, signs, one, lo, factor, most, random32(u32(word + j), seed_low, seed_high))
 
 
-@jit
-def dequantize_task(task, size, out, data, bits, group, stride, signs, seed_low, seed_high, los, steps, nan, limit):
-    """Decodes the groups of a task into out."""
-    codes, v = np.empty(group, u8), np.full(group, widen(los[0]))
-    length = group * bits // 8
-    hashes, packed = np.empty(0 if signs else length, u32), np.empty(length, u8)
-    for g in range(task * size // group, min((task + 1) * size // group, los.size)):
-        byte = gather_codes(data, g, length, stride, packed)
-        unpack(packed, bits, length, 0, length, codes)
-        lo, step = widen(los[g]), widen(steps[g])
-        if signs:
-            dequantize_sizes(codes, abs(lo), step, i32(1 << bits - 1 if lo < 0 else 256), limit, v)
-        else:
-            find_hashes(hashes, byte, stride, seed_low, seed_high)
-            dequantize_values(codes, bits, lo, step, i32(0 if lo < 0 else 1), hashes, limit, v)
-        first = g // stride * group
-        to = out[first * stride + g % stride : (first + group) * stride : stride]
-        if step == step:
-            for i in range(to.size):
-                to[i] = narrow(v[i], nan)
-        else:
-            to[:] = nan
+@inline
+def put_values(byte, to, j, bits, length, signs, one, lo, unit, h, nan, limit):
+    """The values of a group that meet in byte j, whose hash is h."""
+    for t in range(8 // bits):
+        code = u32(byte >> u8(bits * t) & u8((1 << bits) - 1))
+        value = value_of(code, turned(h, u32(4 * bits * t)), bits, signs, one, lo, unit, limit)
+        to[t * length + j] = narrow(value, nan)
 
 
-@jit
-def dequantize_mask_task(task, size, out, data, bits, group, stride, signs, los, steps):
-    """Whether the values of a task's groups are not zero, as their codes tell; without `signs` signed groups cannot."""
-    codes = np.empty(group, u8)
-    length = group * bits // 8
-    packed = np.empty(length, u8)
-    for g in range(task * size // group, min((task + 1) * size // group, los.size)):
-        gather_codes(data, g, length, stride, packed)
-        unpack(packed, bits, length, 0, length, codes)
-        step, signed = widen(steps[g]), widen(los[g]) < 0
-        unknown = step != step or (signed and not signs)
-        top = u8((1 << bits - 1) - 1 if signed else 255)
-        first = g // stride * group
-        to = out[first * stride + g % stride : (first + group) * stride : stride]
-        for i in range(to.size):
-            to[i] = unknown or codes[i] & top != 0
+@inline
+def measure_row(row, signs, tops, deeps, leasts):
+    """Takes a value of each group into what divide needs of them."""
+    for c in range(tops.size):
+        value = widen(row[c])
+        part = size_of(value, signs)
+        deeps[c], tops[c] = max(deeps[c], plain_bits(value)), max(tops[c], signed_bits(part))
+        leasts[c] = min(leasts[c], less_one(plain_bits(part)))
+
+
+@inline
+def byte_at(v, j, c, bits, length, signs, terms, h):
+    """The codes of the values of column c that meet in byte j, whose hash is h."""
+    byte = u32(0)
+    for t in range(8 // bits):
+        x, one = widen(v[t * length + j, c]), u32(terms[3, c] > 0)
+        code = code_of(x, bits, signs, one, terms[0, c], terms[1, c], terms[2, c], turned(h, u32(4 * bits * t)))
+        byte |= u32(code << u32(bits * t))
+    return u8(byte)
+
+
+@inline
+def quantize_row(v, j, bits, length, signs, terms, word, seed_low, seed_high, out):
+    """Byte j of all groups of a block."""
+    for c in range(out.size):
+        out[c] = byte_at(v, j, c, bits, length, signs, terms, random32(u32(word + c), seed_low, seed_high))
+
+
+@inline
+def dequantize_row(codes, t, bits, signs, terms, word, seed_low, seed_high, nan, limit, to):
+    """The values of slice t in a byte of each group."""
+    for c in range(to.size):
+        code, h = u32(codes[c] >> u8(bits * t) & u8((1 << bits) - 1)), random32(u32(word + c), seed_low, seed_high)
+        turn = turned(h, u32(4 * bits * t))
+        value = value_of(code, turn, bits, signs, i32(terms[0, c]), terms[1, c], terms[2, c], limit)
+        to[c] = narrow(value, nan) if terms[2, c] == terms[2, c] else nan
+
+
+@inline
+def mask_row(codes, shift, tops, unknown, to):
+    for c in range(to.size):
+        to[c] = u8(codes[c] >> u8(shift) & tops[c] | unknown[c]) != 0
+
+
+@functools.cache
+def rate_kernels(bits, group, signs):
+    """The kernels of one setting, whose numbers are constants in them: so loops unroll and vectorise."""
+    slices, length = 8 // bits, group * bits // 8
+
+    @jit
+    def quantize_task(task, size, x, tail, seed_low, seed_high, out, los, steps):
+        """Codes, lo and step of the groups of a task. x is cut into groups; `tail` is an incomplete one."""
+        zero = as_float(0, widen(tail[0, 0]))
+        for g in range(task * size, min((task + 1) * size, los.size)):
+            v = x[g] if g < x.shape[0] else tail[0]
+            top, deep, least = signed_bits(-zero), plain_bits(zero), less_one(plain_bits(zero))
+            for i in range(group):
+                value = widen(v[i])
+                part = size_of(value, signs)
+                deep, top = max(deep, plain_bits(value)), max(top, signed_bits(part))
+                least = min(least, less_one(plain_bits(part)))
+            signed = deep > plain_bits(-zero) if is_finite(top, deep) else any_negative(v)
+            lo, step, factor, most = divide(top, deep, more_one(least), signed, bits, signs)
+            los[g] = narrow(-lo if signed and signs else lo, los[g])
+            steps[g] = narrow(step, steps[g])
+            word = u32(g * length)
+            if signed and not signs:
+                quantize_slices(v, bits, length, signs, u32(0), lo, factor, most, word, seed_low, seed_high, out[g])
+            else:
+                quantize_slices(v, bits, length, signs, u32(1), lo, factor, most, word, seed_low, seed_high, out[g])
+
+    @jit
+    def dequantize_task(task, size, out, tail, data, seed_low, seed_high, los, steps, nan, limit):
+        """Decodes the groups of a task into out, cut as in quantize_task."""
+        for g in range(task * size, min((task + 1) * size, los.size)):
+            to, codes = out[g] if g < out.shape[0] else tail[0], data[g]
+            step, word = widen(steps[g]), u32(g * length)
+            one, lo, unit = terms_of(widen(los[g]), step, bits, signs)
+            if step != step:
+                to[:] = nan
+                continue
+            for j in range(length):
+                h = u32(0) if signs else random32(u32(word + j), seed_low, seed_high)
+                put_values(codes[j], to, j, bits, length, signs, one, lo, unit, h, nan, limit)
+
+    @jit
+    def mask_task(task, size, out, tail, data, los, steps):
+        """Whether the values of a task's groups are not zero; without `signs` a signed group's codes cannot tell."""
+        for g in range(task * size, min((task + 1) * size, los.size)):
+            to, codes = out[g] if g < out.shape[0] else tail[0], data[g]
+            step, signed = widen(steps[g]), widen(los[g]) < 0
+            unknown = u8(step != step or (signed and not signs))
+            top = u8((1 << bits - 1) - 1 if signed and signs else (1 << bits) - 1)
+            for j in range(length):
+                for t in range(slices):
+                    to[t * length + j] = u8(codes[j] >> u8(bits * t) & top | unknown) != 0
+
+    @jit
+    def quantize_rows_task(task, size, x, tail, seed_low, seed_high, out, los, steps):
+        """The same of groups that lie side by side: value i of group c of a block is in row i, column c."""
+        zero, columns = as_float(0, widen(tail[0, 0, 0])), los.shape[1]
+        tops, deeps = np.full(columns, signed_bits(zero)), np.full(columns, plain_bits(zero))
+        leasts, terms = np.full(columns, plain_bits(zero)), np.full((4, columns), zero)
+        for b in range(task * size, min((task + 1) * size, los.shape[0])):
+            v = x[b] if b < x.shape[0] else tail[0]
+            tops[:], deeps[:], leasts[:] = signed_bits(-zero), plain_bits(zero), less_one(plain_bits(zero))
+            for i in range(group):
+                measure_row(v[i], signs, tops, deeps, leasts)
+            for c in range(columns):
+                top, deep, least = tops[c], deeps[c], more_one(leasts[c])
+                signed = deep > plain_bits(-zero) if is_finite(top, deep) else any_negative(v[:, c])
+                lo, step, factor, most = divide(top, deep, least, signed, bits, signs)
+                los[b, c] = narrow(-lo if signed and signs else lo, los[b, c])
+                steps[b, c] = narrow(step, steps[b, c])
+                terms[0, c], terms[1, c], terms[2, c], terms[3, c] = lo, factor, most, not signed or signs
+            for j in range(length):
+                quantize_row(
+                    v, j, bits, length, signs, terms, u32((b * length + j) * columns), seed_low, seed_high, out[b, j]
+                )
+
+    @jit
+    def dequantize_rows_task(task, size, out, tail, data, seed_low, seed_high, los, steps, nan, limit):
+        """The same of groups that lie side by side."""
+        columns = los.shape[1]
+        terms = np.full((3, columns), as_float(0, widen(los[0, 0])))
+        for b in range(task * size, min((task + 1) * size, los.shape[0])):
+            to = out[b] if b < out.shape[0] else tail[0]
+            for c in range(columns):
+                one, terms[1, c], terms[2, c] = terms_of(widen(los[b, c]), widen(steps[b, c]), bits, signs)
+                terms[0, c] = one
+            for j in range(length):
+                word = u32((b * length + j) * columns)
+                for t in range(slices):
+                    dequantize_row(
+                        data[b, j], t, bits, signs, terms, word, seed_low, seed_high, nan, limit, to[t * length + j]
+                    )
+
+    @jit
+    def mask_rows_task(task, size, out, tail, data, los, steps):
+        """The same of groups that lie side by side."""
+        columns = los.shape[1]
+        tops, unknown = np.empty(columns, u8), np.empty(columns, u8)
+        for b in range(task * size, min((task + 1) * size, los.shape[0])):
+            to = out[b] if b < out.shape[0] else tail[0]
+            for c in range(columns):
+                step, signed = widen(steps[b, c]), widen(los[b, c]) < 0
+                unknown[c] = step != step or (signed and not signs)
+                tops[c] = (1 << bits - 1) - 1 if signed and signs else (1 << bits) - 1
+            for j in range(length):
+                for t in range(slices):
+                    mask_row(data[b, j], bits * t, tops, unknown, to[t * length + j])
+
+    return (quantize_task, dequantize_task, mask_task), (quantize_rows_task, dequantize_rows_task, mask_rows_task)
 
 
 # --- dual precision ---------------------------------------------------------------------------------------------------
@@ -935,22 +1044,26 @@ def find_nonzero(values, out):
 
 @inline
 def pack(values, bits, length, start, stop, out):
-    """Bytes start to stop of one field over the values."""
-    for j in range(start, stop):
-        out[j] = values[j]
-    for t in range(1, 8 // bits):
-        slice_ = values[t * length :]
-        for j in range(start, min(stop, slice_.size)):
-            out[j] |= u8(slice_[j] << t * bits)
+    """Bytes start to stop of one field over the values, a few at a time: they are gone over once for each slice."""
+    for first in range(start, stop, PIECE):
+        end = min(first + PIECE, stop)
+        to, slice_ = out[first:end], values[first:end]
+        for j in range(to.size):
+            to[j] = slice_[j]
+        for t in range(1, 8 // bits):
+            slice_ = values[t * length + first : t * length + end]
+            for j in range(slice_.size):
+                to[j] |= u8(slice_[j] << t * bits)
 
 
 @inline
 def unpack(data, bits, length, start, stop, out):
     """The values in bytes start to stop of one field."""
+    codes = data[start:stop]
     for t in range(8 // bits):
-        slice_ = out[t * length :]
-        for j in range(start, min(stop, slice_.size)):
-            slice_[j] = data[j] >> t * bits & (1 << bits) - 1
+        to = out[t * length + start : t * length + stop]
+        for j in range(to.size):
+            to[j] = codes[j] >> t * bits & (1 << bits) - 1
 
 
 @jit

@@ -6,6 +6,7 @@ Kernels are serial and do not hold the GIL. A tensor is cut into tasks of whole 
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import struct
@@ -32,6 +33,7 @@ from halley.kernels.reference import (
 
 MIN_TASK = 64 * GROUP  # values: less is not worth waking a thread for
 MAX_TASK = 256 * GROUP
+QUICK = 4  # kernels without a search take so many times as many values in a task
 
 # As what a dtype travels.
 CARRIER = {
@@ -76,9 +78,9 @@ def run(kernel: Callable, tasks: int, *args: Any, wake: bool = True) -> None:
         helper.cancel() or helper.result()
 
 
-def task_size(numel: int, unit: int) -> int:
+def task_size(numel: int, unit: int, factor: int = 1) -> int:
     """Values of one task: a multiple of `unit`, small enough to balance the threads."""
-    size = min(max(numel // (4 * torch.get_num_threads()), MIN_TASK), MAX_TASK)
+    size = min(max(numel // (4 * torch.get_num_threads()), factor * MIN_TASK), factor * MAX_TASK)
     return -(-size // unit) * unit
 
 
@@ -86,6 +88,20 @@ def elements(x: Tensor) -> np.ndarray:
     """A tensor's values as the kernels take them."""
     x = x.detach().contiguous().view(-1)
     return (x.view(torch.int16) if x.element_size() == 2 else x).numpy().view(CARRIER[x.dtype])
+
+
+@functools.cache
+def ends(dtype: torch.dtype) -> tuple[Any, np.floating]:
+    """NaN as an element, and the largest finite value to compute with."""
+    nan = elements(torch.full((1,), math.nan, dtype=dtype))[0]
+    return nan, (np.float64 if dtype == torch.float64 else np.float32)(torch.finfo(dtype).max)
+
+
+def from_numpy(values: np.ndarray, dtype: torch.dtype) -> Tensor:
+    """Elements as a tensor."""
+    if values.size == 0:  # numpy gives empty arrays strides that torch cannot view
+        return torch.empty(0, dtype=dtype)
+    return torch.from_numpy(values).view(dtype)
 
 
 def halves(seed: int) -> tuple[np.uint32, np.uint32]:
@@ -162,11 +178,32 @@ def eb_decode(meta: Tensor, payload: Tensor, numel: int, dtype: torch.dtype, mas
     return decode(kernels.decode_task, task_size(numel, GROUP), numel, dtype, mask, meta_bytes, payload.numpy(), eb)
 
 
-def gq_parts(data: np.ndarray, dtype: torch.dtype, sizes: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """The lo and step arrays in a buffer."""
-    at_lo, at_step, _ = sizes
-    kept = np.float64 if dtype == torch.float64 else np.uint16
-    return data[at_lo:at_step].view(kept), data[at_step:].view(kept)
+class Rate:
+    """A fixed-rate buffer, and values beside it, as the kernels take them: cut into groups."""
+
+    def __init__(self, data: Tensor, numel: int, bits: int, group: int, dtype: torch.dtype, stride: int) -> None:
+        at_lo, at_step, _ = gq_sizes(numel, bits, group, dtype, stride)
+        buffer = data.numpy()
+        kept = np.float64 if dtype == torch.float64 else np.uint16
+        parts = (slice(at_lo, at_step), slice(at_step, None))
+        # Groups that lie side by side are taken together, a block of them at a time.
+        beside = (stride,) if stride > 1 else ()
+        self.shape = (-1, group, *beside)
+        self.codes: np.ndarray = buffer[:at_lo].reshape(-1, group * bits // 8, *beside)
+        self.los, self.steps = (buffer[part].view(kept).reshape(-1, *beside) for part in parts)
+        self.unit = group * stride
+        self.size = task_size(numel, self.unit, QUICK) // self.unit
+        self.tasks = -(-len(self.los) // self.size)
+
+    def cut(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The whole groups of some values, and an incomplete last one, filled with zeros."""
+        whole = values.size // self.unit * self.unit
+        tail = np.zeros(self.unit, values.dtype)
+        tail[: values.size - whole] = values[whole:]
+        return values[:whole].reshape(self.shape), tail.reshape(self.shape)
+
+    def run(self, kernel: Callable, *args: Any) -> None:
+        run(kernel, self.tasks, self.size, *args)
 
 
 def gq_encode(x: Tensor, bits: int, group: int, seed: int, stride: int = 1, signs: bool = False) -> Tensor:
@@ -174,13 +211,11 @@ def gq_encode(x: Tensor, bits: int, group: int, seed: int, stride: int = 1, sign
     numel = x.numel()
     if numel % stride:
         raise ValueError(f"{numel} values cannot be taken in groups that lie {stride} apart")
-    sizes = gq_sizes(numel, bits, group, x.dtype, stride)
-    out = torch.empty(sizes[2], dtype=torch.uint8)
+    out = torch.empty(gq_sizes(numel, bits, group, x.dtype, stride)[2], dtype=torch.uint8)
     if numel:
-        data, size = out.numpy(), task_size(numel, group)
-        los, steps = gq_parts(data, x.dtype, sizes)
-        args = (size, elements(x), bits, group, stride, signs, *halves(seed), data, los, steps)
-        run(kernels.quantize_task, -(-los.size * group // size), *args)
+        rate = Rate(out, numel, bits, group, x.dtype, stride)
+        kernel = kernels.rate_kernels(bits, group, signs)[stride > 1][0]
+        rate.run(kernel, *rate.cut(elements(x)), *halves(seed), rate.codes, rate.los, rate.steps)
     return out
 
 
@@ -196,21 +231,18 @@ def gq_decode(
     signs: bool = False,
 ) -> Tensor:
     """The flat values that gq_encode stored with the same settings, or only whether each is not zero (bool)."""
-    if numel == 0:  # numpy gives empty arrays strides that torch cannot view
-        return torch.empty(0, dtype=torch.bool if mask else dtype)
-    codes, size = data.numpy(), task_size(numel, group)
-    los, steps = gq_parts(codes, dtype, gq_sizes(numel, bits, group, dtype, stride))
-    tasks = -(-los.size * group // size)
-    if mask:
-        flags = np.empty(numel, np.bool_)
-        run(kernels.dequantize_mask_task, tasks, size, flags, codes, bits, group, stride, signs, los, steps)
-        return torch.from_numpy(flags)
-    out = np.empty(numel, CARRIER[dtype])
-    nan = elements(torch.full((1,), math.nan, dtype=dtype))[0]
-    limit = (np.float64 if dtype == torch.float64 else np.float32)(torch.finfo(dtype).max)
-    args = (size, out, codes, bits, group, stride, signs, *halves(seed), los, steps, nan, limit)
-    run(kernels.dequantize_task, tasks, *args)
-    return torch.from_numpy(out).view(dtype)
+    # numpy asks for huge pages, torch does not: on large tensors page faults would take most of the time.
+    out: np.ndarray = np.empty(numel, np.bool_ if mask else CARRIER[dtype])
+    if numel:
+        rate = Rate(data, numel, bits, group, dtype, stride)
+        whole, tail = rate.cut(out)
+        _, decode, find_mask = kernels.rate_kernels(bits, group, signs)[stride > 1]
+        if mask:
+            rate.run(find_mask, whole, tail, rate.codes, rate.los, rate.steps)
+        else:
+            rate.run(decode, whole, tail, rate.codes, *halves(seed), rate.los, rate.steps, *ends(dtype))
+        out[whole.size :] = tail.reshape(-1)[: numel - whole.size]
+    return from_numpy(out, torch.bool if mask else dtype)
 
 
 def dp_parts(data: np.ndarray, dtype: torch.dtype, places: tuple[int, ...]) -> list[np.ndarray]:
@@ -261,19 +293,15 @@ def dp_decode(
 def bits_encode(x: Tensor, bits: int) -> Tensor:
     """Packs flat uint8 (or bool) values below 2^bits, bits 1, 2 or 4: one field over the whole tensor."""
     out = torch.empty((x.numel() * bits + 7) // 8, dtype=torch.uint8)
-    run(
-        kernels.pack_task,
-        -(-out.numel() // MAX_TASK),
-        MAX_TASK,
-        x.contiguous().to(torch.uint8).numpy(),
-        bits,
-        out.numpy(),
-    )
+    size = task_size(x.numel(), 8, QUICK) * bits // 8
+    values = x.contiguous().view(torch.uint8).numpy()
+    run(kernels.pack_task, -(-out.numel() // size), size, values, bits, out.numpy())
     return out
 
 
 def bits_decode(data: Tensor, bits: int, numel: int) -> Tensor:
     """The flat uint8 values that bits_encode stored."""
     out = torch.empty(numel, dtype=torch.uint8)
-    run(kernels.unpack_task, -(-data.numel() // MAX_TASK), MAX_TASK, data.numpy(), bits, out.numpy())
+    size = task_size(numel, 8, QUICK) * bits // 8
+    run(kernels.unpack_task, -(-data.numel() // size), size, data.numpy(), bits, out.numpy())
     return out

@@ -155,7 +155,7 @@ def test_groups_in_any_order() -> None:
 def test_group_quant_equals_reference(width: int, dtype: torch.dtype) -> None:
     for i, name in enumerate(CONTENTS):
         for n in (SIZES[i % 5], SIZES[5 + i % 5], 3000 + i, *SIZES[10:][: i % 6 == 0]):
-            x, seed, group = content(name, n, dtype), SEEDS[(i + width) % len(SEEDS)], (64, 256)[(i + n) % 2]
+            x, seed, group = content(name, n, dtype), SEEDS[(i + width) % len(SEEDS)], 128
             rest = (seed, 1, width > 2 and n % 2 == 1)
             ours = cpu.gq_encode(x, width, group, *rest)
             with one_thread():
@@ -177,14 +177,51 @@ def test_group_quant_equals_reference(width: int, dtype: torch.dtype) -> None:
 def test_groups_of_a_channel_equal_reference(width: int) -> None:
     for pixels, channels in ((300, 7), (256, 16), (1, 40), (5000, 130), (0, 4)):
         x = torch.randn(pixels, channels).mul(torch.logspace(-3, 3, channels)).view(-1)
-        ours = cpu.gq_encode(x, width, 256, 5, channels)
-        assert torch.equal(ours, reference.gq_encode(x, width, 256, 5, channels))
+        ours = cpu.gq_encode(x, width, 128, 5, channels)
+        assert torch.equal(ours, reference.gq_encode(x, width, 128, 5, channels))
         for mask in (False, True):
-            args = (ours, x.numel(), width, 256, x.dtype, mask, 5, channels)
+            args = (ours, x.numel(), width, 128, x.dtype, mask, 5, channels)
             assert torch.equal(cpu.gq_decode(*args), reference.gq_decode(*args))
     for module in (cpu, reference):
         with pytest.raises(ValueError, match="7 apart"):
-            module.gq_encode(torch.randn(100), width, 256, 5, 7)
+            module.gq_encode(torch.randn(100), width, 128, 5, 7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("width", "signs"), [(2, False), (4, True), (8, False)])
+def test_channels_of_any_content_equal_reference(width: int, signs: bool, dtype: torch.dtype) -> None:
+    names = [*CONTENTS, *CONTENTS][: 2 * len(CONTENTS) - 1]  # an odd number of channels, of every kind side by side
+    for pixels in (100, 128, 300):
+        x = torch.stack([content(name, pixels, dtype) for name in names], 1).reshape(-1)
+        rest = (-(2**63) + 77, len(names), signs)
+        ours, theirs = (module.gq_encode(x, width, 128, *rest) for module in (cpu, reference))
+        at_step = reference.gq_sizes(x.numel(), width, 128, dtype, len(names))[1]
+        kept = torch.float64 if dtype == torch.float64 else torch.bfloat16
+        assert torch.equal(ours[:at_step], theirs[:at_step]), pixels
+        a, b = (plain_nan(t[at_step:].clone().view(kept)) for t in (ours, theirs))
+        assert torch.equal(a, b), pixels
+        for mask in (False, True):
+            a, b = (m.gq_decode(ours, x.numel(), width, 128, dtype, mask, *rest) for m in (cpu, reference))
+            assert a.dtype == b.dtype and torch.equal(plain_nan(a), plain_nan(b)), (pixels, mask)
+
+
+@pytest.mark.parametrize("group", [64, 128, 256, 512, 1024])
+def test_every_group_size_equals_reference(group: int) -> None:
+    for n in (group - 1, 3 * group, 5 * group + 7):
+        x = torch.cat([content("normal", n // 2, torch.float32), content("relu", n - n // 2, torch.float32)])
+        ours = cpu.gq_encode(x, 2, group, 9)
+        assert torch.equal(ours, reference.gq_encode(x, 2, group, 9))
+        a, b = (module.gq_decode(ours, n, 2, group, x.dtype, False, 9) for module in (cpu, reference))
+        assert torch.equal(a, b)
+
+
+def test_many_tasks_equal_reference() -> None:
+    x = content("outlier", 2_000_003, torch.float32)
+    ours = cpu.gq_encode(x, 2, 128, 9)
+    assert torch.equal(ours, reference.gq_encode(x, 2, 128, 9))
+    for mask in (False, True):
+        a, b = (module.gq_decode(ours, x.numel(), 2, 128, x.dtype, mask, 9) for module in (cpu, reference))
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])
@@ -202,7 +239,7 @@ def test_views_and_grad() -> None:
     strided = torch.randn(6000)[::2]
     for t in (x, strided):
         check_eb(t, 0.01, math.inf, False, 0, True)
-        assert torch.equal(cpu.gq_encode(t, 4, 256, 1), reference.gq_encode(t, 4, 256, 1))
+        assert torch.equal(cpu.gq_encode(t, 4, 128, 1), reference.gq_encode(t, 4, 128, 1))
     meta, payload = cpu.eb_encode(strided, 0.01, math.inf, False, 0, True, -1)
     buffer = torch.cat([torch.zeros(1, dtype=torch.uint8), meta, payload])  # nothing is aligned
     decoded = cpu.eb_decode(buffer[1 : 1 + meta.numel()], buffer[1 + meta.numel() :], 3000, torch.float32, False)

@@ -1,0 +1,113 @@
+"""A training step on the CPU, plain and with the default policy, turn by turn in one process.
+
+python3 benchmarks/cpu_step.py [--steps 20] [--threads 2] [--csv benchmarks/results/cpu_step.csv]
+
+On a busy machine only processor time on one thread tells anything: `--threads 1`, column cpu_ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import halley  # noqa: E402
+from halley.bench.provenance import write_csv  # noqa: E402
+from halley.train.models import torchvision_models  # noqa: E402
+from halley.train.networks import digits  # noqa: E402
+
+# Name, batch, channels and side of the images.
+CASES = [("digits", 125, 1, 28), ("resnet18", 16, 3, 128), ("resnet18", 8, 3, 224)]
+WARM = 12
+"""Steps before the measurement: sites are learnt in the first, and the first collection is in the tenth."""
+
+
+class Training:
+    """A model with its optimizer, and the times of its steps."""
+
+    def __init__(self, model: nn.Module, compressed: bool) -> None:
+        self.model = model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        self.handle = halley.attach(model, optimizer=self.optimizer) if compressed else None
+        self.times: list[float] = []
+        self.cpu: list[float] = []
+        """Processor time of all threads, those included that wait busily for the next operation."""
+
+    def step(self, images: Tensor, labels: Tensor) -> None:
+        start, cpu = time.perf_counter(), time.process_time()
+        loss = F.cross_entropy(self.model(images), labels)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.times.append(time.perf_counter() - start)
+        self.cpu.append(time.process_time() - cpu)
+
+
+def compare(plain: list[float], default: list[float]) -> tuple[float, float, float]:
+    """Milliseconds of both, and the median of the ratios of neighbouring steps."""
+    a, b = (round(1e3 * statistics.median(times[WARM:]), 1) for times in (plain, default))
+    return a, b, round(statistics.median(d / p for p, d in zip(plain[WARM:], default[WARM:], strict=True)), 3)
+
+
+def measure(name: str, batch: int, channels: int, side: int, steps: int) -> dict[str, str | int | float]:
+    """Times of both trainings."""
+    torch.manual_seed(0)
+    model = digits(10) if name == "digits" else torchvision_models().resnet18(num_classes=10)
+    images, labels = torch.randn(batch, channels, side, side), torch.randint(10, (batch,))
+    plain, default = Training(copy.deepcopy(model), False), Training(model, True)
+    for _ in range(WARM + steps):
+        plain.step(images, labels)
+        default.step(images, labels)
+    assert default.handle is not None
+    report = default.handle.report()
+    plain_ms, default_ms, ratio = compare(plain.times, default.times)
+    plain_cpu, default_cpu, cpu_ratio = compare(plain.cpu, default.cpu)
+    return {
+        "model": name,
+        "batch": batch,
+        "image": side,
+        "plain_ms": plain_ms,
+        "default_ms": default_ms,
+        "ratio": ratio,
+        "ratio_of_fastest": round(min(default.times[WARM:]) / min(plain.times[WARM:]), 3),
+        "plain_cpu_ms": plain_cpu,
+        "default_cpu_ms": default_cpu,
+        "cpu_ratio": cpu_ratio,
+        "saved_mb": round(report.saved_bytes / 1e6, 1),
+        "packed_mb": round(report.packed_bytes / 1e6, 1),
+        "steps": steps,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--csv", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    rows = []
+    for case in CASES:
+        row = measure(*case, args.steps)
+        rows.append({**row, "script": "benchmarks/cpu_step.py"})
+        print(
+            f"{row['model']:9} {row['batch']:4} x {row['image']:3}  plain {row['plain_ms']:7} ms  "
+            f"default {row['default_ms']:7} ms  {row['ratio']:.2f}x (fastest {row['ratio_of_fastest']:.2f}x, "
+            f"processor time {row['cpu_ratio']:.2f}x)",
+            flush=True,
+        )
+    if args.csv:
+        write_csv(args.csv, rows)
+
+
+if __name__ == "__main__":
+    main()
