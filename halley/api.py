@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from halley import fused
+from halley import fused, gelu
 from halley.capture import Capture, Layer, Policy, may_push
 from halley.codecs.late import settle_all
 from halley.policies import Comet
@@ -190,7 +190,11 @@ def attach(
         handle._hooks.append(Around(compiled, capture, filter))
     else:
         layers = layers_of(model, filter)
-        handle._hooks += [*hook_layers(layers, capture), *fused.install(layers, capture)]
+        handle._hooks += [
+            *hook_layers(layers, capture),
+            *fused.install(layers, capture),
+            *gelu.install(layers, capture),
+        ]
     _handles[model] = handle
     return handle
 

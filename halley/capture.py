@@ -345,6 +345,8 @@ class Capture:
         elif site.need == "sign":
             codec = SIGN
         elif site.need == "exact":
+            if site.stays:
+                return None
             codec = Lossless(high=site.high)
             if site.window is not None and frame is not None and site.pair in frame.sizes:
                 kernel, stride, padding, dilation = site.window

@@ -11,8 +11,9 @@ from typing import Any, TextIO
 import torch
 
 from halley.cells import LATE, Record
-from halley.codecs import Codec, DualPrecision, ErrorBounded, GroupQuant
+from halley.codecs import Codec, DualPrecision, ErrorBounded, GroupQuant, LogProb
 from halley.codecs.late import settle_all
+from halley.codecs.logprob import BOUND
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,8 @@ def describe(codec: Codec | str) -> tuple[str, str]:
         bound += " stochastic" if codec.rounding == "stochastic" else ""
     elif isinstance(codec, GroupQuant | DualPrecision):
         bound = f"{codec.bits} bits"
+    elif isinstance(codec, LogProb):
+        bound = f"{BOUND} abs"
     return type(codec).__name__, bound
 
 

@@ -25,6 +25,8 @@ SHAPE_ONLY = {
     ("AvgPool3D", "self"),
     ("AdaptiveAvgPool2D", "self"),
     ("AdaptiveAvgPool3D", "self"),
+    ("NllLoss", "self"),
+    ("NllLoss2D", "self"),
 }
 MASK_ONLY = {("Relu", "result")}
 SIGN_ONLY = {("LeakyRelu", "self"), ("LeakyRelu", "result")}
@@ -39,6 +41,9 @@ FRAGILE = (
 # Losses, and checkpointing, which computes again from what it saves.
 EXACT_WORDS = ("Loss", "CrossEntropy", "NoopSaveInputs", "CheckpointFunction")
 NORMS = ("BatchNorm", "LayerNorm", "GroupNorm", "InstanceNorm", "RmsNorm", "RMSNorm")
+# Powers whose derivatives are polynomials: errors stay in proportion there. Roots and inverses are not like that, and
+# other powers of a value that came back below zero are not numbers.
+POLYNOMIAL = (2, 3)
 LINEAR_MODULES = (nn.Linear, nn.LazyLinear)
 MATMULS = {"Addmm", "Mm", "Linear", "Addmv", "Mv", "Matmul"}
 SECOND = {"mat2", "other", "vec"}
@@ -90,6 +95,14 @@ class Site:
     """A hash of the place: it varies stochastic rounding from site to site."""
     stable: bool = True
     """False once another operation than the one learnt has read from here: then every pass learns it anew."""
+
+    @property
+    def stays(self) -> bool:
+        """Whether packing what must be exact gains nothing: floats that did not shrink last time, and labels.
+
+        To find the range of labels, a GPU would have to be waited for.
+        """
+        return self.hint.share >= 1 or self.operation.startswith("NllLoss")
 
     @property
     def name(self) -> str:
@@ -146,6 +159,12 @@ def needs_weight_gradient(node: Any) -> bool:
     return operation_name(node) == "Convolution" and node.next_functions[1][0] is not None
 
 
+def is_polynomial(node: Any) -> bool:
+    """Whether a node raises a tensor to a small whole power, given as a number."""
+    # Other forms of `pow` save the exponent as a tensor: to ask for it would unpack it.
+    return node is not None and node.name() == "PowBackward0" and node._saved_exponent in POLYNOMIAL
+
+
 def need_of(site: Site, node: Any, module: nn.Module | None, weight: bool, computed: bool) -> Need:
     """What the reader `node` needs of the tensor saved at `site`.
 
@@ -172,12 +191,13 @@ def need_of(site: Site, node: Any, module: nn.Module | None, weight: bool, compu
         return "mask"
     if (operation, slot) in SIGN_ONLY:
         return "sign"
-    if operation == "LogSoftmax" or (operation.startswith("NllLoss") and slot == "self"):
+    if operation == "LogSoftmax":
         return "logprob"
     if any(word in operation for word in EXACT_WORDS) or "logsumexp" in slot:
         return "exact"
     if any(name in operation for name in NORMS):
         return "lossy" if slot == "input" else "exact"
-    if operation.startswith(FRAGILE) or not (requires_grad or slot in DATA_SLOTS):
+    fragile = operation.startswith(FRAGILE) and not is_polynomial(node)
+    if fragile or not (requires_grad or slot in DATA_SLOTS):
         return "exact"
     return "attention" if operation.startswith(ATTENTION) else "lossy"

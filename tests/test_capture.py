@@ -259,7 +259,7 @@ def test_the_strictest_reader_decides_from_the_first_pass_on() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = F.relu(self.conv(x))
-            return self.out(y).sum() + y.pow(3).sum()
+            return self.out(y).sum() + y.pow(5).sum()
 
     model = Two()
     plain = copy.deepcopy(model)
@@ -380,6 +380,85 @@ def test_readers_of_a_shape_cost_nothing() -> None:
         pool(plain * 1).square().sum().backward()
         assert torch.equal(x.grad, plain.grad)
         assert handle.report().packed_bytes < x.nbytes / 8
+
+
+@pytest.mark.parametrize("shape", [(2048, 32), (4, 16, 24, 24)])
+def test_a_negative_log_likelihood_keeps_no_probabilities(shape: tuple[int, ...]) -> None:
+    """Only log-softmax's backward reads them, and labels stay as they are: to look at them means to wait for a GPU."""
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(shape[1:]))
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return F.nll_loss(x + self.bias, labels)
+
+    x, labels = torch.randn(shape), torch.randint(0, shape[1], (shape[0], *shape[2:]))
+    labels.flatten()[::7] = -100
+    plain, model = Loss(), Loss()
+    handle = halley.attach(model, EXACT)
+    for _ in range(3):
+        for m in (plain, model):
+            m.zero_grad()
+            m(x, labels).backward()
+        assert_same(grads_of(plain), grads_of(model))
+        rows = {f"{row.operation}.{row.slot}": row for row in handle.report().layers}
+        (name,) = (name for name in rows if name.startswith("NllLoss"))
+        assert name.endswith(".self") and rows[name].packed_bytes == 0
+        assert handle.report().packed_bytes == pytest.approx(labels.nbytes, abs=64)
+
+
+@pytest.mark.parametrize(
+    ("power", "codec"),
+    [(2, "GroupQuant"), (3.0, "GroupQuant"), (4, "kept"), (0.5, "kept"), (-1, "kept"), (1.5, "kept"), (None, "kept")],
+)
+def test_only_small_whole_powers_may_be_lossy(power: float | None, codec: str) -> None:
+    """Derivatives of others divide, or have no value at what came back below zero."""
+
+    class Power(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(64))
+            self.exponent = nn.Parameter(torch.full((64,), 2.5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x + self.weight).abs().add(1) ** (self.exponent if power is None else power)
+
+    model = Power()
+    handle = halley.attach(model, Fixed(GroupQuant(bits=2)))
+    for _ in range(2):
+        model(batch()).sum().backward()
+    found = [row.codec for row in handle.report().layers if row.operation == "Pow" and row.slot == "self"]
+    assert (found or ["kept"]) == [codec]
+
+
+def test_exact_floats_that_do_not_shrink_are_kept_as_they_are() -> None:
+    """Packing them again would be a copy, and on a GPU one that is waited for. What does shrink stays packed."""
+
+    class Divided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            y = self.layer(x)
+            return (y / (y.detach() * 2 + 9)) * mask
+
+    plain = Divided()
+    model = copy.deepcopy(plain)
+    handle = halley.attach(model, EXACT)
+    mask = torch.randn(128, 64)
+    mask[16:] = 0
+    codecs = []
+    for _ in range(3):
+        for m in (plain, model):
+            m.zero_grad()
+            m(batch(), mask).square().mean().backward()
+        assert_same(grads_of(plain), grads_of(model))
+        codecs.append({f"{row.operation}.{row.slot}": row.codec for row in handle.report().layers})
+    assert [found.get("Div.other") for found in codecs] == ["Lossless", None, None]
+    assert [found["Mul.other"] for found in codecs] == ["Lossless"] * 3
 
 
 def test_frozen_convolutions_keep_no_input() -> None:

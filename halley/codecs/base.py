@@ -100,3 +100,7 @@ class Hint:
     def __init__(self) -> None:
         self.share = 0.0
         self.nbytes = 0
+
+    def learn(self, payload: int, source: int) -> None:
+        """Notes the payload's share, and leaves room for the next one to be a little larger."""
+        self.share = max(payload * 1.06 / max(source, 1), 1e-4)

@@ -32,10 +32,12 @@ class LatePacked(Packed):
     def fill(self, flat: Tensor, encode: Encode, hint: Hint | None) -> None:
         """Encodes `flat`; on a GPU with a hint without waiting for it."""
         self.late = None
+        source_bytes = flat.numel() * flat.element_size()
         if flat.device.type != "cuda" or hint is None:
             self.parts = encode(-1)
+            if hint is not None:
+                hint.learn(self.parts[1].numel(), source_bytes)
             return
-        source_bytes = flat.numel() * flat.element_size()
         share = hint.share or FIRST_SHARE
         capacity = int(source_bytes * share) + 1024 & -512
         self.parts = encode(capacity)
@@ -86,7 +88,7 @@ class _Late:
                 packed.parts = encode(used + 511 & -512)
             elif payload.numel() > 1.25 * used + 65536:
                 packed.parts = (meta, payload[:used].clone())
-            self.hint.share = max(used * 1.06 / max(self.source_bytes, 1), 1e-4)
+            self.hint.learn(used, self.source_bytes)
             packed.late = None
             self.hint.nbytes = packed.nbytes
             _pinned.give(self.size)

@@ -290,6 +290,22 @@ def dp_decode(
     return decode(kernels.dual_decode_task, size, numel, dtype, mask, *plane, bits, *parts, nan, limit)
 
 
+def lp_encode(x: Tensor, step: float, seed: int) -> Tensor:
+    """A byte for each flat fp32 value: how many steps it lies below zero, at most 254; NaN is 255."""
+    out = torch.empty(x.numel(), dtype=torch.uint8)
+    size = task_size(x.numel(), 1)
+    numbers = (np.float32(-1 / step), *halves(seed))
+    run(kernels.log_encode_task, -(-x.numel() // size), size, elements(x), *numbers, out.numpy())
+    return out
+
+
+def lp_decode(data: Tensor, step: float, shift: float, seed: int) -> Tensor:
+    """The values that lp_encode stored, the random numbers taken off again, and `shift` lower."""
+    size = task_size(data.numel(), 1)
+    numbers = (np.float32(-step), np.float32(shift), *halves(seed))
+    return decode(kernels.log_decode_task, size, data.numel(), torch.float32, False, data.numpy(), *numbers)
+
+
 def bits_encode(x: Tensor, bits: int) -> Tensor:
     """Packs flat uint8 (or bool) values below 2^bits, bits 1, 2 or 4: one field over the whole tensor."""
     out = torch.empty((x.numel() * bits + 7) // 8, dtype=torch.uint8)

@@ -25,6 +25,8 @@ from halley.kernels.gpu_rate import (
     gq_encode_kernel,
     gq_gate_channels_kernel,
     gq_gate_kernel,
+    lp_decode_kernel,
+    lp_encode_kernel,
 )
 from halley.kernels.reference import GROUP, SMALLEST_BOUND, dp_sizes, dp_tiles, gq_groups, gq_sizes, meta_size
 
@@ -407,6 +409,26 @@ def dp_decode(
         numbers = (planes, values, height, width, magic, chunks, torch.finfo(dtype).max)
         constants = (TYPES[dtype], bits, *dp_tiles(height, width, block)[:2], divide, mask, each, length)
         _launch(dp_decode_kernel, -(-planes // each) * chunks, (data, out), numbers, constants, 4)
+    return out
+
+
+def lp_encode(x: Tensor, step: float, seed: int) -> Tensor:
+    """A byte for each flat fp32 value: how many steps it lies below zero, at most 254; NaN is 255."""
+    numel = x.numel()
+    data = torch.empty(numel, dtype=torch.uint8, device=x.device)
+    if numel:
+        numbers = (numel, *_halves(seed), -1 / step)
+        _launch(lp_encode_kernel, -(-numel // BITS_SIZE), (x, data), numbers, (BITS_SIZE,), 8, special=0)
+    return data
+
+
+def lp_decode(data: Tensor, step: float, shift: float, seed: int) -> Tensor:
+    """The values that lp_encode stored, the random numbers taken off again, and `shift` lower."""
+    numel = data.numel()
+    out = torch.empty(numel, dtype=torch.float32, device=data.device)
+    if numel:
+        numbers = (numel, *_halves(seed), -step, shift)
+        _launch(lp_decode_kernel, -(-numel // BITS_SIZE), (data, out), numbers, (BITS_SIZE,), 8, special=0)
     return out
 
 

@@ -533,6 +533,48 @@ def gq_gate_channels_kernel(
 
 
 @triton.jit
+def dither(i, seed_low, seed_high):
+    """A random number between 0 and 1 for each index."""
+    return (random32(i, seed_low, seed_high) >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+
+
+@triton.jit(do_not_specialize=["numel", "seed_low", "seed_high"])
+def lp_encode_kernel(
+    x, data, numel: tl.int64, seed_low: tl.int32, seed_high: tl.int32, inverse: tl.float32, SIZE: tl.constexpr
+):
+    first = tl.program_id(0).to(tl.int64) * SIZE
+    j = tl.arange(0, SIZE)
+    left = numel - first
+    v = tl.load(x + first + j) if left >= SIZE else tl.load(x + first + j, mask=j < left, other=0)
+    u = dither(first.to(tl.uint32) + j.to(tl.uint32), seed_low, seed_high)
+    steps = tl.minimum(tl.maximum(v * inverse + u, 0.0), 254.0)
+    code = tl.where(v == v, steps, 255.0).to(tl.int32).to(tl.uint8)
+    if left >= SIZE:
+        tl.store(data + first + j, code)
+    else:
+        tl.store(data + first + j, code, mask=j < left)
+
+
+@triton.jit(do_not_specialize=["numel", "seed_low", "seed_high"])
+def lp_decode_kernel(
+    data, out, numel: tl.int64, seed_low: tl.int32, seed_high: tl.int32, step: tl.float32, shift: tl.float32,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * SIZE
+    j = tl.arange(0, SIZE)
+    left = numel - first
+    code = (tl.load(data + first + j) if left >= SIZE else tl.load(data + first + j, mask=j < left, other=0)).to(
+        tl.int32
+    )
+    u = dither(first.to(tl.uint32) + j.to(tl.uint32), seed_low, seed_high)
+    v = tl.where(code == 255, float("nan"), (code.to(tl.float32) + 0.5 - u) * step - shift)
+    if left >= SIZE:
+        tl.store(out + first + j, v)
+    else:
+        tl.store(out + first + j, v, mask=j < left)
+
+
+@triton.jit
 def bits_encode_kernel(x, data, numel: tl.int64, length: tl.int64, BITS: tl.constexpr, SIZE: tl.constexpr):
     T: tl.constexpr = 8 // BITS
     j = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)

@@ -496,6 +496,24 @@ def gq_decode(
     return out.reshape(-1).to(kept).clone()
 
 
+def lp_encode(x: Tensor, step: float, seed: int) -> Tensor:
+    """A byte for each flat fp32 value: how many steps it lies below zero, at most 254; NaN is 255."""
+    steps = x * (-1 / step) + lp_random(x, seed)
+    return steps.clamp_(0, 254).nan_to_num_(nan=255).to(torch.uint8)
+
+
+def lp_decode(data: Tensor, step: float, shift: float, seed: int) -> Tensor:
+    """The values that lp_encode stored, the random numbers taken off again, and `shift` lower."""
+    values = (data.float() + 0.5 - lp_random(data, seed)) * -step - shift
+    return values.masked_fill_(data == 255, float("nan"))
+
+
+def lp_random(x: Tensor, seed: int) -> Tensor:
+    """A random number between 0 and 1 for every value."""
+    index = torch.arange(x.numel(), device=x.device)
+    return hash24(index, torch.zeros_like(index), seed).float() * 2.0**-24
+
+
 def bits_encode(x: Tensor, bits: int) -> Tensor:
     """Packs flat uint8 (or bool) values below 2^bits, bits 1, 2 or 4: one field over the whole tensor."""
     return pack_fields(x.reshape(1, -1).to(torch.uint8), bits)[0]

@@ -138,7 +138,7 @@ class Following:
         if site.need == "attention":
             return at_attention(self._initial, site)
         if site.need == "logprob":
-            return at_logprob(self._initial)
+            return at_logprob(self._initial, site)
         return self._layers.get(site.layer, self._unseen(site))
 
     def _unseen(self, site: Site) -> Codec:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from halley.codecs import Codec, ErrorBounded, GroupQuant
+from halley.codecs import Codec, ErrorBounded, GroupQuant, LogProb
+from halley.codecs.logprob import BOUND
 from halley.sites import Site
 
 ATTENTION_REL = 1 / 512
 """Attention under a bound: half a step of eight bits, relative to the range."""
-LOGPROB_ABS = 0.05
+LOGPROB_ABS = BOUND
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Fixed:
         if site.need == "attention":
             return at_attention(self.codec, site)
         if site.need == "logprob":
-            return at_logprob(self.codec)
+            return at_logprob(self.codec, site)
         return self.codec
 
     def state_dict(self) -> dict[str, Any]:
@@ -54,12 +55,13 @@ def at_attention(codec: Codec, site: Site) -> Codec:
     return codec
 
 
-def at_logprob(codec: Codec) -> Codec:
+def at_logprob(codec: Codec, site: Site) -> Codec:
     """`codec`, with an absolute error that the exponential in log-softmax's backward can bear."""
     if isinstance(codec, ErrorBounded) and codec.mode == "rel" and codec.bound > 0:
         return replace(codec, bound=LOGPROB_ABS, mode="abs", limit=min(codec.bound, codec.limit))
     if isinstance(codec, ErrorBounded):
         return replace(codec, bound=min(codec.bound, LOGPROB_ABS))
     if isinstance(codec, GroupQuant):
-        return ErrorBounded(LOGPROB_ABS)
+        fixed_rate = LogProb(codec.seed)
+        return fixed_rate if fixed_rate.takes(site.signature[0]) else ErrorBounded(LOGPROB_ABS)
     return codec

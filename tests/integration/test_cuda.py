@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import halley
+from halley.bench.models import MINI_VOCABULARY, gpt_mini
 from halley.codecs import ErrorBounded, GroupQuant, late
 from halley.codecs.base import Hint
 from halley.policies import Fixed
@@ -137,3 +138,23 @@ def test_values_are_the_same_on_cpu_and_gpu() -> None:
             for t in (x, x.relu()):
                 a, b = codec.encode(t.to(dtype)).decode(), codec.encode(t.to(dtype).cuda()).decode()
                 assert torch.equal(a, b.cpu())
+
+
+def test_a_language_model_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Statistics, labels and log-probabilities: none has a size or a range that only the GPU knows."""
+    model = gpt_mini(256).cuda()
+    tokens = torch.randint(0, MINI_VOCABULARY, (16, 256), device="cuda")
+    halley.attach(model)
+    waiting = []
+    monkeypatch.setattr(late._in_flight, "add", waiting.append)
+    for step in range(4):
+        if step == 3:
+            waiting.clear()
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(tokens)
+            loss.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert not waiting

@@ -234,6 +234,16 @@ def test_small_integers_equal_reference(width: int) -> None:
             assert torch.equal(cpu.bits_decode(packed, width, n), x)
 
 
+@pytest.mark.parametrize("n", [*SIZES, 300_001])
+def test_log_probabilities_equal_reference(n: int) -> None:
+    x = -torch.rand(n) * 27
+    x[::97], x[5::301] = math.nan, -math.inf
+    ours = cpu.lp_encode(x, 0.1, 5)
+    assert torch.equal(ours, reference.lp_encode(x, 0.1, 5))
+    values, theirs = cpu.lp_decode(ours, 0.1, 1e-3, 5), reference.lp_decode(ours, 0.1, 1e-3, 5)
+    assert torch.equal(plain_nan(values), plain_nan(theirs)) and values.isnan().equal(x.isnan())
+
+
 def test_views_and_grad() -> None:
     x = torch.randn(3000, requires_grad=True)
     strided = torch.randn(6000)[::2]

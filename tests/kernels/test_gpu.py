@@ -221,6 +221,15 @@ def test_bits(bits, numel):
         assert torch.equal(gpu.bits_encode(x.bool(), 1), data)
 
 
+@pytest.mark.parametrize("numel", [0, 1, 4096, 5003])
+def test_log_probabilities(numel):
+    x = -torch.rand(numel, generator=torch.Generator().manual_seed(3)).to(DEVICE) * 27
+    x[::97], x[5::301] = float("nan"), -INF
+    data = gpu.lp_encode(x, 0.1, SEED)
+    assert torch.equal(data, reference.lp_encode(x, 0.1, SEED))
+    assert same(gpu.lp_decode(data, 0.1, 1e-3, SEED), reference.lp_decode(data, 0.1, 1e-3, SEED))
+
+
 COMPILE = """
 import triton
 import triton.language as tl
@@ -249,6 +258,9 @@ for dtype, name in ((tl.float32, "*fp32"), (tl.bfloat16, "*i16")):
     build(gpu_rate.gq_decode_kernel, pointers, rows | {"MASK": False})
     build(gpu_rate.gq_encode_channels_kernel, pointers, channels)
     build(gpu_rate.gq_decode_channels_kernel, pointers, channels | {"BYTES": 8, "MASK": False})
+    if not bitmap:
+        build(gpu_rate.lp_encode_kernel, pointers, {"SIZE": 4096})
+        build(gpu_rate.lp_decode_kernel, pointers, {"SIZE": 4096})
     if bitmap:
         build(gpu_pairs.gq_encode_pairs_kernel, pointers, rate | {"ROWS": 16, "THREADS": 2})
         build(gpu_pairs.gq_encode_channels_pairs_kernel, pointers, channels)

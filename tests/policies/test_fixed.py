@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import halley
-from halley.codecs import Codec, ErrorBounded, GroupQuant
+from halley.codecs import Codec, ErrorBounded, GroupQuant, LogProb
 from halley.policies import Fixed, fixed
 from halley.sites import Site
 from tests.models import Block, transformer
@@ -25,7 +25,7 @@ def site(need: str, slot: str = "?") -> Site:
     ("codec", "need", "expected"),
     [
         (GroupQuant(bits=2), "lossy", GroupQuant(bits=2)),
-        (GroupQuant(bits=2), "logprob", ErrorBounded(0.05)),
+        (GroupQuant(bits=2, seed=3), "logprob", LogProb(seed=3)),
         (ErrorBounded(0.1), "lossy", ErrorBounded(0.1)),
         (ErrorBounded(0.1), "attention", ErrorBounded(0.1, limit=1 / 512)),
         (ErrorBounded(0.1), "logprob", ErrorBounded(0.05)),
@@ -38,6 +38,42 @@ def site(need: str, slot: str = "?") -> Site:
 )
 def test_codec_for_each_need(codec: Codec, need: str, expected: Codec) -> None:
     assert Fixed(codec).choose(site(need)) == expected
+
+
+def test_log_probabilities_of_16_bits_keep_a_bound() -> None:
+    """Around -25 bfloat16's own steps are coarser than those of LogProb."""
+    found = Fixed(GroupQuant(bits=2)).choose(Site("layer", 0, (torch.bfloat16, 2, True, None), need="logprob"))
+    assert found == ErrorBounded(0.05)
+
+
+def test_gradients_of_a_loss_are_right_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Levels that are rounded to nearest are off by the same at every position that predicts nearly the same."""
+
+    class Head(nn.Linear):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(super().forward(x), labels)
+
+    def error() -> tuple[float, float]:
+        """Of one step's gradient of a bias, and of the average of 16 steps: relative to its size."""
+        torch.manual_seed(0)
+        head = Head(32, 512)
+        head.weight.data *= 0.05  # as early in training: positions differ little
+        head.bias.data += 2 * torch.randn(512)
+        batch = torch.randn(256, 32), torch.randint(0, 512, (256,))
+        head(*batch).backward()
+        exact, wrong = head.bias.grad.clone(), []
+        halley.attach(head, Fixed(GroupQuant(bits=2)))
+        for _ in range(17):
+            head.zero_grad()
+            head(*batch).backward()
+            wrong.append((head.bias.grad - exact) / exact.norm())
+        return float(wrong[1].norm()), float(sum(wrong[1:]).norm() / 16)
+
+    once, often = error()
+    monkeypatch.setattr(fixed, "at_logprob", lambda codec, site: ErrorBounded(0.05))
+    nearest_once, nearest_often = error()
+    assert often < once / 2 and nearest_often > 0.9 * nearest_once, (often, once, nearest_often, nearest_once)
+    assert once < nearest_once / 3 and often < nearest_often / 8, (often, once, nearest_often, nearest_once)
 
 
 @pytest.mark.parametrize(
