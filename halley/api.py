@@ -14,24 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from halley import fused, gelu
-from halley.capture import Capture, Layer, Policy, may_push
+from halley.capture import ORDER, Capture, Layer, Policy, inside_compile, may_push
 from halley.codecs.late import settle_all
 from halley.policies import Comet
 from halley.report import Report, StepLog, peak_bytes, rows_of
 
 DEFAULT = Comet()
 _handles: weakref.WeakKeyDictionary[nn.Module, Handle] = weakref.WeakKeyDictionary()
-
-
-ORDER = (
-    "halley: this model was attached and then compiled. Compile it first, then attach: "
-    "handle = halley.attach(torch.compile(model), ...)"
-)
-
-
-def inside_compile() -> bool:
-    """Whether torch.compile is tracing this call, or has given up tracing it and runs it piece by piece."""
-    return torch.compiler.is_compiling() or callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
 
 
 def inert(*args: Any) -> None:
@@ -41,7 +30,7 @@ def inert(*args: Any) -> None:
 class _Hook:
     """A module hook that does not travel: copies and pickles of the model get one that does nothing."""
 
-    def __init__(self, function: Callable[..., None], layer: Layer) -> None:
+    def __init__(self, function: Callable[..., Any], layer: Layer) -> None:
         self.function = function
         self.layer = layer
 
@@ -123,6 +112,8 @@ class Handle:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        # Shallow copies of the model's layers may still tell of their calls.
+        self._capture.detached = self._model is not None
         self._capture.abandon()
         self._capture.write_log()
         if self._capture.follower is not None:
@@ -184,17 +175,17 @@ def attach(
     if attached:
         raise ValueError(f"{type(model).__name__} is part of a {type(attached[0]).__name__} that is attached already")
 
+    for module in model.modules():
+        drop_inert(module)
     capture = Capture(at_work(policy, model, optimizer), model)
     handle = Handle(capture, model, optimizer)
     if compiled is not None:
         handle._hooks.append(Around(compiled, capture, filter))
     else:
         layers = layers_of(model, filter)
-        handle._hooks += [
-            *hook_layers(layers, capture),
-            *fused.install(layers, capture),
-            *gelu.install(layers, capture),
-        ]
+        forwards = [*fused.install(layers, capture), *gelu.install(layers, capture)]
+        told = {forward.layer for forward in forwards}
+        handle._hooks += [*forwards, *hook_layers([layer for layer in layers if layer not in told], capture)]
     _handles[model] = handle
     return handle
 
@@ -210,12 +201,11 @@ def layers_of(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None)
 
 
 def hook_layers(layers: list[Layer], capture: Capture) -> list[Any]:
-    """Tells the capture whenever one of these layers is called."""
+    """Tells the capture whenever one of these layers is called; those with a forward of ours do that themselves."""
     hooks: list[Any] = []
     for layer in layers:
         module = layer.owner()
         assert module is not None
-        drop_inert(module)
         hooks.append(module.register_forward_pre_hook(_Hook(capture.enter, layer)))
         hooks.append(module.register_forward_hook(_Leave(capture.leave, layer), always_call=True))
     return hooks
@@ -262,7 +252,6 @@ class Around:
         skip = {layer.name for layer in self.layers if not layer.compress}
         self.compiled = Compiled(capture, module, self.call, self.eager, skip)
         model.__dict__[self.name] = self.compiled
-        drop_inert(module)
         self.watch = module.register_forward_pre_hook(_Watch(self.compiled.watch, self.layers[0]))
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:

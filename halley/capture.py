@@ -20,20 +20,25 @@ from torch import Tensor, nn
 from torch._C import _autograd
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from halley.cells import LATE, Cell, Record, Saved, Unknown, satisfies, strictest
+from halley.cells import LATE, Cell, Record, Saved, Unknown, satisfies
 from halley.codecs import Codec, Lossless, Mask, Sign, Window
 from halley.codecs.base import mix
 from halley.codecs.late import settle_all
 from halley.collection import Collection
 from halley.follow import Follower
-from halley.packed import check_version, flatten
+from halley.packed import Layout, check_version, flatten, layout_of, run_of
 from halley.report import StepLog
-from halley.sites import Site, need_of, needs_weight_gradient, operation_name, signature
+from halley.sites import Site, matches, need_of, needs_weight_gradient, operation_name, signature
 
 SMALL = 16384
 """Tensors of fewer bytes than this pass through as they are."""
 
 ACCUMULATE = 0xFFFFFFFFFFFFFFFF
+
+ORDER = (
+    "halley: this model was attached and then compiled. Compile it first, then attach: "
+    "handle = halley.attach(torch.compile(model), ...)"
+)
 
 Kept = tuple[Tensor, int]
 """A tensor that is kept as it is, and its version when it was saved."""
@@ -73,28 +78,44 @@ class Frame:
     __slots__ = ("index", "layer", "number", "sites", "sizes")
 
     def __init__(self, layer: Layer, number: int) -> None:
-        while len(layer.calls) <= number:
-            layer.calls.append([])
+        calls = layer.calls
+        if len(calls) <= number:
+            calls.append([])
         self.layer = layer
         self.number = number
-        self.sites = layer.calls[number]
-        self.sizes: dict[int, tuple[int, ...]] = {}
+        self.sites = calls[number]
+        self.sizes: dict[int, tuple[int, ...]] | None = None
+        """Of what was saved by index, where a window may ask for it."""
         self.index = 0
 
 
-class Forward(threading.local):
+class Forward:
     """One thread's forward pass in progress."""
 
-    frames: list[Frame]
+    __slots__ = (
+        "calls",
+        "cells",
+        "collection",
+        "counted",
+        "frames",
+        "nodes",
+        "outer",
+        "pending",
+        "records",
+        "small",
+        "step",
+        "visited",
+        "weights",
+    )
 
     def __init__(self) -> None:
-        self.frames = []
+        self.frames: list[Frame] = []
         self.clear()
 
     def clear(self) -> None:
         self.frames.clear()
         self.calls: dict[Layer, int] = {}
-        self.cells: dict[tuple[Any, ...], tuple[StorageWeakRef, weakref.ref[Cell]]] = {}
+        self.cells: dict[tuple[Any, ...], weakref.ref[Cell]] = {}
         self.counted: dict[int, StorageWeakRef] = {}
         self.pending: set[Saved] = set()
         self.visited: set[int] = {ACCUMULATE}
@@ -106,6 +127,30 @@ class Forward(threading.local):
         self.outer: Any = None
         self.step = 0
 
+    def push(self, layer: Layer) -> Frame:
+        """A call of a layer begins."""
+        calls = self.calls
+        number = calls[layer] = calls.get(layer, -1) + 1
+        frame = Frame(layer, number)
+        self.frames.append(frame)
+        return frame
+
+    def count(self, storage: torch.UntypedStorage) -> int:
+        """Bytes of a storage if this forward pass has not counted it yet, else zero."""
+        counted, name = self.counted, storage._cdata
+        known = counted.get(name)
+        if known is not None and not known.expired():
+            return 0
+        counted[name] = StorageWeakRef(storage)
+        return storage.nbytes()
+
+
+class Threads(threading.local):
+    """Each thread has a forward pass of its own."""
+
+    def __init__(self) -> None:
+        self.forward = Forward()
+
 
 class Capture:
     """Packs what one model (or one `compress` context) saves."""
@@ -114,30 +159,37 @@ class Capture:
         self.policy = policy
         self.follower: Follower | None = getattr(policy, "follower", None)
         self.root = weakref.ref(root) if root is not None else None
-        self.forward = Forward()
+        self.threads = Threads()
         self.step = 0
         self.rank = 0
         self.last: list[Record] = []
         self.log: StepLog | None = None
         self.hooks = (self.pack, unpack)
+        self.detached = False
+
+    @property
+    def forward(self) -> Forward:
+        """This thread's forward pass."""
+        return self.threads.forward
 
     # -- entering and leaving ------------------------------------------------------------------------------------------
 
-    def enter(self, layer: Layer) -> None:
-        """A layer is called: name it in what follows; the outermost one switches the hooks on."""
-        forward = self.forward
-        if forward.frames:
-            top = forward.frames[-1].layer
-            if layer.parent is top or not self._stale():
-                self._push(layer)
-                return
+    def enter(self, layer: Layer) -> Frame | None:
+        """A layer is called: name it in what follows; the outermost one switches the hooks on, where it may."""
+        forward = self.threads.forward
+        frames = forward.frames
+        if frames:
+            if layer.parent is frames[-1].layer or not self._stale():
+                return forward.push(layer)
             self.abandon()
         module = layer.owner()
-        if (module is not None and not module.training) or not torch.is_grad_enabled() or not may_push():
-            return
-        self.begin(layer, sys._getframe(2))
+        if self.detached or (module is not None and not module.training):
+            return None
+        if not torch.is_grad_enabled() or not may_push():
+            return None
+        return self.begin(layer, sys._getframe(2))
 
-    def begin(self, layer: Layer, outer: Any = None) -> None:
+    def begin(self, layer: Layer, outer: Any = None) -> Frame:
         """Switches the hooks on for this thread, until the call `outer` (a Python frame) ends."""
         forward = self.forward
         forward.clear()
@@ -148,16 +200,17 @@ class Capture:
         self.rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         if self.follower is not None:
             forward.collection = self.follower.begin()
-        self._push(layer)
+        frame = forward.push(layer)
         _autograd._push_saved_tensors_default_hooks(*self.hooks)
+        return frame
 
     def leave(self, layer: Layer, output: Any) -> None:
         """A layer's call ends, by return or by exception (`output` is None then)."""
-        forward = self.forward
-        if not forward.frames or forward.frames[-1].layer is not layer:
+        frames = self.threads.forward.frames
+        if not frames or frames[-1].layer is not layer:
             return
-        if len(forward.frames) > 1:
-            forward.frames.pop()
+        if len(frames) > 1:
+            frames.pop()
         else:
             self.finish(output)
 
@@ -171,8 +224,8 @@ class Capture:
             ends = [tensor.grad_fn for tensor in tensors_in(output)]
             forward.collection.walk(ends if any(ends) else forward.nodes, saved_by)
         if forward.small:
-            record = Record(KEPT)
-            record.saved_bytes = record.packed_bytes = forward.small
+            record = Record(KEPT, forward.small)
+            record.packed_bytes = forward.small
             forward.records.append(record)
         self.last = forward.records
         forward.clear()
@@ -194,12 +247,6 @@ class Capture:
         if top is not None and top[0] == self.hooks[0]:
             _autograd._pop_saved_tensors_default_hooks()
 
-    def _push(self, layer: Layer) -> None:
-        forward = self.forward
-        calls = forward.calls
-        number = calls[layer] = calls.get(layer, -1) + 1
-        forward.frames.append(Frame(layer, number))
-
     def _stale(self) -> bool:
         """Whether the call that switched the hooks on has ended without telling: Ctrl-C runs no forward hooks."""
         frame: Any = sys._getframe(1)
@@ -214,7 +261,7 @@ class Capture:
 
     def pack(self, t: Tensor) -> Saved | Kept:
         """Autograd saves `t`."""
-        forward = self.forward
+        forward = self.threads.forward
         frames = forward.frames
         if not frames:
             # Somebody kept our hooks on beyond the forward pass: what is saved now is none of ours.
@@ -222,27 +269,27 @@ class Capture:
         frame = frames[-1]
         index = frame.index
         frame.index = index + 1
-        node = t.grad_fn
         if forward.collection is not None:
-            forward.nodes.append(node)
+            forward.nodes.append(t.grad_fn)
         if type(t) is not Tensor and isinstance(t, nn.Parameter):
-            return keep(t)
+            # A leaf has no node that would keep it alive in a circle.
+            return (t, t._version) if t.is_leaf else keep(t)
         size = t.numel() * t.element_size()
         if size < SMALL:
-            base = t._base
-            if base is None or not isinstance(base, nn.Parameter):
+            if not isinstance(t._base, nn.Parameter):
                 forward.small += size
             return keep(t)
         if not frame.layer.compress or unusual(t):
             return self._pass(t)
         if forward.pending:
-            self._read_graph(node)
+            self._read_graph(t.grad_fn)
         known = frame.sites[index] if index < len(frame.sites) else None
-        if known is not None and known.stable and known.signature == signature(t):
-            if known.need == "weight":
+        if known is not None and known.stable and matches(known, t):
+            need = known.need
+            if need == "weight":
                 return self._pass(t)
-            if known.need != "shape":
-                return self._save(t, known, frame)
+            if need != "shape":
+                return self._save(t, known, frame, forward)
             if not thawed(known, frame.layer):
                 return self._shape(t, known, frame)
         return self._hold(t, frame, index)
@@ -250,88 +297,73 @@ class Capture:
     def _pass(self, t: Tensor) -> Kept:
         """Keeps `t` itself."""
         if not isinstance(t._base, nn.Parameter):
-            record = Record(KEPT)
-            storage = t.untyped_storage()
-            record.saved_bytes = record.packed_bytes = self._count(storage, StorageWeakRef(storage))
+            record = Record(KEPT, self.forward.count(t.untyped_storage()))
+            record.packed_bytes = record.saved_bytes
             if record.saved_bytes:
                 self.forward.records.append(record)
         return keep(t)
 
-    def _count(self, storage: torch.UntypedStorage, reference: StorageWeakRef) -> int:
-        """Bytes of a storage if this forward pass has not counted it yet, else zero."""
-        counted, name = self.forward.counted, storage._cdata
-        known = counted.get(name)
-        if known is not None and not known.expired():
-            return 0
-        counted[name] = reference
-        return storage.nbytes()
-
-    def _cell(self, saved: Saved, t: Tensor) -> tuple[Cell, Tensor]:
-        """The cell of the memory that `t` covers, new or shared, and that memory as a flat run."""
-        flat, layout = flatten(t.detach())
+    def _cell(self, site: Site, t: Tensor, layout: Layout, length: int, forward: Forward) -> Cell:
+        """The cell of the memory that `t` covers, new or shared."""
         storage = t.untyped_storage()
-        run = (layout.size, layout.stride) if layout.copied else flat.numel()
-        key = (storage._cdata, t.storage_offset(), run, t.dtype, t._version)
-        saved.layout, saved.dtype, saved.device = layout, t.dtype, t.device
-        forward = self.forward
+        name = storage._cdata
+        run = (layout.size, layout.stride) if layout.copied else length
+        key = (name, t.storage_offset(), run, t.dtype, t._version)
         found = forward.cells.get(key)
-        # Allocators reuse addresses: an entry counts only while the storage it was made from is alive.
-        if found is not None and not found[0].expired():
-            cell = found[1]()
+        # Allocators reuse addresses: an entry counts only while the storage it was made from is alive. No other storage
+        # has its name before `counted` lets go of it.
+        if found is not None and not forward.counted[name].expired():
+            cell = found()
             if cell is not None:
-                saved.cell = cell
-                return cell, flat
-        site = saved.site
-        assert site is not None
-        record, reference = Record(site), StorageWeakRef(storage)
-        record.saved_bytes = self._count(storage, reference)
+                return cell
+        record = Record(site, forward.count(storage))
         forward.records.append(record)
-        saved.cell = cell = Cell(mix(forward.step, site.number, self.rank), record)
-        forward.cells[key] = (reference, weakref.ref(cell))
-        return cell, flat
+        cell = Cell(mix(forward.step, site.number, self.rank), record)
+        forward.cells[key] = weakref.ref(cell)
+        return cell
 
     def _hold(self, t: Tensor, frame: Frame, index: int) -> Saved:
         """Keeps `t` as it is until the graph tells who reads it."""
-        saved = Saved(self)
         place = f"{frame.layer.name}/{frame.number}/{index}"
-        saved.site = Site(frame.layer.name, index, signature(t), place=place, number=zlib.crc32(place.encode()))
+        site = Site(frame.layer.name, index, signature(t), place=place, number=zlib.crc32(place.encode()))
+        note_size(frame, index, t)
+        flat, layout = flatten(t.detach())
+        cell = self._cell(site, t, layout, flat.numel(), self.forward)
+        saved = Saved(self, site, t, layout, cell)
         saved.pending = Unknown(frame, index, t.grad_fn)
-        frame.sizes[index] = tuple(t.shape)
-        cell, flat = self._cell(saved, t)
         cell.waiting += 1
         cell.hold(flat)
         self.forward.pending.add(saved)
         return saved
 
-    def _save(self, t: Tensor, site: Site, frame: Frame) -> Saved | Kept:
+    def _save(self, t: Tensor, site: Site, frame: Frame, forward: Forward) -> Saved | Kept:
         """Packs `t` for a reader whose need is known."""
         codec = MASK if site.need == "mask" else self._want(site, t.dtype, frame)
         if codec is None:
             return self._pass(t)
-        saved = Saved(self)
-        saved.site = site
-        cell, flat = self._cell(saved, t)
-        wanted = cell.wanted
-        if cell.record.site is not site:
-            cell.record.site.readers.add(site)
-        elif site.readers:
-            more = [self._want(reader, t.dtype, None) for reader in site.readers]
-            wanted += [other for other in more if other is not None]
-        wanted.append(codec)
+        layout, length = layout_of(t.shape, t.stride())
+        cell = self._cell(site, t, layout, length, forward)
+        saved = Saved(self, site, t, layout, cell)
+        first = cell.record.site
+        if first is not site:
+            first.readers.add(site)
+        else:
+            for reader in tuple(site.readers):
+                more = self._want(reader, t.dtype, None)
+                if more is not None:
+                    cell.ask(more)
+        cell.ask(codec)
         if codec is not MASK:
-            cell.readers += 1
+            cell.read_values()
         if not cell.waiting:
-            self._encode(cell, flat, saved)
+            self._encode(cell, saved, forward, t, length)
         return saved
 
     def _shape(self, t: Tensor, site: Site, frame: Frame) -> Saved:
         """A reader that needs only the shape costs nothing, but plain autograd would have held the memory."""
-        saved = Saved(self)
-        saved.site, saved.dtype, saved.device = site, t.dtype, t.device
-        saved.layout = flatten(t.detach())[1]
-        frame.sizes[site.index] = tuple(t.shape)
-        record, storage = Record(site), t.untyped_storage()
-        record.saved_bytes = self._count(storage, StorageWeakRef(storage))
+        saved = Saved(self, site, t, layout_of(t.shape, t.stride())[0], None)
+        note_size(frame, site.index, t)
+        record = Record(site, self.forward.count(t.untyped_storage()))
         record.codec = "shape"
         if record.saved_bytes:
             self.forward.records.append(record)
@@ -340,35 +372,45 @@ class Capture:
     def _want(self, site: Site, dtype: torch.dtype, frame: Frame | None) -> Codec | None:
         """The codec that a site's need asks for; None where there is none for the dtype."""
         codec: Codec
-        if site.need == "mask":
+        need = site.need
+        if need == "mask":
             codec = MASK
-        elif site.need == "sign":
+        elif need == "sign":
             codec = SIGN
-        elif site.need == "exact":
+        elif need == "exact":
             if site.stays:
                 return None
             codec = Lossless(high=site.high)
-            if site.window is not None and frame is not None and site.pair in frame.sizes:
+            plane = frame.sizes.get(site.pair) if frame is not None and frame.sizes is not None else None
+            if site.window is not None and plane is not None:
                 kernel, stride, padding, dilation = site.window
-                window = Window(kernel, stride, padding, dilation, frame.sizes[site.pair][-len(kernel) :])
+                window = Window(kernel, stride, padding, dilation, plane[-len(kernel) :])
                 codec = window if window.takes(dtype) else codec
         else:
             codec = self.policy.choose(site)
         return codec if codec.takes(dtype) else None
 
-    def _encode(self, cell: Cell, flat: Tensor, saved: Saved) -> None:
-        """Makes the cell satisfy all who asked, encoding from the memory at hand where it does not yet."""
-        codec = strictest(cell.wanted)
-        if cell.packed is None or not satisfies(cell.packed.codec, codec):
-            assert saved.layout is not None
-            cell.packed = codec.encode_flat(flat, saved.layout, cell.key, cell.record.site.hint)
+    def _encode(self, cell: Cell, saved: Saved, forward: Forward, t: Tensor, length: int | None = None) -> None:
+        """Makes the cell satisfy all who asked, encoding from the memory at hand where it does not yet.
+
+        That is a tensor with the length of its run, or without a length the flat run itself.
+        """
+        codec, record, packed, layout = cell.wanted, cell.record, cell.packed, saved.layout
+        assert codec is not None
+        if packed is None or not satisfies(packed.codec, codec):
+            if length is None:
+                packed = codec.encode_flat(t, layout, cell.key, record.site.hint)
+            else:
+                packed = codec.encode_run(t, layout, length, cell.key, record.site.hint)
+            cell.packed = packed
             cell.decoded = None
-            cell.record.codec = codec
-            cell.record.packed_bytes = LATE if getattr(cell.packed, "late", None) else cell.packed.nbytes
+            record.codec = codec
+            record.packed_bytes = LATE if getattr(packed, "late", None) else packed.nbytes
         cell.held = None
-        if self.forward.collection is not None:
+        if forward.collection is not None:
             with torch.no_grad():
-                self.forward.collection.saved(saved, cell, flat)
+                flat = t if length is None else run_of(t.detach(), layout, length)
+                forward.collection.saved(saved, cell, flat)
 
     # -- learning who reads --------------------------------------------------------------------------------------------
 
@@ -403,7 +445,7 @@ class Capture:
             site, cell, unknown = saved.site, saved.cell, saved.pending
             if unknown is None:
                 continue
-            assert site is not None and cell is not None and cell.held is not None
+            assert cell is not None and cell.held is not None
             saved.pending = None
             site.operation, site.slot = operation_name(node), slot
             if site.operation.startswith("CompiledFunction"):
@@ -416,7 +458,7 @@ class Capture:
             else:
                 site.need = need_of(site, node, unknown.frame.layer.owner(), unknown.weight, unknown.computed)
             if "MaxPool" in site.operation and site.signature[0] == torch.int64:
-                inputs = [other.site for name, other in found if name == "self" and other.site is not None]
+                inputs = [other.site for name, other in found if name == "self"]
                 if inputs:
                     site.window, site.pair = window_of(node), inputs[0].index
             if site.operation == "Embedding":
@@ -432,7 +474,7 @@ class Capture:
     def _settle(self, saved: Saved, frame: Frame) -> None:
         """A saving's need has become known: count it, and encode when nobody is left to wait for."""
         site, cell = saved.site, saved.cell
-        assert site is not None and cell is not None and saved.layout is not None and cell.held is not None
+        assert cell is not None and cell.held is not None
         held = cell.held
         cell.waiting -= 1
         changed = held._version != cell.version
@@ -450,13 +492,14 @@ class Capture:
             if not cell.wanted:
                 cell.record.packed_bytes = cell.record.saved_bytes
         else:
-            cell.wanted.append(codec)
-            cell.readers += site.need != "mask"
+            cell.ask(codec)
+            if site.need != "mask":
+                cell.read_values()
             if cell.record.site is not site:
                 cell.record.site.readers.add(site)
         if cell.waiting == 0 and not changed:
             if cell.wanted:
-                self._encode(cell, held, saved)
+                self._encode(cell, saved, self.forward, held)
             cell.held = None
 
     def _weights(self) -> set[int]:
@@ -476,7 +519,6 @@ class Capture:
     def mismatch(self, saved: Saved, node: Any) -> None:
         """Another operation reads than the site was learnt for. Exact values serve anybody, nothing else may."""
         site, cell = saved.site, saved.cell
-        assert site is not None
         site.stable = False
         if cell is not None and (cell.held is not None or (cell.packed is not None and cell.packed.codec.exact)):
             return
@@ -499,7 +541,7 @@ def unpack(saved: Saved | Kept) -> Tensor:
         return saved[0]
     assert isinstance(saved, Saved)
     site = saved.site
-    if site is not None and saved.tensor is None:
+    if saved.tensor is None:
         node = torch._C._current_autograd_node()
         if node is None:
             pass
@@ -508,6 +550,13 @@ def unpack(saved: Saved | Kept) -> Tensor:
         elif operation_name(node) != site.operation or (site.need == "shape" and needs_weight_gradient(node)):
             saved.capture.mismatch(saved, node)
     return saved.restore()
+
+
+def note_size(frame: Frame, index: int, t: Tensor) -> None:
+    """What is saved next may be a window's indices into this."""
+    if frame.sizes is None:
+        frame.sizes = {}
+    frame.sizes[index] = tuple(t.shape)
 
 
 def thawed(site: Site, layer: Layer) -> bool:
@@ -538,7 +587,7 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
 
 def unusual(t: Tensor) -> bool:
     """Tensors that are left alone: subclasses, sparse or quantized ones, negated views, meta tensors."""
-    return type(t) is not Tensor or t.layout != torch.strided or t.is_neg() or t.is_quantized or t.device.type == "meta"
+    return type(t) is not Tensor or t.layout != torch.strided or t.is_neg() or t.is_quantized or t.is_meta
 
 
 def may_push() -> bool:
@@ -546,6 +595,11 @@ def may_push() -> bool:
     if _autograd._top_saved_tensors_default_hooks(True) is not None:
         return False
     return torch._C._functorch.peek_interpreter_stack() is None
+
+
+def inside_compile() -> bool:
+    """Whether torch.compile is tracing this call, or has given up tracing it and runs it piece by piece."""
+    return torch.compiler.is_compiling() or callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
 
 
 _slots: dict[type, list[str]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any
 
@@ -16,20 +17,24 @@ from halley.sites import Site, comes_from_leaves, is_view_of_parameter
 
 def strictest(codecs: list[Codec]) -> Codec:
     """A codec that satisfies all who asked; bit-exact if there is no other."""
-    found = codecs[0]
-    for codec in codecs:
-        if codec is found or satisfies(found, codec):
-            continue
-        found = codec if satisfies(codec, found) else found.join(codec) or codec.join(found) or ErrorBounded(0)
-    return found
+    return functools.reduce(stricter, codecs)
+
+
+def stricter(found: Codec, codec: Codec) -> Codec:
+    """A codec that satisfies both who asked; bit-exact if there is no other."""
+    if codec is found or satisfies(found, codec):
+        return found
+    return codec if satisfies(codec, found) else found.join(codec) or codec.join(found) or ErrorBounded(0)
 
 
 def satisfies(codec: Codec, other: Codec) -> bool:
     """Whether what `codec` restores serves a reader that asks for `other`."""
-    if codec is other or codec == other or codec.exact:
+    if codec is other:
         return True
     # Only ReLU's result is read as a mask, and it is not negative.
-    return (isinstance(other, Mask) and codec.keeps_zeros) or codec.covers(other)
+    if isinstance(other, Mask) and codec.keeps_zeros:
+        return True
+    return codec == other or codec.exact or codec.covers(other)
 
 
 LATE = -1
@@ -41,9 +46,9 @@ class Record:
 
     __slots__ = ("codec", "packed_bytes", "saved_bytes", "site")
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, saved_bytes: int = 0) -> None:
         self.site = site
-        self.saved_bytes = 0
+        self.saved_bytes = saved_bytes
         self.packed_bytes = 0
         self.codec: Codec | str = "kept"
 
@@ -72,11 +77,22 @@ class Cell:
         self.held: Tensor | None = None
         self.version = 0
         self.waiting = 0
-        self.wanted: list[Codec] = []
+        self.wanted: Codec | None = None
+        """What satisfies all who have asked."""
         self.readers = 0
         """How many have saved this memory for its values, not for a mask."""
         self.decoded: tuple[StorageWeakRef, int] | None = None
-        self.lock = threading.Lock()
+        self.lock: threading.Lock | None = None
+
+    def ask(self, codec: Codec) -> None:
+        """One more reader, content with `codec`."""
+        self.wanted = codec if self.wanted is None else stricter(self.wanted, codec)
+
+    def read_values(self) -> None:
+        """One more reader of values: from the second on they take turns, and one decoded copy serves them."""
+        self.readers += 1
+        if self.readers == 2:
+            self.lock = threading.Lock()
 
     def hold(self, flat: Tensor) -> None:
         """Keeps the memory itself until it is known what its readers need."""
@@ -92,7 +108,7 @@ class Cell:
         assert packed is not None
         if mask or isinstance(packed.codec, Mask):
             return packed.decode_flat(mask=True)
-        if self.readers < 2:
+        if self.lock is None:
             return packed.decode_flat()
         with self.lock:
             if self.decoded is not None:
@@ -122,15 +138,15 @@ class Saved:
 
     __slots__ = ("__weakref__", "capture", "cell", "device", "dtype", "layout", "pending", "site", "tensor", "version")
 
-    def __init__(self, capture: Any) -> None:
+    def __init__(self, capture: Any, site: Site, t: Tensor, layout: Layout, cell: Cell | None) -> None:
         self.capture = capture
+        self.site = site
+        self.dtype = t.dtype
+        self.device = t.device
+        self.layout = layout
+        self.cell = cell
         self.tensor: Tensor | None = None
         self.version = 0
-        self.cell: Cell | None = None
-        self.layout: Layout | None = None
-        self.dtype: torch.dtype | None = None
-        self.device: torch.device | None = None
-        self.site: Site | None = None
         self.pending: Unknown | None = None
 
     def restore(self) -> Tensor:
@@ -138,18 +154,20 @@ class Saved:
         if self.tensor is not None:
             check_version(self.tensor, self.version)
             return self.tensor
-        assert self.layout is not None
-        if self.cell is None:
+        cell = self.cell
+        if cell is None:
             return dummy(self.layout, self.dtype, self.device)
-        mask = self.site is not None and self.site.need == "mask"
-        flat = self.cell.flat(mask)
+        mask, packed = self.site.need == "mask", cell.packed
+        if not mask and cell.lock is None and packed is not None and packed.dtype == self.dtype and cell.held is None:
+            return packed.decode_in(self.layout)
+        flat = cell.flat(mask)
         # Where backward itself is recorded, booleans would not do; zero and one are as good as the values.
         if flat.dtype != self.dtype and (not mask or torch.is_grad_enabled()):
             flat = flat.to(self.dtype)
         return self.layout.restore(flat)
 
 
-def dummy(layout: Layout, dtype: torch.dtype | None, device: torch.device | None) -> Tensor:
+def dummy(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor that is asked only for its shape and memory format: one element where the format allows it."""
     contiguous = 1
     for extent, step in zip(reversed(layout.size), reversed(layout.stride), strict=True):

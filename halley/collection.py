@@ -159,7 +159,7 @@ class Collection:
         """A tensor has been packed, or shares what was packed before; `flat` is still at hand."""
         site, packed = saved.site, cell.packed
         layout = saved.layout
-        if self.batches > 1 or site is None or packed is None or layout is None or site.need != "lossy":
+        if self.batches > 1 or packed is None or site.need != "lossy":
             return
         known = self._stats.get(id(cell))
         if known is None or known[1].packed is not packed:
@@ -200,7 +200,7 @@ class Collection:
 
     def _reading(self, node: Any, slot: str, saved: Saved) -> Reading | None:
         cell, site, layout = saved.cell, saved.site, saved.layout
-        if cell is None or site is None or layout is None or id(cell) not in self._stats:
+        if cell is None or id(cell) not in self._stats:
             return None
         found = PRODUCTS[operation_name(node)](node, slot, layout.size)
         if found is None:

@@ -24,8 +24,7 @@ from torch._C import _autograd
 from torch._functorch._aot_autograd import graph_compile
 from torch.fx import Graph, GraphModule, Node
 
-from halley.api import inside_compile
-from halley.capture import Capture, keep, may_push, unpack
+from halley.capture import Capture, inside_compile, keep, may_push, unpack
 from halley.cells import Record, satisfies, strictest
 from halley.codecs import Codec, DualPrecision, ErrorBounded, GroupQuant, Mask
 from halley.codecs.base import mix, operations

@@ -10,6 +10,7 @@ Wherever that is not possible, it computes what plain autograd would.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 import types
@@ -18,15 +19,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _autograd
+from torch._C import _autograd, _functorch
+from torch.compiler import is_compiling
 from torch.nn import functional
 
-from halley.capture import Capture, Layer, unpack
+from halley.capture import ORDER, Capture, Layer, inside_compile
 from halley.cells import Saved
 from halley.codecs import GroupQuant
 from halley.codecs.groupquant import GroupQuantPacked
-from halley.packed import Layout
-from halley.sites import Site, signature
+from halley.packed import FORMATS, check_version
+from halley.sites import Site, matches
 
 ENABLED = True
 """Read by `install`: False leaves every layer as it is, for comparison."""
@@ -34,13 +36,12 @@ SMALLEST = 1 << 20
 """Inputs of fewer bytes go the plain way."""
 LARGE_CONV = 32 << 20
 """The same for the inputs of convolutions: for these it is a matter of memory alone."""
-FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class NormFunction(torch.autograd.Function):
-    """Batch norm in training: input, weight, bias, running mean, running variance, momentum, eps, kind of device."""
+    """Batch norm in training: input, weight, bias, running mean, running variance, momentum, eps."""
 
     @staticmethod
     def forward(
@@ -52,33 +53,31 @@ class NormFunction(torch.autograd.Function):
         running_var: Tensor | None,
         momentum: float,
         eps: float,
-        device: str,
     ) -> Tensor:
-        out, mean, invstd, reserve, implementation = torch.ops.aten._batch_norm_impl_index(
-            x, weight, bias, running_mean, running_var, True, momentum, eps, torch.backends.cudnn.enabled
+        out, mean, invstd, reserve, implementation = torch._batch_norm_impl_index(
+            x, weight, bias, running_mean, running_var, True, momentum, eps, torch._C._get_cudnn_enabled()
         )
-        # The input comes first, as in the plain operation: its place among what the layer saves stays the same.
-        ctx.save_for_backward(x, *(() if weight is None else (weight,)))
-        ctx.statistics = (mean, invstd, reserve)
-        ctx.implementation, ctx.eps, ctx.device = implementation, eps, device
+        ctx.save_for_backward(x)
+        # What is small or a parameter is not packed: here it does not go through the hooks at all.
+        version = 0 if weight is None else weight._version
+        ctx.kept = (mean, invstd, weight, version, reserve, implementation, eps)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         gradients = None if torch.is_grad_enabled() else packed_gradients(ctx, grad)
-        return (*(plain_gradients(ctx, grad) if gradients is None else gradients), None, None, None, None, None)
+        return (*(plain_gradients(ctx, grad) if gradients is None else gradients), None, None, None, None)
 
 
 class ReluFunction(torch.autograd.Function):
-    """ReLU: input, whether in place, kind of device."""
+    """ReLU: input, whether in place."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, inplace: bool, device: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, inplace: bool) -> Tensor:
         if inplace:
             ctx.mark_dirty(x)
         y = torch.relu_(x) if inplace else torch.relu(x)
         ctx.save_for_backward(y)
-        ctx.device = device
         return y
 
     @staticmethod
@@ -86,7 +85,7 @@ class ReluFunction(torch.autograd.Function):
         gradient = None if torch.is_grad_enabled() else gated_gradient(ctx, grad)
         if gradient is None:
             gradient = torch.ops.aten.threshold_backward(grad, ctx.saved_tensors[0], 0)
-        return gradient, None, None
+        return gradient, None
 
 
 class ConvFunction(torch.autograd.Function):
@@ -164,100 +163,80 @@ def hollow(size: tuple[int, ...], stride: tuple[int, ...], like: Tensor) -> Tens
 def gated_gradient(ctx: Any, grad: Tensor) -> Tensor | None:
     """ReLU's gradient from its packed result; None where the kernel does not take it."""
     saved = ctx._raw_saved_tensors[0].data
-    packed = packed_in(saved, grad, ctx.device)
-    if packed is None or not dense_alike(grad, saved.layout):
+    packed = packed_in(saved, grad)
+    if packed is None or not saved.layout.dense or grad.stride() != saved.layout.stride:
         return None
-    from halley.kernels import gpu
-
     codec = packed.codec
-    return gpu.gq_gate(packed.parts[0], grad, codec.bits, codec.group, packed.stride, codec.signs)
+    return kernels("gpu").gq_gate(packed.parts[0], grad, codec.bits, codec.group, packed.stride, codec.signs)
 
 
-def packed_in(saved: Any, grad: Tensor, device: str) -> GroupQuantPacked | None:
-    """What was packed for a saving, if it is of the kind and where the kernels read it."""
-    if not isinstance(saved, Saved) or saved.cell is None or saved.layout is None or saved.cell.held is not None:
+def packed_in(saved: Any, grad: Tensor) -> GroupQuantPacked | None:
+    """What was packed for a saving, if it is of the kind that the kernels read."""
+    if not isinstance(saved, Saved):
         return None
-    packed = saved.cell.packed
-    if not isinstance(packed, GroupQuantPacked) or packed.parts[0].device.type != device:
+    cell = saved.cell
+    if cell is None or cell.held is not None or not isinstance(cell.packed, GroupQuantPacked):
         return None
-    return packed if grad.dtype == packed.dtype else None
+    return cell.packed if grad.dtype == cell.packed.dtype else None
 
 
-def dense_alike(grad: Tensor, layout: Layout) -> bool:
-    """Whether a gradient lies in memory as the packed tensor did, without gaps."""
-    return not layout.copied and grad.stride() == layout.stride and 0 not in layout.stride and is_dense(grad)
+@functools.cache
+def kernels(name: str) -> Any:
+    """A module of halley.kernels, imported when it is first needed."""
+    return importlib.import_module(f"halley.kernels.{name}")
 
 
-def is_dense(x: Tensor) -> bool:
-    return x.is_contiguous() or (x.dim() in FORMATS and x.is_contiguous(memory_format=FORMATS[x.dim()]))
-
-
-_functions: dict[str, Any] = {}
-
-
+@functools.cache
 def function_named(operation: str, kind: type[torch.autograd.Function] = NormFunction) -> Any:
-    """The function under the name of the operation that it stands for: capture compares it when it reads."""
-    if operation not in _functions:
-        _functions[operation] = types.new_class(operation, (kind,))
-    return _functions[operation]
+    """The function under the name of the operation that it stands for: capture compares it when it reads.
+
+    Called past what `Function.apply` does for torch.func, which is slow: nobody may call it there.
+    """
+    function: Any = types.new_class(operation, (kind,))
+    # The same in backward: what autograd calls there would look for the function's own backward first.
+    function._backward_cls.apply = kind.backward
+    return super(torch.autograd.Function, function).apply
 
 
 def plain_gradients(ctx: Any, grad: Tensor) -> Gradients:
     """What plain autograd computes, from the restored input; differentiable where backward is recorded."""
-    x, *rest = ctx.saved_tensors
-    mean, invstd, reserve = ctx.statistics
+    (x,) = ctx.saved_tensors
+    mean, invstd, weight, version, reserve, implementation, eps = ctx.kept
+    if weight is not None:
+        check_version(weight, version)
     last = FORMATS.get(x.dim(), torch.contiguous_format)
     if x.is_contiguous() or not x.is_contiguous(memory_format=last):
         last = torch.contiguous_format
     return torch.ops.aten._batch_norm_impl_index_backward(
-        ctx.implementation, x, grad.contiguous(memory_format=last), rest[0] if rest else None, None, None, mean, invstd,
-        True, ctx.eps, ctx.needs_input_grad[:3], reserve.clone(),
+        implementation, x, grad.contiguous(memory_format=last), weight, None, None, mean, invstd,
+        True, eps, ctx.needs_input_grad[:3], reserve.clone(),
     )  # fmt: skip
 
 
 def packed_gradients(ctx: Any, grad: Tensor) -> Gradients | None:
     """The gradients from the input as it was packed; None where the kernels do not take it."""
-    raw = [piece.data for piece in ctx._raw_saved_tensors]
-    packed, layout = packed_in(raw[0], grad, ctx.device), raw[0].layout if isinstance(raw[0], Saved) else None
-    if packed is None or layout is None or packed.codec.signs:
+    saved = ctx._raw_saved_tensors[0].data
+    packed = packed_in(saved, grad)
+    if packed is None or packed.codec.signs:
         return None
-    from halley.kernels import gpu_norm
-
-    last, bits = is_last(layout), packed.codec.bits
-    if last is None:
+    norms, layout, codec = kernels("gpu_norm"), saved.layout, packed.codec
+    last, bits = layout.last, codec.bits
+    if last is None or not norms.supported(layout.size, packed.stride, last, bits, codec.group, packed.dtype):
         return None
-    if not gpu_norm.supported(layout.size, packed.stride, last, bits, packed.codec.group, packed.dtype):
-        return None
-    weight = raw[1] if len(raw) > 1 else None
-    if isinstance(weight, Saved | tuple):
-        weight = unpack(weight)
-    mean, invstd, _ = ctx.statistics
-    grad = grad.contiguous(memory_format=FORMATS[grad.dim()] if last else torch.contiguous_format)
+    mean, invstd, weight, version = ctx.kept[:4]
+    if weight is not None:
+        check_version(weight, version)
+    if grad.stride() != layout.stride:
+        grad = grad.contiguous(memory_format=FORMATS[grad.dim()] if last else torch.contiguous_format)
     want_x, want_weight, want_bias = ctx.needs_input_grad[:3]
-    grad_x, grad_weight, grad_bias = gpu_norm.norm_backward(
+    grad_x, grad_weight, grad_bias = norms.norm_backward(
         grad, packed.parts[0], mean, invstd, weight, bits, packed.seed, last, want_x
     )
     return grad_x, grad_weight if want_weight else None, grad_bias if want_bias else None
 
 
-def is_last(layout: Layout) -> bool | None:
-    """Whether a tensor lies in channels_last memory (True), contiguously (False), or otherwise (None)."""
-    if layout.copied:
-        return None
-    size, stride = layout.size, layout.stride
-    order = [*range(len(size))]
-    for last, dims in ((False, order), (True, [0, *order[2:], 1])):
-        step, good = 1, not last or len(size) in FORMATS
-        for d in reversed(dims):
-            good = good and (size[d] == 1 or stride[d] == step)
-            step *= size[d]
-        if good:
-            return last
-    return None
-
-
 class Forward:
-    """What an attached layer has as its `forward`: decides at each call which way it goes.
+    """What an attached layer has as its `forward`: tells the capture of the call and decides which way it goes.
 
     It does not travel: copies and pickles of the layer get the class's own method in its place.
     """
@@ -265,64 +244,81 @@ class Forward:
     layers: tuple[type[nn.Module], ...]
     least = SMALLEST
     """Inputs of fewer bytes go the plain way, unless `install` is told otherwise."""
-    slot: str
-    """Where the plain operation saves the tensor that backward reads packed here."""
 
     def __init__(self, capture: Capture, layer: Layer, device: str, smallest: int) -> None:
         self.capture = capture
         self.layer = layer
         self.device = device
         self.smallest = smallest
+        self.where: torch.device | None = None
+        """A device of the right kind, where the last call was: quicker to compare than the kind's name."""
 
     def __call__(self, input: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
-            owner: Any = self.layer.owner()
-            return type(owner).forward(owner, input)
+        layer = self.layer
+        # Below the outermost layer only tracing is of interest, and that is quicker to find out.
+        if inside_compile() if layer.parent is None else is_compiling():
+            return self.traced(input)
         # A replica or shallow copy of the layer brings its own weights, but has this very object as its forward.
         module: Any = sys._getframe(1).f_locals.get("self")
         if not isinstance(module, self.layers) or module.__dict__.get("forward") is not self:
-            module = self.layer.owner()
-        site = self.site(module, input)
-        if site is None:
+            module = layer.owner()
+        frame = self.capture.enter(layer)
+        if frame is None:
             return type(module).forward(module, input)
-        return self.run(module, input, site.operation)
+        output, site = None, frame.sites[0] if frame.sites else None
+        try:
+            if site is not None and self.suits(module, input, site):
+                output = self.run(module, input, site.function)
+            else:
+                output = type(module).forward(module, input)
+            return output
+        finally:
+            self.capture.leave(layer, output)
 
-    def site(self, module: Any, x: Tensor) -> Site | None:
-        """The place where this call saves that tensor, if it may go to the kernels; None sends it the plain way."""
-        forward = self.capture.forward
-        if not forward.frames or forward.frames[-1].layer is not self.layer:
-            return None
-        frame = forward.frames[-1]
-        site = frame.sites[frame.index] if frame.index < len(frame.sites) else None
+    def traced(self, *inputs: Any, **named: Any) -> Tensor:
+        """A compiler is at work on this call."""
+        module: Any = self.layer.owner()
+        if module.training and torch.is_grad_enabled():
+            raise RuntimeError(ORDER)
+        return type(module).forward(module, *inputs, **named)
+
+    def suits(self, module: Any, x: Tensor, site: Site) -> bool:
+        """Whether this call, which saves first at that site, may go to the kernels."""
+        if site.function is None:
+            site.function = self.function(site) or False
         # A class that was changed since, as parametrizations do, may compute its weight at every look at it.
         if (
-            site is None
-            or type(module) not in self.layers
-            or site.slot != self.slot
+            site.function is False
             or not site.stable
             or type(x) is not Tensor
-            or x.device.type != self.device
+            or type(module) not in self.layers
             or x.numel() * x.element_size() < self.smallest
         ):
-            return None
-        if not self.takes(module, x, site) or not torch.is_grad_enabled() or not self.hooked():
-            return None
-        return site
+            return False
+        if x.device != self.where:
+            if x.device.type != self.device:
+                return False
+            self.where = x.device
+        return torch.is_grad_enabled() and self.hooked(x) and self.takes(module, x, site)
+
+    def function(self, site: Site) -> Any:
+        """What runs in the place of the operation that saves at a site; None if nothing does."""
+        raise NotImplementedError
 
     def takes(self, module: Any, x: Tensor, site: Site) -> bool:
         """Whether this call of the layer is one for the kernels."""
         raise NotImplementedError
 
-    def run(self, module: Any, x: Tensor, operation: str) -> Tensor:
-        """The call itself, through the autograd function in the operation's place."""
+    def run(self, module: Any, x: Tensor, function: Any) -> Tensor:
+        """The call itself, through the function in the operation's place."""
         raise NotImplementedError
 
-    def hooked(self) -> bool:
-        """Whether what is saved now goes to our capture: not to a checkpoint's hooks, torch.func or a compiler."""
+    def hooked(self, x: Tensor) -> bool:
+        """Whether what is saved now goes to our capture: not to a checkpoint's hooks or torch.func."""
         top = _autograd._top_saved_tensors_default_hooks(True)
-        if top is None or top[0] != self.capture.hooks[0] or torch.compiler.is_compiling():
+        if top is None or top[0] is not self.capture.hooks[0]:
             return False
-        return torch._C._functorch.peek_interpreter_stack() is None
+        return _functorch.peek_interpreter_stack() is None and not _functorch.is_functorch_wrapped_tensor(x)
 
     def remove(self) -> None:
         """The layer has its class's forward again."""
@@ -343,54 +339,54 @@ class NormForward(Forward):
     """Of a batch norm."""
 
     layers = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-    slot = "input"
+
+    def function(self, site: Site) -> Any:
+        known = site.slot == "input" and site.need == "lossy" and site.operation.endswith("BatchNorm")
+        return function_named(site.operation) if known and site.signature[1] >= 3 else None
 
     def takes(self, module: Any, x: Tensor, site: Site) -> bool:
-        if site.need != "lossy" or x.dim() < 3 or not site.operation.endswith("BatchNorm"):
-            return False
         if not module.training and not (module.running_mean is None and module.running_var is None):
             return False
         codec = self.capture.policy.choose(site)
-        return site.signature == signature(x) and isinstance(codec, GroupQuant) and not codec.signs
+        return isinstance(codec, GroupQuant) and not codec.signs and matches(site, x)
 
-    def run(self, module: Any, x: Tensor, operation: str) -> Tensor:
-        return norm(module, x, function_named(operation), self.device)
+    def run(self, module: Any, x: Tensor, function: Any) -> Tensor:
+        return norm(module, x, function)
 
 
-def norm(module: Any, x: Tensor, function: Any, device: str) -> Tensor:
+def norm(module: Any, x: Tensor, function: Any) -> Tensor:
     """What `forward` of a batch norm in training does, with another function at its end."""
     module._check_input_dim(x)
-    momentum = 0.0 if module.momentum is None else module.momentum
+    # Past Module.__getattr__, which is slow; a replica has its parameters as plain attributes.
+    parameters, buffers = module._parameters, module._buffers
+    weight = parameters["weight"] if "weight" in parameters else module.weight
+    bias = parameters["bias"] if "bias" in parameters else module.bias
+    momentum, batches = module.momentum, buffers["num_batches_tracked"]
     running = module.training and module.track_running_stats
-    if running and module.num_batches_tracked is not None:
-        module.num_batches_tracked.add_(1)
-        if module.momentum is None:
-            momentum = 1.0 / float(module.num_batches_tracked)
-    tracked = running or not module.training
-    functional._verify_batch_size(x.size())  # type: ignore[attr-defined]
-    return function.apply(
-        x,
-        module.weight,
-        module.bias,
-        module.running_mean if tracked else None,
-        module.running_var if tracked else None,
-        momentum,
-        module.eps,
-        device,
-    )
+    if running and batches is not None:
+        batches.add_(1)
+    if momentum is None:
+        momentum = 1.0 / float(batches) if running and batches is not None else 0.0
+    if x.numel() == x.shape[1]:
+        functional._verify_batch_size(x.size())  # type: ignore[attr-defined]
+    mean, var = (buffers["running_mean"], buffers["running_var"]) if running or not module.training else (None, None)
+    return function(x, weight, bias, mean, var, momentum, module.eps)
 
 
 class ReluForward(Forward):
     """Of a ReLU."""
 
     layers = (nn.ReLU,)
-    slot = "result"
+
+    def function(self, site: Site) -> Any:
+        known = site.slot == "result" and site.need == "mask"
+        return function_named(site.operation, ReluFunction) if known else None
 
     def takes(self, module: Any, x: Tensor, site: Site) -> bool:
-        return site.need == "mask" and x.requires_grad and not (module.inplace and x.is_leaf)
+        return x.requires_grad and not (module.inplace and x.is_leaf)
 
-    def run(self, module: Any, x: Tensor, operation: str) -> Tensor:
-        return function_named(operation, ReluFunction).apply(x, module.inplace, self.device)
+    def run(self, module: Any, x: Tensor, function: Any) -> Tensor:
+        return function(x, module.inplace)
 
 
 class ConvForward(Forward):
@@ -398,16 +394,17 @@ class ConvForward(Forward):
 
     layers = (nn.Conv2d, nn.Conv3d)
     least = LARGE_CONV
-    slot = "input"
+
+    def function(self, site: Site) -> Any:
+        known = site.slot == "input" and site.need == "lossy" and site.operation == "Convolution"
+        return function_named(site.operation, ConvFunction) if known else None
 
     def takes(self, module: Any, x: Tensor, site: Site) -> bool:
-        if site.need != "lossy" or site.operation != "Convolution" or site.signature != signature(x):
-            return False
         if module.padding_mode != "zeros" or isinstance(module.padding, str) or x.dim() != module.weight.dim():
             return False
-        return x.requires_grad and module.weight.requires_grad and self.suits(module, x)
+        return x.requires_grad and module.weight.requires_grad and matches(site, x) and self.plain(module, x)
 
-    def suits(self, module: Any, x: Tensor) -> bool:
+    def plain(self, module: Any, x: Tensor) -> bool:
         """Whether weight and bias are plain tensors of the input's dtype, or become that under autocast."""
         parameters = [module.weight] if module.bias is None else [module.weight, module.bias]
         dtypes: tuple[torch.dtype, ...] = (x.dtype,)
@@ -415,15 +412,14 @@ class ConvForward(Forward):
             dtypes = CASTS if x.dtype == torch.get_autocast_dtype(self.device) else ()
         return all(type(p) in PLAIN and p.dtype in dtypes for p in parameters)
 
-    def run(self, module: Any, x: Tensor, operation: str) -> Tensor:
+    def run(self, module: Any, x: Tensor, function: Any) -> Tensor:
         weight, bias = module.weight, module.bias
         # Autocast would do this itself, but inside the function, where it is not recorded.
         if weight.dtype != x.dtype:
             weight = weight.to(x.dtype)
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
-        function = function_named(operation, ConvFunction)
-        return function.apply(x, weight, bias, module.stride, module.padding, module.dilation, module.groups)
+        return function(x, weight, bias, module.stride, module.padding, module.dilation, module.groups)
 
 
 PLAIN = (Tensor, nn.Parameter)

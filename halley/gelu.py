@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn import functional
 
 from halley import fused
-from halley.capture import Capture, Layer
+from halley.capture import Capture, Layer, inside_compile
 from halley.cells import Record
 from halley.sites import Site
 
@@ -50,27 +51,35 @@ class GeluForward(fused.Forward):
         """Bytes that the formula saves for each value, by dtypes."""
 
     def __call__(self, *inputs: Any, **named: Any) -> Tensor:
+        layer = self.layer
+        if inside_compile() if layer.parent is None else is_compiling():
+            return self.traced(*inputs, **named)
         # Replicas and shallow copies come here too: without weights they are as good as the layer itself.
-        module: Any = self.layer.owner()
+        module: Any = layer.owner()
         plain = type(module).forward.__get__(module)
-        if torch.compiler.is_compiling() or named or len(inputs) != 1 or not self.suits(module, inputs[0]):
+        frame = self.capture.enter(layer)
+        if frame is None:
             return plain(*inputs, **named)
-        return self.spare(plain, inputs[0])
+        output, site = None, frame.sites[0] if frame.sites else None
+        try:
+            if not named and len(inputs) == 1 and self.suits(module, inputs[0], site):
+                output = self.spare(plain, inputs[0])
+            else:
+                output = plain(*inputs, **named)
+            return output
+        finally:
+            self.capture.leave(layer, output)
 
-    def suits(self, module: Any, x: Any) -> bool:
+    def suits(self, module: Any, x: Any, site: Site | None) -> bool:
         """Whether what this call saves goes to our capture, and has not gone there the plain way before."""
-        frames = self.capture.forward.frames
-        if not frames or frames[-1].layer is not self.layer or type(module) not in self.layers or type(x) is not Tensor:
+        if type(module) not in self.layers or type(x) is not Tensor or (site is not None and site.operation != "Gelu"):
             return False
-        frame = frames[-1]
-        known = frame.sites[frame.index] if frame.index < len(frame.sites) else None
-        return (known is None or known.operation == "Gelu") and torch.is_grad_enabled() and self.hooked()
+        return torch.is_grad_enabled() and self.hooked(x)
 
     def spare(self, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """The layer's result; nothing but its input is saved, and the report says so."""
         if x.requires_grad:
-            record = Record(self.spared)
-            record.saved_bytes = x.numel() * (self.cost(plain, x) - x.element_size())
+            record = Record(self.spared, x.numel() * (self.cost(plain, x) - x.element_size()))
             record.codec = "recomputed"
             self.capture.forward.records.append(record)
         return Gelu.apply(x, plain)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,10 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from halley.codecs.base import Codec
+
+
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""The channels_last format for so many dimensions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +26,15 @@ class Layout:
     stride: tuple[int, ...]
     copied: bool = False
     """The elements had gaps between them, so the run is a contiguous copy and not the tensor's own memory."""
+    dense: bool = field(init=False, compare=False)
+    """The run is the tensor's own memory and holds each element once."""
+    last: bool | None = field(init=False, compare=False)
+    """Whether the elements lie in channels_last memory (True), contiguously (False), or otherwise (None)."""
+
+    def __post_init__(self) -> None:
+        dense = not self.copied and _run_length(self.size, self.stride) == math.prod(self.size)
+        object.__setattr__(self, "dense", dense)
+        object.__setattr__(self, "last", _is_last(self.size, self.stride) if dense else None)
 
     def restore(self, flat: Tensor) -> Tensor:
         """The tensor whose run `flat` is: the same size and stride as the one that was flattened."""
@@ -28,6 +42,18 @@ class Layout:
             return flat.as_strided(self.size, self.stride)
         out = torch.empty_strided(self.size, self.stride, dtype=flat.dtype, device=flat.device)
         return out.copy_(flat.view(self.size))
+
+
+def _is_last(size: tuple[int, ...], stride: tuple[int, ...]) -> bool | None:
+    order = [*range(len(size))]
+    for last, dims in ((False, order), (True, [0, *order[2:], 1])):
+        step, good = 1, not last or len(size) in FORMATS
+        for d in reversed(dims):
+            good = good and (size[d] == 1 or stride[d] == step)
+            step *= size[d]
+        if good:
+            return last
+    return None
 
 
 def _run_length(size: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
@@ -52,21 +78,25 @@ def _overlaps(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 def flatten(x: Tensor) -> tuple[Tensor, Layout]:
     """The memory of `x` as one flat run without copying where that is possible, and the layout that undoes it."""
-    layout, length = _layout_of(tuple(x.shape), x.stride())
-    if layout.copied:
-        return x.contiguous().view(-1), layout
-    return x.as_strided((length,), (1,)), layout
+    layout, length = layout_of(x.shape, x.stride())
+    return run_of(x, layout, length), layout
+
+
+def run_of(x: Tensor, layout: Layout, length: int) -> Tensor:
+    """The memory of `x` as one flat run, from what `layout_of` says about it."""
+    return x.contiguous().view(-1) if layout.copied else x.as_strided((length,), (1,))
 
 
 @functools.lru_cache(maxsize=4096)
-def _layout_of(size: tuple[int, ...], stride: tuple[int, ...]) -> tuple[Layout, int]:
-    """The layout of a tensor of that size and stride, and the length of the run that it covers, if it covers one."""
+def layout_of(size: tuple[int, ...], stride: tuple[int, ...]) -> tuple[Layout, int]:
+    """The layout of a tensor of that size and stride, and the length of its run."""
+    size = tuple(size)
     if 0 in size:
         return Layout(size, stride), 0
     length = _run_length(size, stride)
     if length is None:
         if not _overlaps(size, stride):
-            return Layout(size, stride, copied=True), 0
+            return Layout(size, stride, copied=True), math.prod(size)
         length = 1 + sum((sz - 1) * st for sz, st in zip(size, stride, strict=True))
     return Layout(size, stride), length
 
@@ -97,9 +127,13 @@ class Packed:
         """The decoded run of memory; with `mask`, only whether each value differs from zero, as booleans."""
         raise NotImplementedError
 
+    def decode_in(self, layout: Layout) -> Tensor:
+        """The decoded run laid out as a tensor, which need not be the one that was encoded."""
+        return layout.restore(self.decode_flat())
+
     def decode(self) -> Tensor:
         """The tensor: same size, stride, dtype and device as the one that was encoded."""
-        return self.layout.restore(self.decode_flat())
+        return self.decode_in(self.layout)
 
     def __repr__(self) -> str:
         return f"Packed({self.codec!r}, size={list(self.layout.size)}, dtype={self.dtype}, nbytes={self.nbytes})"

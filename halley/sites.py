@@ -95,6 +95,8 @@ class Site:
     """A hash of the place: it varies stochastic rounding from site to site."""
     stable: bool = True
     """False once another operation than the one learnt has read from here: then every pass learns it anew."""
+    function: Any = None
+    """What runs in the operation's place (halley/fused.py); False if nothing does, None if that was not asked yet."""
 
     @property
     def stays(self) -> bool:
@@ -116,6 +118,17 @@ def signature(t: Tensor) -> tuple[Any, ...]:
     """What stays the same when the same site saves again, whatever the batch size."""
     node = t.grad_fn
     return (t.dtype, t.dim(), t.requires_grad, None if node is None else operation_name(node))
+
+
+def matches(site: Site, t: Tensor) -> bool:
+    """Whether `signature(t)` is the site's."""
+    dtype, dimensions, requires_grad, producer = site.signature
+    if t.dtype is not dtype or t.dim() != dimensions or t.requires_grad != requires_grad:
+        return False
+    node = t.grad_fn
+    if node is None:
+        return producer is None
+    return (_operations.get(type(node)) or operation_name(node)) == producer
 
 
 def comes_from_leaves(grad_fn: Any, parameters: bool, limit: int = 64) -> bool:

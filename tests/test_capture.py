@@ -728,13 +728,13 @@ class Reuse:
         self.count, self.seen, self.step = 0, {}, -1
         original = capture_module.Capture._cell
 
-        def counting(capture, saved, t):
+        def counting(capture, site, t, *rest):
             if capture.forward.step != self.step:
                 self.seen, self.step = {}, capture.forward.step
             known = self.seen.get(t.data_ptr())
             self.count += known is not None and known.expired()
             self.seen[t.data_ptr()] = StorageWeakRef(t.untyped_storage())
-            return original(capture, saved, t)
+            return original(capture, site, t, *rest)
 
         monkeypatch.setattr(capture_module.Capture, "_cell", counting)
 

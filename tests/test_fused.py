@@ -16,9 +16,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import halley
-from halley import fused
+from halley import fused, kernels
 from halley.api import Handle
 from halley.codecs import ErrorBounded, GroupQuant
+from halley.codecs.base import Hint
+from halley.packed import flatten
 from halley.policies import Fixed
 
 pytest.importorskip("triton")
@@ -38,11 +40,8 @@ def full_precision(monkeypatch) -> None:
 def attach(model: nn.Module, policy=TWO_BITS, device: str = DEVICE) -> Handle:
     """An attached model whose layers are fused on that device, whatever their size; nowhere on `none`."""
     handle = halley.attach(model, policy)
-    for module in model.modules():
-        if isinstance(module.__dict__.get("forward"), fused.Forward):
-            module.__dict__["forward"].remove()
-    layers = [hook.layer for m in model.modules() for hook in m._forward_pre_hooks.values()]
-    handle._hooks += fused.install(layers, handle._capture, device, smallest=1)
+    for forward in [hook for hook in handle._hooks if isinstance(hook, fused.Forward)]:
+        forward.device, forward.where, forward.smallest = device, None, 1
     return handle
 
 
@@ -202,7 +201,7 @@ class Direct(nn.Module):
         self.first, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return fused.norm(self.norm, self.first(x), fused.function_named("NativeBatchNorm"), DEVICE)
+        return fused.norm(self.norm, self.first(x), fused.function_named("NativeBatchNorm"))
 
 
 class Plain(Direct):
@@ -353,13 +352,16 @@ def test_copies_are_unattached_and_can_be_attached(calls):
 def test_a_replica_brings_its_own_weights(calls):
     """As DataParallel makes them: another object with the same attributes but its own weights."""
     model = net()
-    attach(model)
+    handle = attach(model)
     gradients(model, data())
     replica = model[1]._replicate_for_data_parallel()
     replica.weight, replica.bias = torch.full((8,), 3.0).to(DEVICE), torch.full((8,), 5.0).to(DEVICE)
     x = torch.randn(2, 8, 4, 4, device=DEVICE)
     expected = nn.functional.batch_norm(x, None, None, replica.weight, replica.bias, True)
     assert torch.equal(replica(x), expected)
+    before = handle.report().forwards
+    handle.detach()
+    assert torch.equal(replica(x), expected) and handle.report().forwards == before
 
 
 def test_who_is_left_alone():
@@ -735,3 +737,78 @@ def test_a_layer_whose_class_changes_after_attach_goes_the_plain_way():
         nn.utils.parametrizations.spectral_norm(m[1])
     for a, b in zip(gradients(model, x, steps=3), gradients(plain, x, steps=3), strict=True):
         assert torch.equal(a, b)
+
+
+def test_fused_layers_tell_of_their_calls_without_hooks():
+    model = net()
+    handle = attach(model)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model) and len(model._forward_pre_hooks) == 1
+    gradients(model, data())
+    assert {row.layer for row in handle.report().layers if row.codec != "kept"} == {"1", "2"}
+
+
+def test_a_fused_layer_on_its_own_is_compressed_and_leaves_nothing_behind_after_an_error():
+    model, x = nn.BatchNorm2d(8).to(DEVICE), torch.randn(4, 8, 18, 18, device=DEVICE)
+    plain = copy.deepcopy(model)
+    handle = attach(model)
+    with pytest.raises(ValueError, match="expected 4D input"):
+        model(x[0, 0])
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert torch.equal(gradients(model, x)[0], gradients(plain, x)[0])
+    assert handle.report().forwards == 3 and handle.report().packed_bytes > 0
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_weights_that_are_no_leaves_get_their_gradients(bias, calls):
+    """As in DataParallel's replicas, whose weights are copies that the graph leads back from."""
+    model, x, found = net(), data(), []
+    if not bias:
+        model[1].bias = None
+    for m, device in ((model, DEVICE), (copy.deepcopy(model), "none")):
+        attach(m, device=device)
+        gradients(m, x)
+        factor = torch.ones(8, device=DEVICE, requires_grad=True)
+        replica = m[1]._replicate_for_data_parallel()
+        replica.weight = m[1].weight * factor
+        if bias:
+            replica.bias = m[1].bias * 1
+        else:
+            replica._parameters["bias"] = None
+        m._modules["1"] = replica
+        m(x).square().mean().backward()
+        found.append([factor.grad])
+    assert near(*found, 1e-3) and calls == ["forward", "packed"] * 2
+
+
+def test_compiling_a_fused_layer_after_attach_is_an_error():
+    model = net()
+    attach(model)
+    with pytest.raises(Exception, match="Compile it first"):
+        torch.compile(model[1], backend="eager", fullgraph=True)(torch.randn(2, 8, 18, 18, device=DEVICE))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x,
+        lambda x: x.contiguous(memory_format=torch.channels_last),
+        lambda x: x.permute(1, 3, 0, 2),
+        lambda x: x[:, ::2],
+        lambda x: x[:1].expand(4, -1, -1, -1),
+        lambda x: x[1:],
+    ],
+)
+def test_memory_read_as_it_lies_gives_the_codes_of_its_flat_run(view, dtype, monkeypatch):
+    from halley.kernels import gpu
+
+    monkeypatch.setattr(kernels, "of", lambda device: gpu)
+    x = view(torch.randn(4, 8, 16, 8, device=DEVICE).to(dtype)).requires_grad_()
+    codec, hint, (flat, layout) = GroupQuant(bits=4), Hint(), flatten(x.detach())
+    expected = codec.encode_flat(flat, layout, key=5)
+    for _ in range(2):
+        packed = codec.encode_run(x, layout, flat.numel(), 5, hint)
+        assert torch.equal(packed.parts[0], expected.parts[0]) and packed.nbytes == expected.nbytes
+        decoded = packed.decode()
+        assert torch.equal(decoded, expected.decode()) and decoded.stride() == x.stride()
+    assert (packed.plan is not None) == layout.dense

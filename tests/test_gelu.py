@@ -169,3 +169,28 @@ def test_detach_copies_and_pickles_have_the_class_own_forward() -> None:
     model = net()
     halley.attach(model, EXACT, filter=lambda module, name: name != "1")
     assert "forward" not in model[1].__dict__
+
+
+def test_the_layer_tells_of_its_calls_without_hooks_and_leaves_nothing_behind_after_an_error() -> None:
+    model = net()
+    handle = halley.attach(model, EXACT)
+    assert not model[1]._forward_hooks and not model[1]._forward_pre_hooks and model[0]._forward_pre_hooks
+    with pytest.raises(TypeError):
+        model[1](batch(), batch())
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    replica = model[1]._replicate_for_data_parallel()
+    gradients(model, batch())
+    handle.detach()
+    before = handle.report().forwards
+    assert torch.equal(replica(batch()), model[1](batch())) and handle.report().forwards == before
+
+
+def test_compiling_after_attach_is_an_error_but_not_for_evaluation() -> None:
+    model = net()
+    halley.attach(model, EXACT)
+    compiled = torch.compile(model[1], backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="Compile it first"):
+        compiled(batch())
+    torch._dynamo.reset()
+    model.eval()
+    assert torch.equal(compiled(batch()), net()[1](batch()))

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from halley import kernels
-from halley.packed import Layout, Packed, flatten
+from halley.packed import Layout, Packed, flatten, run_of
 
 MASK64 = (1 << 64) - 1
 
 
-def mix(*words: int) -> int:
-    """One 64-bit hash of some integers, as a signed number that fits an operator's int argument.
+def mix(first: int, second: int, third: int | None = None) -> int:
+    """One 64-bit hash of two or three integers, as a signed number that fits an operator's int argument.
 
     A polynomial in the words, then splitmix64's last steps.
     """
-    h = 0
-    for word in words:
-        h = h * 0xD1342543DE82EF95 + word + 0x9E3779B97F4A7C15
+    h = (first + 0x9E3779B97F4A7C15) * 0xD1342543DE82EF95 + second + 0x9E3779B97F4A7C15
+    if third is not None:
+        h = h * 0xD1342543DE82EF95 + third + 0x9E3779B97F4A7C15
     h &= MASK64
     h = (h ^ h >> 30) * 0xBF58476D1CE4E5B9 & MASK64
     h = (h ^ h >> 27) * 0x94D049BB133111EB & MASK64
@@ -72,6 +72,10 @@ class Codec:
         """Encodes a flat run of memory. `key` varies stochastic rounding, `hint` carries sizes between steps."""
         raise NotImplementedError
 
+    def encode_run(self, x: Tensor, layout: Layout, length: int, key: int, hint: Hint) -> Packed:
+        """The same from a tensor, of which `layout_of` told layout and length; codecs may read its memory as it is."""
+        return self.encode_flat(run_of(x.detach(), layout, length), layout, key, hint)
+
     def encode(self, x: Tensor) -> Packed:
         """Encodes a tensor of any size and stride; `packed.decode()` gives it back."""
         if not isinstance(x, Tensor):
@@ -93,13 +97,14 @@ class Codec:
 
 
 class Hint:
-    """What one site's last encoding told: the payload's share of the source's bytes, and all bytes kept."""
+    """What one site's last encoding told: the payload's share of the source's bytes, all bytes kept, how it went."""
 
-    __slots__ = ("nbytes", "share")
+    __slots__ = ("nbytes", "plan", "share")
 
     def __init__(self) -> None:
         self.share = 0.0
         self.nbytes = 0
+        self.plan: Any = None
 
     def learn(self, payload: int, source: int) -> None:
         """Notes the payload's share, and leaves room for the next one to be a little larger."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +17,22 @@ from halley.packed import Layout, Packed
 class GroupQuantPacked(Packed):
     """One buffer: codes, then lo and step of each group."""
 
-    __slots__ = ("seed", "stride")
+    __slots__ = ("plan", "seed", "stride")
     codec: GroupQuant
     seed: int
     stride: int
+    plan: Any
+    """What the GPU's kernels need to decode it; None where others are at work."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.parts[0].nbytes
+
+    def decode_in(self, layout: Layout) -> Tensor:
+        if self.plan is None or not layout.dense:
+            return super().decode_in(layout)
+        out = torch.empty_strided(layout.size, layout.stride, dtype=self.dtype, device=self.plan.device)
+        return self.plan.fill(out, self.parts[0], self.seed)
 
     def decode_flat(self, mask: bool = False) -> Tensor:
         bits, group = self.codec.bits, self.codec.group
@@ -93,5 +106,26 @@ class GroupQuant(Codec):
         seed, stride = mix(self.seed, key), channel_stride(layout, flat.numel(), self.group)
         data = operations(flat).gq_encode(flat, self.bits, self.group, seed, stride, self.signs)
         packed = GroupQuantPacked(self, layout, flat.dtype, flat.numel(), (data,))
-        packed.seed, packed.stride = seed, stride
+        packed.seed, packed.stride, packed.plan = seed, stride, None
         return packed
+
+    def encode_run(self, x: Tensor, layout: Layout, length: int, key: int, hint: Hint) -> Packed:
+        known = hint.plan
+        # Policies make some codecs anew at every call.
+        same = known is not None and (known[0] is self or known[0] == self)
+        if not same or known[1] is not layout or known[2:4] != (x.dtype, x.device):
+            known = hint.plan = (self, layout, x.dtype, x.device, *self._plan(x, layout, length))
+        dtype, stride, plan = known[2], known[4], known[5]
+        if plan is None:
+            return super().encode_run(x, layout, length, key, hint)
+        seed = mix(self.seed, key)
+        packed = GroupQuantPacked(self, layout, dtype, length, (plan.codes(x, seed),))
+        packed.seed, packed.stride, packed.plan = seed, stride, plan
+        return packed
+
+    def _plan(self, x: Tensor, layout: Layout, length: int) -> tuple[int, Any]:
+        """How far apart the values of a group lie, and the GPU's plan for such tensors, if their memory is a run."""
+        stride, plan_of = channel_stride(layout, length, self.group), getattr(operations(x), "gq_plan", None)
+        if plan_of is None or not layout.dense:
+            return stride, None
+        return stride, plan_of(length, self.bits, self.group, x.dtype, stride, self.signs, x.device)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Callable
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -49,7 +51,12 @@ DP_COLUMNS = 512  # columns of tiles that a program of the dual precision sums a
 DP_BYTES = 1024  # bytes of codes or mask bits that such a program packs at a time
 TILE = {2: 1, 4: 2, 8: 2}  # itemsize -> groups that a program encodes, one warp each: what was fastest on an H200
 
-_compiled: dict[tuple, Callable[..., None]] = {}
+Runner = tuple[Callable[..., None], tuple]
+"""What starts a compiled kernel, and what it is given between the stream and the kernel's own arguments."""
+
+_compiled: dict[tuple, Runner] = {}
+_address = Tensor.data_ptr
+_c = torch._C
 
 
 def _launch(
@@ -61,7 +68,7 @@ def _launch(
     warps: int,
     registers: int = 0,
     special: int = 2,
-) -> Callable[..., None] | None:
+) -> Runner | None:
     """Runs a kernel over (tensors, numbers, constants). The compiled kernel is kept: Triton's own lookup is slow.
 
     `special`: how many of the first numbers Triton may specialise on; the others are marked in the kernel. Gives what
@@ -77,40 +84,36 @@ def _launch(
     kinds = tuple([(p & 15 == 0, t.dtype) for p, t in zip(pointers, tensors, strict=True)])
     sizes = tuple([1 if n == 1 else n % 16 == 0 for n in numbers[:special]])
     key = (function, device, constants, kinds, sizes)
-    run = _compiled.get(key)
-    if run is not None:
-        run(across, down, torch._C._cuda_getCurrentRawStream(device), *pointers, *numbers, *constants)
-        return run
+    runner = _compiled.get(key)
+    if runner is not None:
+        start, settings = runner
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        start(across, down, 1, stream, *settings, *pointers, *numbers, *constants)
+        return runner
     options = {"num_warps": warps, "enable_fp_fusion": False} | ({"maxnreg": registers} if registers else {})
     arguments = (*[_typed(t) for t in tensors], *numbers, *constants)
     kernel = function[(across, down, 1)](*arguments, **options)
     if kernel is None:  # the interpreter compiles nothing
         return None
-    run = _compiled[key] = _runner(kernel)
-    return run
+    runner = _compiled[key] = _runner(kernel)
+    return runner
 
 
-def _runner(kernel: Any) -> Callable[..., None]:
+def _runner(kernel: Any) -> Runner:
     """Calls a compiled kernel with addresses, past what Triton does for tensors and hooks."""
     run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
-
-    def launch(across: int, down: int, stream: int, *arguments: Any) -> None:
-        run(across, down, 1, stream, function, metadata, None, None, None, *arguments)
-
+    slow = run, (function, metadata, None, None, None)
     if not all(hasattr(run, name) for name in ("launch", "launch_cooperative_grid", "launch_pdl")):
-        return launch
+        return slow
     if getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1):
-        return launch
-    start, cooperative, pdl = run.launch, run.launch_cooperative_grid, run.launch_pdl
-
-    def direct(across: int, down: int, stream: int, *arguments: Any) -> None:
-        start(across, down, 1, stream, function, cooperative, pdl, None, None, metadata, None, None, None, *arguments)
-
-    return direct
+        return slow
+    cooperative, pdl = run.launch_cooperative_grid, run.launch_pdl
+    return run.launch, (function, cooperative, pdl, None, None, metadata, None, None, None)
 
 
 def _typed(x: Tensor) -> Tensor:
     """What the kernels see: bf16 travels as int16, bool as uint8."""
+    x = x.detach()
     if x.dtype == torch.bfloat16:
         return x.view(torch.int16)
     return x.view(torch.uint8) if x.dtype == torch.bool else x
@@ -193,7 +196,7 @@ def _fits_kernel(bits: int, group: int) -> bool:
 class GqPlan:
     """All that does not change from one call to the next for tensors of one size and setting: sizes, grids, constants.
 
-    `codes`, `values` and `gate` are gq_encode, gq_decode and gq_gate for such tensors.
+    `codes`, `values` and `gate` are gq_encode, gq_decode and gq_gate for such tensors; their memory is read as it lies.
     """
 
     __slots__ = ("decoders", "device", "dtype", "encoder", "gater", "limit", "numbers", "numel", "pairs", "size")
@@ -250,6 +253,10 @@ class GqPlan:
 
     def values(self, data: Tensor, seed: int, mask: bool) -> Tensor:
         out = torch.empty(self.numel, dtype=torch.bool if mask else self.dtype, device=self.device)
+        return self.fill(out, data, seed, mask)
+
+    def fill(self, out: Tensor, data: Tensor, seed: int, mask: bool = False) -> Tensor:
+        """The same into memory without gaps."""
         self.decoders[mask]((data, out), (*self.numbers, *_halves(seed), self.limit))
         return out
 
@@ -262,7 +269,7 @@ class GqPlan:
 class Launch:
     """A kernel with its grid and constants. Compiled when it is first called; what was compiled is kept."""
 
-    __slots__ = ("across", "arguments", "constants", "down", "run")
+    __slots__ = ("arguments", "constants", "grid", "runner")
 
     def __init__(
         self,
@@ -273,26 +280,23 @@ class Launch:
         special: int,
         registers: int = 0,
     ) -> None:
-        self.across, self.down = (grid, 1) if isinstance(grid, int) else grid
+        self.grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1)
         self.constants = constants
         self.arguments = (function, grid, warps, registers, special)
-        self.run: Callable[..., None] | None = None
+        self.runner: Runner | None = None
 
     def __call__(self, tensors: tuple[Tensor, ...], numbers: tuple) -> None:
-        pointers = [t.data_ptr() for t in tensors]
-        together = 0
-        for pointer in pointers:
-            together |= pointer
-        device = tensors[0].get_device()
+        pointers = tuple(map(_address, tensors))
+        loose, device, runner = reduce(or_, pointers) & 15, tensors[0].get_device(), self.runner
         # Only where all memory is aligned, as fresh memory is, one compiled kernel serves every call.
-        if self.run is None or together & 15 or device != torch._C._cuda_getDevice():
-            function, grid, *settings = self.arguments
-            found = _launch(function, grid, tensors, numbers, self.constants, *settings)
-            if not together & 15:
-                self.run = found
+        if runner is None or loose or device != _c._cuda_getDevice():
+            function, grid, *options = self.arguments
+            found = _launch(function, grid, tensors, numbers, self.constants, *options)
+            if not loose:
+                self.runner = found
         else:
-            stream = torch._C._cuda_getCurrentRawStream(device)
-            self.run(self.across, self.down, stream, *pointers, *numbers, *self.constants)
+            stream = _c._cuda_getCurrentRawStream(device)
+            runner[0](*self.grid, stream, *runner[1], *pointers, *numbers, *self.constants)
 
 
 @functools.lru_cache(maxsize=4096)

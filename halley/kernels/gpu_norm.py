@@ -443,6 +443,7 @@ def finish_kernel(
     tl.store(line + 2 * channels + c, -k1 * (sum_g * share) - middle * k2, mask=here)
 
 
+@functools.lru_cache(maxsize=4096)
 def supported(size: tuple[int, ...], stride: int, last: bool, bits: int, group: int, dtype: torch.dtype) -> bool:
     """Whether the kernels take a tensor of that size, packed with that stride, in channels_last memory or not."""
     values = size[0] * size[1]
@@ -563,7 +564,7 @@ def norm_backward(
     otherwise contiguous.
     """
     kind = None if weight is None else weight.dtype
-    plan = norm_plan(tuple(grad.shape), grad.dtype, bits, last, kind, grad.device, ROUND)
+    plan = norm_plan(grad.shape, grad.dtype, bits, last, kind, grad.device, ROUND)
     halves = _halves(seed)
     sums = plan.sum_up(grad, data, mean, halves)
     line = torch.empty(3, plan.channels, dtype=torch.float32, device=grad.device)

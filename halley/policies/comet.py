@@ -139,7 +139,7 @@ class Following:
             return at_attention(self._initial, site)
         if site.need == "logprob":
             return at_logprob(self._initial, site)
-        return self._layers.get(site.layer, self._unseen(site))
+        return self._layers.get(site.layer) or self._unseen(site)
 
     def _unseen(self, site: Site) -> Codec:
         """In force before the first collection; slopes of functions take more bits than sums that errors cancel in."""
