@@ -2,19 +2,17 @@
 
 Around the compiled call stand saved-tensor hooks that are graph modules. They make dynamo compile anew, and AOTAutograd
 asks for them to be written into the two graphs it has made; there `inline` takes over (halley/graphs.py). Sizes are
-constants of a graph, so the codec is one of fixed rate; step and rank are not: one small tensor on the host carries
-them from a forward pass to its backward pass.
+constants of a graph, so the codec is one of fixed rate. What the graphs call is in halley/graph_ops.py.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -23,14 +21,15 @@ from torch import Tensor, nn
 from torch._C import _autograd
 from torch._functorch._aot_autograd import graph_compile
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
+from halley import graph_ops, lowerings, rewrites
 from halley.capture import Capture, inside_compile, keep, may_push, unpack
 from halley.cells import Record, satisfies, strictest
 from halley.codecs import Codec, DualPrecision, ErrorBounded, GroupQuant, Mask
-from halley.codecs.base import mix, operations
 from halley.codecs.groupquant import channel_stride
 from halley.graphs import Pair, hint, is_relu, value
-from halley.kernels import FLOATS, gq_sizes
+from halley.kernels import FLOATS
 from halley.packed import Layout
 from halley.sites import Site
 
@@ -39,127 +38,8 @@ PATIENCE = 2
 BITS_FOR_BOUND = 8
 """What takes the place of a codec under a bound, whose size is not known beforehand."""
 
-# -- operators ---------------------------------------------------------------------------------------------------------
-
-SCHEMAS = {
-    "forward_seed": "(int graph) -> Tensor",
-    "site_encode": "(Tensor x, Tensor seed, int[] order, int site, int salt, int bits, int group, int stride,"
-    " bool signs) -> Tensor",
-    "site_decode": "(Tensor data, Tensor seed, SymInt[] size, SymInt[] strides, ScalarType dtype, int[] order,"
-    " int site, int salt, int bits, int group, int stride, bool signs) -> Tensor",
-    "mask_encode": "(Tensor x, int[] order) -> Tensor",
-    "mask_decode": "(Tensor data, SymInt[] size, SymInt[] strides, ScalarType dtype, int[] order) -> Tensor",
-}
-
-
-def forward_seed(graph: int) -> Tensor:
-    """Step and rank of the forward pass that begins: what stochastic rounding varies with, kept for its backward."""
-    owner = _graphs[graph]()
-    if owner is None:
-        return torch.zeros(2, dtype=torch.int64)
-    owner.ran.append(graph)
-    return torch.tensor([owner.capture.step, owner.capture.rank], dtype=torch.int64)
-
-
-def seed_at(seed: Tensor, site: int, salt: int) -> int:
-    """The seed of one site in one forward pass: the same hash as in eager mode."""
-    step, rank = seed.tolist()
-    return mix(salt, mix(step, site, rank))
-
-
-def in_order(size: Sequence[int], strides: Sequence[int], order: Sequence[int]) -> bool:
-    """Whether elements fill their memory without gaps, with the dimensions in this order."""
-    return _in_order(tuple(size), tuple(strides), tuple(order))
-
-
-@functools.lru_cache(maxsize=4096)
-def _in_order(size: tuple[int, ...], strides: tuple[int, ...], order: tuple[int, ...]) -> bool:
-    expected = 1
-    for d in reversed(order):
-        if strides[d] != expected and size[d] != 1:
-            return False
-        expected *= size[d]
-    return True
-
-
-def run_of(x: Tensor, order: list[int]) -> Tensor:
-    """The elements of a tensor as a flat run, the dimensions in this order: its own memory where that is its order."""
-    if in_order(x.shape, x.stride(), order):
-        return x.as_strided((x.numel(),), (1,))
-    return x.permute(order).contiguous().view(-1)
-
-
-def laid_out(flat: Tensor, size: list[int], strides: list[int], order: list[int]) -> Tensor:
-    """The tensor whose run `flat` is, with these strides."""
-    if in_order(size, strides, order):
-        return flat.as_strided(size, strides)
-    x = flat.view([size[d] for d in order]).permute([order.index(d) for d in range(len(order))])
-    return torch.empty_strided(size, strides, dtype=flat.dtype, device=flat.device).copy_(x)
-
-
-def site_encode(
-    x: Tensor, seed: Tensor, order: list[int], site: int, salt: int, bits: int, group: int, stride: int, signs: bool
-) -> Tensor:
-    """A saved tensor as GroupQuant keeps it."""
-    flat = run_of(x, order)
-    return operations(flat).gq_encode(flat, bits, group, seed_at(seed, site, salt), stride, signs)
-
-
-def site_decode(
-    data: Tensor, seed: Tensor, size: list[int], strides: list[int], dtype: torch.dtype, order: list[int], site: int,
-    salt: int, bits: int, group: int, stride: int, signs: bool,
-) -> Tensor:  # fmt: skip
-    """What `site_encode` kept, with the size and strides it had."""
-    drawn = seed_at(seed, site, salt)
-    flat = operations(data).gq_decode(data, product(size), bits, group, dtype, False, drawn, stride, signs)
-    return laid_out(flat, size, strides, order)
-
-
-def mask_encode(x: Tensor, order: list[int]) -> Tensor:
-    """A bit for each value: not (x <= 0), which is what ReLU's backward asks."""
-    flat = run_of(x, order)
-    flags = flat if flat.dtype == torch.bool else ~(flat <= 0)
-    return operations(flat).bits_encode(flags.view(torch.uint8), 1)
-
-
-def mask_decode(data: Tensor, size: list[int], strides: list[int], dtype: torch.dtype, order: list[int]) -> Tensor:
-    """Zero and one, as `dtype`."""
-    flat = operations(data).bits_decode(data, 1, product(size))
-    flat = flat.view(torch.bool) if dtype == torch.bool else flat.to(dtype)
-    return laid_out(flat, size, strides, order)
-
-
-def product(size: list[int]) -> int:
-    numel = 1
-    for extent in size:
-        numel *= extent
-    return numel
-
-
-def _restored(size: Any, strides: Any, dtype: torch.dtype, like: Tensor) -> Tensor:
-    return torch.empty_strided(size, strides, dtype=dtype, device=like.device)
-
-
-_FAKES: dict[str, Callable[..., Tensor]] = {
-    "forward_seed": lambda graph: torch.empty(2, dtype=torch.int64, device="cpu"),
-    "site_encode": lambda x, seed, order, site, salt, bits, group, stride, signs: x.new_empty(
-        gq_sizes(x.numel(), bits, group, x.dtype, stride)[2], dtype=torch.uint8
-    ),
-    "site_decode": lambda data, seed, size, strides, dtype, *rest: _restored(size, strides, dtype, data),
-    "mask_encode": lambda x, order: x.new_empty((x.numel() + 7) // 8, dtype=torch.uint8),
-    "mask_decode": lambda data, size, strides, dtype, order: _restored(size, strides, dtype, data),
-}
-# A recorded CUDA graph would round every step in the same way: these run outside of it.
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
-_library = torch.library.Library("halley", "FRAGMENT")
-for _name, _schema in SCHEMAS.items():
-    _library.define(_name + _schema, tags=_TAGS)
-    torch.library.register_fake(f"halley::{_name}", _FAKES[_name], lib=_library)
-    _library.impl(_name, globals()[_name], "CompositeExplicitAutograd")
-
 # -- hooks -------------------------------------------------------------------------------------------------------------
 
-_graphs: dict[int, weakref.ref[Compiled]] = {}
 _numbers = itertools.count()
 _owners: dict[int, weakref.ref[Compiled]] = {}
 _hooks: list[tuple[GraphModule, GraphModule]] = []
@@ -340,6 +220,7 @@ class Compiled:
         pair = Pair(forward.graph, backward.graph, outputs, static, differentiable)
         if not pair.saved:
             return
+        lowerings.install()
         pair.cut()
         packings = {node: self.choose(pair, node) for node in pair.saved if node in pair.data}
         graph = next(_numbers)
@@ -351,7 +232,7 @@ class Compiled:
         backward.recompile()
         if writer.packed:
             writer.mark()
-            _graphs[graph] = weakref.ref(self)
+            graph_ops.graphs[graph] = weakref.ref(self)
             self.packings[graph] = list(packings.values())
 
     def choose(self, pair: Pair, node: Node) -> Packing:
@@ -452,18 +333,59 @@ class Writer:
         forward, backward = self.seed()
         order = order_of(t)
         stride = stride_of(t, codec.group, order)
-        settings = (order, site.number, codec.seed, codec.bits, codec.group, stride, codec.signs)
+        rate = (codec.bits, codec.group, stride, codec.signs)
+        settings = (order, site.number, codec.seed, *rate)
         packed = self._after(node, torch.ops.halley.site_encode.default, (node, forward, *settings))
 
         def restore(data: Node) -> Node:
             arguments = (data, backward, *self._layout(node), t.dtype, *settings)
-            return self._here(torch.ops.halley.site_decode.default, arguments, t)
+            return self._here(torch.ops.halley.site_decode.default, arguments)
 
         readers = self.pair.readers_behind(self.pair.inputs[node.name])
         masked = [pair for pair, site in zip(readers, packing.sites, strict=True) if site.need == "mask"]
-        self.pair.swap(node, packed, restore)
-        self.pair.ask_for_zeros(masked)
+        data, restored = self.pair.swap(node, packed, restore)
+        arguments = (data, *self._layout(node), t.dtype, order, *rate)
+        self.pair.ask_for_zeros(
+            masked,
+            t,
+            lambda: self._here(torch.ops.halley.site_mask.default, arguments),
+            lambda grad: self._here(torch.ops.halley.site_gate.default, (grad, data, *rate)),
+        )
+        norm = rewrites.norm_behind(restored)
+        if norm is not None and rewrites.reads_codes(norm, t, *rate):
+            self._norm(norm, (data, backward), (site.number, codec.seed, codec.bits, stride))
+            return packed
+        for reader in list(restored.users):
+            if rewrites.parts(reader, restored):
+                self._part(reader, node)
         return packed
+
+    def _norm(self, norm: rewrites.Norm, data: tuple[Node, Node], settings: tuple[int, ...]) -> None:
+        """Batch norm's backward from codes."""
+        graph, read = self.pair.backward, (norm.mean, norm.invstd, norm.weight)
+        # Inductor is to store it once, as it lies, and not once for each of the two readers.
+        norm.grad.meta["inductor_realize_to_strides"] = True
+        with graph.inserting_before(norm.result):
+            sums = self._here(torch.ops.halley.norm_sums.default, (norm.grad, *data, *read, *settings))
+            for row, node in (*((3, node) for node in norm.grad_weights), (4, norm.grad_bias)):
+                node.replace_all_uses_with(self._here(torch.ops.aten.select.int, (sums, 0, row)))
+            result = self._here(torch.ops.halley.norm_apply.default, (norm.grad, *data, sums, *settings))
+        norm.result.replace_all_uses_with(result)
+        for node in (norm.result, *norm.grad_weights, norm.grad_bias):
+            self.pair.drop(node)
+
+    def _part(self, conv: Node, node: Node) -> None:
+        """A convolution's backward in two calls."""
+        grad, x, weight, bias, *settings, mask = conv.args
+        wanted = {user.args[1]: user for user in conv.users}
+        conv.args = (grad, x, weight, bias, *settings, [False, *mask[1:]])  # type: ignore[index,misc]
+        conv.meta["val"] = (None, *value(conv)[1:])
+        if 0 in wanted:
+            with self.pair.backward.inserting_after(conv):
+                arguments = (grad, weight, *self._layout(node), *settings)
+                made = self._here(torch.ops.halley.conv_input_grad.default, arguments)
+            wanted[0].replace_all_uses_with(made)
+            self.pair.backward.erase_node(wanted[0])
 
     def _masked(self, node: Node) -> Node:
         t = value(node)
@@ -472,7 +394,7 @@ class Writer:
 
         def restore(data: Node) -> Node:
             arguments = (data, *self._layout(node), t.dtype, order)
-            return self._here(torch.ops.halley.mask_decode.default, arguments, t)
+            return self._here(torch.ops.halley.mask_decode.default, arguments)
 
         self.pair.swap(node, packed, restore)
         return packed
@@ -504,19 +426,18 @@ class Writer:
     def _after(self, node: Node, target: Any, arguments: tuple[Any, ...]) -> Node:
         """A node of the forward graph behind `node`."""
         with self.pair.forward.inserting_after(node):
-            made = self.pair.forward.call_function(target, arguments)
-        values = tuple(value(a) if isinstance(a, Node) else a for a in arguments)
-        # Inductor lays the tensor out as it is here, which spares a copy.
-        made.meta["eager_input_vals"] = (values, {})
-        with value(node).fake_mode:
-            made.meta["val"] = target(*values)
-        return made
+            return self._with_value(self.pair.forward.call_function(target, arguments))
 
-    def _here(self, target: Any, arguments: tuple[Any, ...], like: Tensor) -> Node:
-        """A node of the backward graph where it is being written, that gives a tensor like the one saved."""
-        made = self.pair.backward.call_function(target, arguments)
-        with like.fake_mode:  # type: ignore[attr-defined]
-            made.meta["val"] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    def _here(self, target: Any, arguments: tuple[Any, ...]) -> Node:
+        """A node of the backward graph where it is being written."""
+        return self._with_value(self.pair.backward.call_function(target, arguments))
+
+    def _with_value(self, made: Node) -> Node:
+        values = map_arg(made.args, value)
+        # Inductor lays the tensors out as they are here, which spares a copy.
+        made.meta["eager_input_vals"] = (values, {})
+        with value(self.pair.saved[0]).fake_mode:
+            made.meta["val"] = made.target(*values)  # type: ignore[operator]
         return made
 
 

@@ -367,8 +367,8 @@ class Pair:
 
     # -- packing -------------------------------------------------------------------------------------------------------
 
-    def swap(self, made: Node, packed: Node, restore: Callable[[Node], Node]) -> None:
-        """Saves `packed` in place of `made`, and restores it before its first reader."""
+    def swap(self, made: Node, packed: Node, restore: Callable[[Node], Node]) -> tuple[Node, Node]:
+        """Saves `packed` in place of `made`, and restores it before its first reader: (saved, restored)."""
         old = self.inputs.pop(made.name)
         with self.backward.inserting_before(old):
             new = self.backward.placeholder(packed.name)
@@ -383,6 +383,7 @@ class Pair:
             restored = restore(new)
         old.replace_all_uses_with(restored)
         self.backward.erase_node(old)
+        return new, restored
 
     def forget(self, made: Node, restore: Callable[[], Node]) -> None:
         """Saves nothing in place of `made`."""
@@ -397,27 +398,96 @@ class Pair:
             self.first = self.inputs[self.saved[0].name]
         self.backward.erase_node(old)
 
-    def ask_for_zeros(self, readers: Iterable[tuple[Node, Node]]) -> None:
-        """Lets readers of a mask ask what is zero: of ReLU's result a codec keeps that, but not what is positive."""
+    def ask_for_zeros(
+        self, readers: Iterable[tuple[Node, Node]], t: Tensor, mask: Callable[[], Node], gate: Callable[[Node], Node]
+    ) -> None:
+        """Lets readers of a mask ask what is zero: of ReLU's result a codec keeps that, but not what is positive.
+
+        `mask` writes a node that says what of `t` is not zero, `gate` one that gives a gradient there and zero else;
+        behind views restored values are asked.
+        """
         for reader, source in readers:
-            name = name_of(reader.target)
-            if name in COMPARISONS:
-                reader.target = torch.ops.aten.eq.Scalar if name == "le" else torch.ops.aten.ne.Scalar
-                for masked in reader.users:
-                    # A gradient that waits for a residual path: inductor is to store it, and not what it is made from.
-                    if any("norm" not in operation_of(user) for user in masked.users):
-                        masked.meta["inductor_realize_to_strides"] = True
-            elif name == "threshold_backward":
-                with self.backward.inserting_before(reader):
-                    size = self.backward.call_function(torch.ops.aten.abs.default, (source,))
-                size.meta = {**source.meta}
-                reader.replace_input_with(source, size)
+            alike = layout(value(source)) == layout(t)
+            gated = the_only_masked(reader) if alike else None
+            if gated is not None and fits(gated.args[2], t):
+                with self.backward.inserting_before(gated):
+                    gated.replace_all_uses_with(gate(gated.args[2]))  # type: ignore[arg-type]
+                self.drop(gated)
+                continue
+            with self.backward.inserting_before(reader):
+                flags = mask() if alike else self._not_zero(source)
+                if name_of(reader.target) == "threshold_backward":
+                    self._threshold(reader, source, flags)
+                else:
+                    self._mask(reader, flags)
+            self.drop(source)
+
+    def _not_zero(self, source: Node) -> Node:
+        flags = self.backward.call_function(torch.ops.aten.ne.Scalar, (source, 0))
+        with value(source).fake_mode:
+            flags.meta["val"] = torch.empty_like(value(source), dtype=torch.bool)
+        return flags
+
+    def _threshold(self, reader: Node, source: Node, flags: Node) -> None:
+        """One and zero are on the same sides of ReLU's threshold as what is positive and what is zero."""
+        kind = {"dtype": value(source).dtype}
+        ones = self.backward.call_function(torch.ops.aten._to_copy.default, (flags,), kind)
+        ones.meta = {**source.meta}
+        reader.replace_input_with(source, ones)
+
+    def _mask(self, reader: Node, flags: Node) -> None:
+        if name_of(reader.target) == "le":
+            zero = self.backward.call_function(torch.ops.aten.logical_not.default, (flags,))
+            zero.meta = {**reader.meta}
+            flags = zero
+        for masked in reader.users:
+            # A gradient that waits for a residual path: inductor is to store it, and not what it is made from.
+            if any("norm" not in operation_of(user) for user in masked.users):
+                masked.meta["inductor_realize_to_strides"] = True
+        reader.replace_all_uses_with(flags)
+        self.backward.erase_node(reader)
+
+    def drop(self, node: Node) -> None:
+        """Takes a node of the backward graph out, and what it alone read, unless somebody reads it."""
+        if node.op == "call_function" and not node.users:
+            sources = node.all_input_nodes
+            self.backward.erase_node(node)
+            for source in sources:
+                self.drop(source)
 
     def finish(self) -> None:
         """Writes what is saved now into the forward graph's results."""
         self.end.args = ((*self.results, *self.saved, *self.new_sizes, *self.others),)
         self.forward.lint()
         self.backward.lint()
+
+
+def the_only_masked(comparison: Node) -> Node | None:
+    """`where(comparison, 0, gradient)`, if that is who alone reads `comparison`."""
+    users = list(comparison.users)
+    if name_of(comparison.target) != "le" or len(users) != 1 or name_of(users[0].target) != "where":
+        return None
+    condition, zero, _ = users[0].args
+    return users[0] if condition is comparison and is_zero(zero) else None
+
+
+def is_zero(node: Any) -> bool:
+    """Whether a node gives the constant zero."""
+    place = {"scalar_tensor": 0, "full": 1}.get(name_of(node.target)) if isinstance(node, Node) else None
+    return place is not None and node.args[place] == 0
+
+
+def fits(gradient: Any, t: Tensor) -> bool:
+    """Whether a gradient comes from a convolution, so that inductor has nothing to fuse with, and lies as `t` did."""
+    if not isinstance(gradient, Node) or name_of(gradient.target) != "getitem":
+        return False
+    given = value(gradient)
+    return given.dtype == t.dtype and layout(given) == layout(t) and "convolution" in operation_of(gradient)
+
+
+def layout(t: Tensor) -> list[str]:
+    """Size and strides as texts: comparing symbols would make them constants."""
+    return [str(number) for number in (*t.shape, *t.stride())]
 
 
 def storage(t: Tensor) -> StorageWeakRef:

@@ -32,7 +32,8 @@ class GroupQuantPacked(Packed):
         if self.plan is None or not layout.dense:
             return super().decode_in(layout)
         out = torch.empty_strided(layout.size, layout.stride, dtype=self.dtype, device=self.plan.device)
-        return self.plan.fill(out, self.parts[0], self.seed)
+        self.plan.decode(self.parts[0], self.seed, False, out)
+        return out
 
     def decode_flat(self, mask: bool = False) -> Tensor:
         bits, group = self.codec.bits, self.codec.group

@@ -196,7 +196,8 @@ def _fits_kernel(bits: int, group: int) -> bool:
 class GqPlan:
     """All that does not change from one call to the next for tensors of one size and setting: sizes, grids, constants.
 
-    `codes`, `values` and `gate` are gq_encode, gq_decode and gq_gate for such tensors; their memory is read as it lies.
+    `codes`, `values` and `gate` are gq_encode, gq_decode and gq_gate for such tensors; `encode`, `decode` and
+    `gate_into` write to memory that is there. It has no gaps, and is read and written as it lies.
     """
 
     __slots__ = ("decoders", "device", "dtype", "encoder", "gater", "limit", "numbers", "numel", "pairs", "size")
@@ -247,23 +248,28 @@ class GqPlan:
 
     def codes(self, x: Tensor, seed: int) -> Tensor:
         data = torch.empty(self.size, dtype=torch.uint8, device=self.device)
+        self.encode(x, seed, data)
+        return data
+
+    def encode(self, x: Tensor, seed: int, data: Tensor) -> None:
         encoder = self.encoder if self.pairs is None or x.data_ptr() & 3 else self.pairs
         encoder((x, data), (*self.numbers, *_halves(seed)))
-        return data
 
     def values(self, data: Tensor, seed: int, mask: bool) -> Tensor:
         out = torch.empty(self.numel, dtype=torch.bool if mask else self.dtype, device=self.device)
-        return self.fill(out, data, seed, mask)
-
-    def fill(self, out: Tensor, data: Tensor, seed: int, mask: bool = False) -> Tensor:
-        """The same into memory without gaps."""
-        self.decoders[mask]((data, out), (*self.numbers, *_halves(seed), self.limit))
+        self.decode(data, seed, mask, out)
         return out
+
+    def decode(self, data: Tensor, seed: int, mask: bool, out: Tensor) -> None:
+        self.decoders[mask]((data, out), (*self.numbers, *_halves(seed), self.limit))
 
     def gate(self, data: Tensor, x: Tensor) -> Tensor:
         out = torch.empty_like(x)
-        self.gater((data, x, out), self.numbers)
+        self.gate_into(data, x, out)
         return out
+
+    def gate_into(self, data: Tensor, x: Tensor, out: Tensor) -> None:
+        self.gater((data, x, out), self.numbers)
 
 
 class Launch:

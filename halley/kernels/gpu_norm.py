@@ -414,9 +414,14 @@ def flat_apply_kernel(
 @triton.jit(do_not_specialize=["splits", "channels"])
 def finish_kernel(
     sums, mean, invstd, weight, grad_weight, grad_bias, line, splits: tl.int32, channels: tl.int32, share: tl.float32,
-    AFFINE: tl.constexpr, WEIGHT: tl.constexpr, ROWS: tl.constexpr, CH: tl.constexpr,
+    AFFINE: tl.constexpr, WEIGHT: tl.constexpr, ROWS: tl.constexpr, CH: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """From the sums: the gradients of weight and bias, and k1, k2, k3 of each channel; `share` is 1 / values of one."""
+    """From the sums: the gradients of weight and bias, and k1, k2, k3 of each channel; `share` is 1 / values of one.
+
+    TOGETHER: the gradients are two further rows of `line`.
+    """
+    if TOGETHER:
+        grad_weight, grad_bias = line + 3 * channels, line + 4 * channels
     c = tl.program_id(0) * CH + tl.arange(0, CH)
     here = c < channels
     row = tl.arange(0, ROWS)[:, None]
@@ -466,6 +471,7 @@ class NormPlan:
         "channels",
         "device",
         "finish",
+        "finish_together",
         "gather",
         "last",
         "numbers",
@@ -490,8 +496,10 @@ class NormPlan:
         self.sums = (splits, 2, self.channels)
         self.rest = (splits, self.channels, self.channels / numel)
         weight = tl.float32 if kind is None else TYPES[kind]
-        constants = (kind is not None, weight, min(256, _power(splits)), 8)
-        self.finish = Launch(finish_kernel, -(-self.channels // 8), constants, 4, 2)
+        constants, programs = (kind is not None, weight, min(256, _power(splits)), 8), -(-self.channels // 8)
+        self.finish, self.finish_together = (
+            Launch(finish_kernel, programs, (*constants, together), 4, 2) for together in (False, True)
+        )
 
     def _plan_last(self, numel: int, dtype: torch.dtype, bits: int) -> int:
         """The launches for channels_last memory; returns the number of partial sums."""
@@ -579,6 +587,22 @@ def norm_backward(
     out = torch.empty_like(grad)
     plan.write((grad, data, line, out), (*plan.numbers[1], *halves))
     return out, grad_weight, grad_bias
+
+
+def norm_sums(
+    grad: Tensor, data: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, bits: int, seed: int, last: bool,
+    out: Tensor,
+) -> None:  # fmt: skip
+    """The first part of `norm_backward`: writes [k1, k2, k3, grad_weight, grad_bias] of channels; weight is fp32."""
+    plan = norm_plan(grad.shape, grad.dtype, bits, last, weight.dtype, grad.device, ROUND)
+    sums = plan.sum_up(grad, data, mean, _halves(seed))
+    plan.finish_together((sums, mean, invstd, weight, out, out, out), plan.rest)
+
+
+def norm_apply(grad: Tensor, data: Tensor, line: Tensor, bits: int, seed: int, last: bool, out: Tensor) -> None:
+    """The second part: writes the gradient of the input. `line` is what `norm_sums` wrote."""
+    plan = norm_plan(grad.shape, grad.dtype, bits, last, torch.float32, grad.device, ROUND)
+    plan.write((grad, data, line, out), (*plan.numbers[1], *_halves(seed)))
 
 
 def _power(n: int) -> int:

@@ -187,6 +187,18 @@ def test_parameters_alone():
     assert out is None and all(torch.equal(a, b) for a, b in zip(rest, gpu_norm.norm_backward(*args)[1:], strict=True))
 
 
+@pytest.mark.parametrize("size", [(2, 8, 14, 14), (2, 6, 9, 9)])
+@pytest.mark.parametrize("last", [False, True])
+def test_two_parts_give_what_the_whole_gives(size, last):
+    grad, mean, invstd, weight = tensors(size, last, torch.bfloat16, torch.float32)
+    data = packed(grad.numel(), 2, size[1] if last else 1, True)
+    whole = gpu_norm.norm_backward(grad, data, mean, invstd, weight, 2, SEED, last)
+    sums, out = torch.empty(5, size[1], device=DEVICE), torch.empty_like(grad)
+    gpu_norm.norm_sums(grad, data, mean, invstd, weight, 2, SEED, last, sums)
+    gpu_norm.norm_apply(grad, data, sums, 2, SEED, last, out)
+    assert all(torch.equal(a, b) for a, b in zip(whole, (out, sums[3], sums[4]), strict=True))
+
+
 def test_what_is_left_to_others():
     """Planes of a few values, one channel, groups across channels in channels_last memory, other settings."""
     good = ((2, 8, 14, 14), 1, False, 2, 128, torch.float32)
@@ -221,7 +233,9 @@ for dtype, name in ((tl.float32, "*fp32"), (tl.bfloat16, "*i16")):
     build(gpu_norm.flat_reduce_kernel, pointers, flat | {"TILES": 1}, 1)
     build(gpu_norm.flat_apply_kernel, pointers, flat | {"ONCE": False, "PARTS": 4}, 4)
 build(gpu_norm.gather_kernel, pointers, {"ROWS": 32, "WIDTH": 32}, 4)
-build(gpu_norm.finish_kernel, pointers, {"AFFINE": True, "WEIGHT": tl.float32, "ROWS": 256, "CH": 8}, 4)
+for together in (False, True):
+    constants = {"AFFINE": True, "WEIGHT": tl.float32, "ROWS": 256, "CH": 8, "TOGETHER": together}
+    build(gpu_norm.finish_kernel, pointers, constants, 4)
 """
 
 

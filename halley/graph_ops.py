@@ -1,0 +1,325 @@
+"""What compiled graphs call: packing, restoring, and gradients that read a saved tensor packed.
+
+Sizes are constants of a graph or symbols in it; step and rank are not: one small tensor on the host carries them from a
+forward pass to its backward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from halley.codecs.base import mix, operations
+from halley.fused import hollow
+from halley.kernels import gq_sizes, of
+
+if TYPE_CHECKING:
+    from halley.compiled import Compiled
+    from halley.kernels.gpu import GqPlan
+
+graphs: dict[int, weakref.ref[Compiled]] = {}
+"""Whose a forward graph is, by its number."""
+
+SCHEMAS = {
+    "forward_seed": "(int graph) -> Tensor",
+    "site_encode": "(Tensor x, Tensor seed, int[] order, int site, int salt, int bits, int group, int stride,"
+    " bool signs) -> Tensor",
+    "site_decode": "(Tensor data, Tensor seed, SymInt[] size, SymInt[] strides, ScalarType dtype, int[] order,"
+    " int site, int salt, int bits, int group, int stride, bool signs) -> Tensor",
+    "site_mask": "(Tensor data, SymInt[] size, SymInt[] strides, ScalarType dtype, int[] order, int bits, int group,"
+    " int stride, bool signs) -> Tensor",
+    "site_gate": "(Tensor grad, Tensor data, int bits, int group, int stride, bool signs) -> Tensor",
+    "mask_encode": "(Tensor x, int[] order) -> Tensor",
+    "mask_decode": "(Tensor data, SymInt[] size, SymInt[] strides, ScalarType dtype, int[] order) -> Tensor",
+    "norm_sums": "(Tensor grad, Tensor data, Tensor seed, Tensor mean, Tensor invstd, Tensor weight, int site,"
+    " int salt, int bits, int stride) -> Tensor",
+    "norm_apply": "(Tensor grad, Tensor data, Tensor seed, Tensor sums, int site, int salt, int bits, int stride)"
+    " -> Tensor",
+    "conv_input_grad": "(Tensor grad, Tensor weight, SymInt[] size, SymInt[] strides, SymInt[] stride,"
+    " SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups) -> Tensor",
+}
+GROUP = 128
+"""The only size of groups that batch norm's backward reads packed."""
+
+
+def forward_seed(graph: int) -> Tensor:
+    """Step and rank of the forward pass that begins: what stochastic rounding varies with, kept for its backward."""
+    owner = graphs[graph]()
+    if owner is None:
+        return torch.zeros(2, dtype=torch.int64)
+    owner.ran.append(graph)
+    return torch.tensor([owner.capture.step, owner.capture.rank], dtype=torch.int64)
+
+
+def seed_at(seed: Tensor, site: int, salt: int) -> int:
+    """The seed of one site in one forward pass: the same hash as in eager mode."""
+    return _seed_at(*seed.tolist(), site, salt)
+
+
+@functools.lru_cache(maxsize=1024)
+def _seed_at(step: int, rank: int, site: int, salt: int) -> int:
+    return mix(salt, mix(step, site, rank))
+
+
+def in_order(size: Sequence[int], strides: Sequence[int], order: Sequence[int]) -> bool:
+    """Whether elements fill their memory without gaps, with the dimensions in this order."""
+    return _in_order(tuple(size), tuple(strides), tuple(order))
+
+
+@functools.lru_cache(maxsize=4096)
+def _in_order(size: tuple[int, ...], strides: tuple[int, ...], order: tuple[int, ...]) -> bool:
+    expected = 1
+    for d in reversed(order):
+        if strides[d] != expected and size[d] != 1:
+            return False
+        expected *= size[d]
+    return True
+
+
+def run_of(x: Tensor, order: list[int]) -> Tensor:
+    """The elements of a tensor as a flat run, the dimensions in this order: its own memory where that is its order."""
+    if in_order(x.shape, x.stride(), order):
+        return x.as_strided((x.numel(),), (1,))
+    return x.permute(order).contiguous().view(-1)
+
+
+def laid_out(flat: Tensor, size: list[int], strides: list[int], order: list[int]) -> Tensor:
+    """The tensor whose run `flat` is, with these strides."""
+    if in_order(size, strides, order):
+        return flat.as_strided(size, strides)
+    x = flat.view([size[d] for d in order]).permute([order.index(d) for d in range(len(order))])
+    return torch.empty_strided(size, strides, dtype=flat.dtype, device=flat.device).copy_(x)
+
+
+def site_encode(
+    x: Tensor, seed: Tensor, order: list[int], site: int, salt: int, bits: int, group: int, stride: int, signs: bool
+) -> Tensor:
+    """A saved tensor as GroupQuant keeps it."""
+    flat = run_of(x, order)
+    return operations(flat).gq_encode(flat, bits, group, seed_at(seed, site, salt), stride, signs)
+
+
+def site_decode(
+    data: Tensor, seed: Tensor, size: list[int], strides: list[int], dtype: torch.dtype, order: list[int], site: int,
+    salt: int, bits: int, group: int, stride: int, signs: bool,
+) -> Tensor:  # fmt: skip
+    """What `site_encode` kept, with the size and strides it had."""
+    drawn = seed_at(seed, site, salt)
+    flat = operations(data).gq_decode(data, product(size), bits, group, dtype, False, drawn, stride, signs)
+    return laid_out(flat, size, strides, order)
+
+
+def site_mask(
+    data: Tensor, size: list[int], strides: list[int], dtype: torch.dtype, order: list[int], bits: int, group: int,
+    stride: int, signs: bool,
+) -> Tensor:  # fmt: skip
+    """What of the values that `site_encode` kept is not zero, read from the codes."""
+    flat = operations(data).gq_decode(data, product(size), bits, group, dtype, True, 0, stride, signs)
+    return laid_out(flat, size, strides, order)
+
+
+def site_gate(grad: Tensor, data: Tensor, bits: int, group: int, stride: int, signs: bool) -> Tensor:
+    """A gradient where the values that `site_encode` kept, in the same order in memory, are not zero; else zero."""
+    out = torch.empty_like(grad)
+    gate_into(grad, data, bits, group, stride, signs, out=out)
+    return out
+
+
+def mask_encode(x: Tensor, order: list[int]) -> Tensor:
+    """A bit for each value: not (x <= 0), which is what ReLU's backward asks."""
+    flat = run_of(x, order)
+    flags = flat if flat.dtype == torch.bool else ~(flat <= 0)
+    return operations(flat).bits_encode(flags.view(torch.uint8), 1)
+
+
+def mask_decode(data: Tensor, size: list[int], strides: list[int], dtype: torch.dtype, order: list[int]) -> Tensor:
+    """Zero and one, as `dtype`."""
+    flat = operations(data).bits_decode(data, 1, product(size))
+    flat = flat.view(torch.bool) if dtype == torch.bool else flat.to(dtype)
+    return laid_out(flat, size, strides, order)
+
+
+def product(size: Sequence[int]) -> int:
+    numel = 1
+    for extent in size:
+        numel *= extent
+    return numel
+
+
+def norm_sums(
+    grad: Tensor, data: Tensor, seed: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, site: int, salt: int,
+    bits: int, stride: int,
+) -> Tensor:  # fmt: skip
+    """For each channel, from batch norm's packed input: k1, k2, k3 of `norm_apply`; gradients of weight, bias."""
+    out = torch.empty(5, weight.numel(), dtype=torch.float32, device=grad.device)
+    norm_sums_into(grad, data, seed, mean, invstd, weight, site, salt, bits, stride, out=out)
+    return out
+
+
+def norm_apply(
+    grad: Tensor, data: Tensor, seed: Tensor, sums: Tensor, site: int, salt: int, bits: int, stride: int
+) -> Tensor:
+    """g * k1 + x * k2 + k3: the gradient of batch norm's input."""
+    out = torch.empty_like(grad)
+    norm_apply_into(grad, data, seed, sums, site, salt, bits, stride, out=out)
+    return out
+
+
+def conv_input_grad(
+    grad: Tensor, weight: Tensor, size: list[int], strides: list[int], stride: list[int], padding: list[int],
+    dilation: list[int], transposed: bool, output_padding: list[int], groups: int,
+) -> Tensor:  # fmt: skip
+    """The gradient of a convolution's input, for which nothing of the input is needed but its size and strides."""
+    settings = (stride, padding, dilation, transposed, output_padding, groups)
+    x = hollow(tuple(size), tuple(strides), grad)
+    return torch.ops.aten.convolution_backward(grad, x, weight, None, *settings, [True, False, False])[0]
+
+
+# -- the same into memory that is there already, without gaps between elements -----------------------------------------
+
+
+def encode_into(
+    x: Tensor, seed: Tensor, site: int, salt: int, bits: int, group: int, stride: int, signs: bool, *, out: Tensor
+) -> None:
+    """`site_encode`."""
+    drawn, plan = seed_at(seed, site, salt), plan_of(x, x.dtype, bits, group, stride, signs)
+    if plan is not None:
+        plan.encode(x, drawn, out)
+    else:
+        out.copy_(operations(x).gq_encode(flat_of(x), bits, group, drawn, stride, signs))
+
+
+def decode_into(
+    data: Tensor, seed: Tensor, site: int, salt: int, bits: int, group: int, stride: int, signs: bool, *, out: Tensor
+) -> None:
+    """`site_decode`."""
+    drawn, plan = seed_at(seed, site, salt), plan_of(out, out.dtype, bits, group, stride, signs)
+    if plan is not None:
+        plan.decode(data, drawn, False, out)
+    else:
+        found = operations(data).gq_decode(data, out.numel(), bits, group, out.dtype, False, drawn, stride, signs)
+        flat_of(out).copy_(found)
+
+
+def mask_into(
+    data: Tensor, dtype: torch.dtype, bits: int, group: int, stride: int, signs: bool, *, out: Tensor
+) -> None:
+    """`site_mask`."""
+    plan = plan_of(out, dtype, bits, group, stride, signs)
+    if plan is not None:
+        plan.decode(data, 0, True, out)
+    else:
+        flat_of(out).copy_(operations(data).gq_decode(data, out.numel(), bits, group, dtype, True, 0, stride, signs))
+
+
+def gate_into(grad: Tensor, data: Tensor, bits: int, group: int, stride: int, signs: bool, *, out: Tensor) -> None:
+    """`site_gate`."""
+    plan = plan_of(grad, grad.dtype, bits, group, stride, signs)
+    if plan is not None:
+        plan.gate_into(data, grad, out)
+        return
+    found = operations(data).gq_decode(data, grad.numel(), bits, group, grad.dtype, True, 0, stride, signs)
+    out.copy_(torch.where(found.as_strided(grad.shape, grad.stride()), grad, 0))
+
+
+def norm_sums_into(
+    grad: Tensor, data: Tensor, seed: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, site: int, salt: int,
+    bits: int, stride: int, *, out: Tensor,
+) -> None:  # fmt: skip
+    """`norm_sums`."""
+    drawn = seed_at(seed, site, salt)
+    if grad.is_cuda:
+        from halley.kernels import gpu_norm
+
+        gpu_norm.norm_sums(grad, data, mean, invstd, weight, bits, drawn, stride > 1, out)
+        return
+    g, x = grad.float(), _decoded(grad, data, drawn, bits, stride)
+    axes, share = [0, *range(2, grad.dim())], weight.numel() / grad.numel()
+    mean, invstd = mean.reshape(-1), invstd.reshape(-1)
+    sum_g, sum_gx = g.sum(axes), (g * (x - channels_of(mean, x))).sum(axes)
+    k1 = invstd * weight
+    k2 = -k1 * invstd * invstd * (sum_gx * share)
+    torch.stack((k1, k2, -k1 * (sum_g * share) - mean * k2, sum_gx * invstd, sum_g), out=out)
+
+
+def norm_apply_into(
+    grad: Tensor, data: Tensor, seed: Tensor, sums: Tensor, site: int, salt: int, bits: int, stride: int, *, out: Tensor
+) -> None:
+    """`norm_apply`."""
+    drawn = seed_at(seed, site, salt)
+    if grad.is_cuda:
+        from halley.kernels import gpu_norm
+
+        gpu_norm.norm_apply(grad, data, sums, bits, drawn, stride > 1, out)
+        return
+    k1, k2, k3 = (channels_of(line, grad) for line in sums[:3])
+    out.copy_(grad * k1 + (_decoded(grad, data, drawn, bits, stride) * k2 + k3))
+
+
+def _decoded(like: Tensor, data: Tensor, drawn: int, bits: int, stride: int) -> Tensor:
+    flat = operations(data).gq_decode(data, like.numel(), bits, GROUP, like.dtype, False, drawn, stride, False)
+    return flat.as_strided(like.shape, like.stride()).float()
+
+
+def channels_of(line: Tensor, like: Tensor) -> Tensor:
+    """One number for each channel, to be combined with a tensor of that shape."""
+    return line.view(-1, *[1] * (like.dim() - 2))
+
+
+def flat_of(x: Tensor) -> Tensor:
+    return x.as_strided((x.numel(),), (1,))
+
+
+def plan_of(like: Tensor, dtype: torch.dtype, bits: int, group: int, stride: int, signs: bool) -> GqPlan | None:
+    """What launches the kernels on a GPU for tensors of that size; None where there are none."""
+    if not like.is_cuda:
+        return None
+    found = gpu_plans()
+    return None if found is None else found(like.numel(), bits, group, dtype, stride, signs, like.device)
+
+
+@functools.cache
+def gpu_plans() -> Callable[..., GqPlan | None] | None:
+    return getattr(of("cuda"), "gq_plan", None)
+
+
+# -- registration -----------------------------------------------------------------------------------------------------
+
+
+def _restored(size: Any, strides: Any, dtype: torch.dtype, like: Tensor) -> Tensor:
+    return torch.empty_strided(size, strides, dtype=dtype, device=like.device)
+
+
+def _conv_input_grad_fake(grad: Tensor, weight: Tensor, size: Any, strides: Any, *settings: Any) -> Tensor:
+    x = _restored(size, strides, grad.dtype, grad)
+    return torch.ops.aten.convolution_backward(grad, x, weight, None, *settings, [True, False, False])[0]
+
+
+_FAKES: dict[str, Callable[..., Tensor]] = {
+    "forward_seed": lambda graph: torch.empty(2, dtype=torch.int64, device="cpu"),
+    "site_encode": lambda x, seed, order, site, salt, bits, group, stride, signs: x.new_empty(
+        gq_sizes(x.numel(), bits, group, x.dtype, stride)[2], dtype=torch.uint8
+    ),
+    "site_decode": lambda data, seed, size, strides, dtype, *rest: _restored(size, strides, dtype, data),
+    "site_mask": lambda data, size, strides, *rest: _restored(size, strides, torch.bool, data),
+    "site_gate": lambda grad, *rest: torch.empty_like(grad),
+    "mask_encode": lambda x, order: x.new_empty((x.numel() + 7) // 8, dtype=torch.uint8),
+    "mask_decode": lambda data, size, strides, dtype, order: _restored(size, strides, dtype, data),
+    "norm_sums": lambda grad, data, seed, mean, invstd, weight, *rest: grad.new_empty(
+        (5, weight.numel()), dtype=torch.float32
+    ),
+    "norm_apply": lambda grad, *rest: torch.empty_like(grad),
+    "conv_input_grad": _conv_input_grad_fake,
+}
+# A recorded CUDA graph would round every step in the same way: these run outside of it.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
+_library = torch.library.Library("halley", "FRAGMENT")
+for _name, _schema in SCHEMAS.items():
+    _library.define(_name + _schema, tags=_TAGS)
+    torch.library.register_fake(f"halley::{_name}", _FAKES[_name], lib=_library)
+    _library.impl(_name, globals()[_name], "CompositeExplicitAutograd")

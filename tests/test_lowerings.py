@@ -1,0 +1,78 @@
+"""Inductor calls our functions: the same gradients, no dispatcher between, memory that it may call aligned."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+
+import halley
+from halley import lowerings, rewrites
+from tests.test_compiled import TWO, compile, error, fresh, gradients, images, net  # noqa: F401
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_compiler = pytest.mark.skipif(
+    DEVICE == "cpu" and shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU"
+)
+pytestmark = [needs_compiler, pytest.mark.slow]
+CALLED = ("site_encode", "site_decode", "site_gate", "norm_sums", "norm_apply", "conv_input_grad")
+
+
+def model() -> nn.Module:
+    return net().to(DEVICE, memory_format=torch.channels_last)
+
+
+def code_and_gradients(**options: object) -> tuple[str, list[Tensor]]:
+    compiled = compile(model(), backend="inductor", **options)
+    halley.attach(compiled, TWO)
+    x = images().to(DEVICE, memory_format=torch.channels_last)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        found, codes = run_and_get_code(lambda: gradients(compiled, x))
+    return "\n".join(codes), found
+
+
+@pytest.fixture(autouse=True)
+def full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+@pytest.fixture
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lowerings, "DIRECT_ON", {"cuda", "cpu"})
+    monkeypatch.setattr(rewrites, "NORMS_ON", {"cuda", "cpu"})
+    monkeypatch.setattr(rewrites, "SMALLEST", 1)
+    monkeypatch.setattr(rewrites, "LARGE_CONV", 1)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_functions_take_the_place_of_operators(everywhere: None, dynamic: bool) -> None:
+    reference = compile(model())
+    halley.attach(reference, TWO)
+    expected = gradients(reference, images().to(DEVICE, memory_format=torch.channels_last))
+    torch._dynamo.reset()
+    code, found = code_and_gradients(dynamic=dynamic)
+    assert error(expected, found) < 1e-3
+    for name in CALLED:
+        assert f"extern_kernels.halley_{name}(" in code and f"torch.ops.halley.{name}.default(" not in code
+
+
+def test_the_gradient_that_batch_norm_reads_twice_is_stored_once(everywhere: None) -> None:
+    code, _ = code_and_gradients()
+    lines = [line for line in code.splitlines() if "extern_kernels.halley_norm" in line]
+    read = [line.partition("(")[2].partition(",")[0] for line in lines]
+    assert len(read) == 4 and read[0] == read[1] and read[2] == read[3]
+
+
+def test_operators_are_called_where_functions_are_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lowerings, "DIRECT_ON", set())
+    code, _ = code_and_gradients()
+    assert "extern_kernels.halley_" not in code and "torch.ops.halley.site_decode.default(" in code
+
+
+def test_what_has_gaps_is_left_to_operators() -> None:
+    x = torch.empty(4, 6, 8)
+    assert all(map(lowerings.fills_memory, (x, x.transpose(0, 2), x[:1])))
+    assert not any(map(lowerings.fills_memory, (x[:, :, ::2], x[:, :3], x[:1].expand(4, 6, 8))))
