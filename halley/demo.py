@@ -87,7 +87,7 @@ def act_one(image: int, batch: int) -> dict[str, Any]:
 
 def act_two(epochs: int, seed: int, out: Path) -> dict[str, Any]:
     """The recipe `digits`, plain and with the default policy."""
-    note("\nAct 2, accuracy: a CNN with six convolutions on 4,000 real digits, 1,000 held out.")
+    note("\nAct 2, accuracy: a CNN with five convolutions on 4,000 real digits, 1,000 held out.")
     found: dict[str, Any] = {}
     for method in METHODS:
         more = [

@@ -153,6 +153,7 @@ def test_after_kill_9_at_any_moment_the_same_command_goes_on_to_the_same_result(
     src, cut = image_folder(tmp_path / "src", count=500), tmp_path / "cut"
     for i in (3, 250):
         (src / "b" / f"{i:05}.{'jpg' if i % 2 else 'png'}").write_bytes(b"broken")
+    monkeypatch.setattr(verify, "COUNTED", 100)
     lmdb(src, tmp_path / "whole")
     monkeypatch.setattr(lmdb_tool, "COMMIT_SECONDS", 0.0)
     monkeypatch.setattr(verify, "FILES", 4)
@@ -350,3 +351,13 @@ def test_portions_are_small_in_number_and_in_bytes():
     assert lengths([1] * 130) == [64, 64, 2]
     assert lengths([verify.BYTES, verify.BYTES, 1, 1]) == [1, 1, 2]
     assert lengths([]) == []
+
+
+def test_brightness_is_counted_for_some_of_many_images(tmp_path, monkeypatch):
+    src = image_folder(tmp_path / "src", count=60, height=90, width=120)
+    every = np.stack([np.asarray(Image.open(path).convert("RGB")) for path in src.rglob("*.*")]) / 255
+    monkeypatch.setattr(verify, "COUNTED", 40)
+    lmdb(src, tmp_path / "dst")
+    meta = json.loads(contents(tmp_path / "dst")[b".meta"])
+    assert meta["mean"] == pytest.approx(every.mean((0, 1, 2)).tolist(), rel=0.05)
+    assert meta["std"] == pytest.approx(every.std((0, 1, 2)).tolist(), rel=0.05)
