@@ -116,8 +116,9 @@ class Files:
 
 
 def be_quiet(_: int) -> None:
-    """Ctrl-C is the training's to handle, a worker ends with it; Pillow's warnings about odd images are nobody's."""
+    """Ctrl-C and SIGTERM are the training's to handle: a worker ends with it. Pillow's warnings are nobody's."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     warnings.simplefilter("ignore")
 
 

@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 from halley.bench import UsageError
-from halley.train import lmdb_tool, records, verify
+from halley.train import lmdb_tool, progress, records, verify
 from halley.train.data import Sets, batches, load
 from halley.train.lmdb_tool import lmdb
 from halley.train.settings import Data
@@ -289,7 +289,7 @@ def test_too_little_space_is_said_before_anything_is_written(tmp_path, monkeypat
 FULL = """
 import resource, sys
 from pathlib import Path
-from halley.train import lmdb_tool, records, verify
+from halley.train import lmdb_tool, progress, records, verify
 lmdb_tool.COMMIT_SECONDS, verify.FILES = 0.0, 4
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
@@ -361,3 +361,10 @@ def test_brightness_is_counted_for_some_of_many_images(tmp_path, monkeypatch):
     meta = json.loads(contents(tmp_path / "dst")[b".meta"])
     assert meta["mean"] == pytest.approx(every.mean((0, 1, 2)).tolist(), rel=0.05)
     assert meta["std"] == pytest.approx(every.std((0, 1, 2)).tolist(), rel=0.05)
+
+
+def test_without_a_terminal_plain_lines_say_how_far_it_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "PAUSE", 0.0)
+    monkeypatch.setattr(verify, "FILES", 4)
+    lmdb(image_folder(tmp_path / "src"), tmp_path / "dst")
+    assert "dst: 4 of 12 images, about 0 s left\ndst: 8 of 12 images" in capsys.readouterr().out
