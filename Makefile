@@ -19,10 +19,10 @@ demo: .venv/installed
 	$(PYTHON) -m halley demo
 
 test: .venv/installed-dev lint browser
-	$(PYTHON) -m pytest $(TOGETHER)
+	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest $(TOGETHER)
 
 fast: .venv/installed-dev
-	$(PYTHON) -m pytest $(TOGETHER) -m "not slow"
+	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest $(TOGETHER) -m "not slow"
 
 lint: .venv/installed-dev
 	$(PYTHON) -m ruff check .

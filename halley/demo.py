@@ -97,7 +97,7 @@ def act_two(epochs: int, seed: int, out: Path) -> dict[str, Any]:
             str(epochs),
             "--seed",
             str(seed),
-            "--log",
+            "--metrics",
             "4",
             "--save",
             "none",

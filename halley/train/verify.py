@@ -27,7 +27,7 @@ from halley.train.pictures import error_line, rgb
 
 FILES, BYTES = 64, 4_000_000
 """The most that a worker takes at a time."""
-COUNTED, GRID = 4096, 32
+COUNTED, GRID = 1024, 32
 """How bright images are is counted for at least so many of them, or all, at so many pixels down and across."""
 LEVELS = np.arange(256)
 

@@ -22,7 +22,9 @@ from halley.train import loop
 from halley.train.loop import train
 from halley.train.settings import read
 
-SMALL = "--data synthetic --data.samples 96 --data.size 28 --data.channels 1 --batch 16 --epochs 2 --log 2 --layers 3"
+SMALL = (
+    "--data synthetic --data.samples 96 --data.size 28 --data.channels 1 --batch 16 --epochs 2 --metrics 2 --layers 3"
+)
 TIMES = ("seconds", "step_seconds", "per_second", "memory_bytes", "peak_bytes", "held_bytes", "memory_before_bytes")
 
 
@@ -81,7 +83,7 @@ def test_a_run_learns_and_its_folder_tells_what_happened(tmp_path):
 
 
 def test_the_mean_loss_of_an_epoch_is_that_of_its_steps(tmp_path):
-    train(settings(tmp_path / "run", "--log", "1", "--epochs", "1"))
+    train(settings(tmp_path / "run", "--metrics", "1", "--epochs", "1"))
     found = lines(tmp_path / "run")
     steps = [line["loss"] for line in found if line["event"] == "step"]
     assert found[-1]["train_loss"] == pytest.approx(sum(steps) / len(steps))
@@ -283,7 +285,7 @@ def run_command(*arguments: str, allocator: bool = False, session: bool = False)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory of the process is read from /proc")
 def test_memory_of_a_process_is_told_where_it_means_something(tmp_path):
-    command = ["-m", "halley", "train", "digits", *SMALL.split(), "--batch", "48", "--log", "1", "--steps", "4"]
+    command = ["-m", "halley", "train", "digits", *SMALL.split(), "--batch", "48", "--metrics", "1", "--steps", "4"]
     found = {}
     for name, policy in (("plain", "none"), ("compressed", "comet")):
         process = run_command(*command, "--policy", policy, "--out", str(tmp_path / name), allocator=True)
@@ -326,7 +328,18 @@ def test_a_signal_to_all_processes_of_a_run_saves_too(tmp_path, number):
                 image = Image.new("RGB", (28, 28), (20 * i, 100, 255 * (name == "a")))
                 image.save(tmp_path / split / name / f"{i}.png")
     command = ["-m", "halley", "train", "digits", "--data", "folder", "--data.path", str(tmp_path / "train")]
-    command += ["--data.workers", "1", "--batch", "8", "--epochs", "4000", "--log", "1", "--out", str(tmp_path / "run")]
+    command += [
+        "--data.workers",
+        "1",
+        "--batch",
+        "8",
+        "--epochs",
+        "4000",
+        "--metrics",
+        "1",
+        "--out",
+        str(tmp_path / "run"),
+    ]
     process = run_command(*command, session=True)
     while not (tmp_path / "run" / "metrics.jsonl").exists():
         assert process.poll() is None
