@@ -1,4 +1,4 @@
-# make demo   train plain and compressed, side by side (about 3 minutes after the installation)
+# make demo   train plain and compressed, side by side (3 to 4 minutes after the installation)
 # make test   everything that CI checks: format, lint, types, tests
 # make fast   the quick tests alone;  make lint   format, lint and types alone
 # Each makes .venv itself. constraints-dev.txt keeps torch at the version that the project is developed with.
