@@ -1,4 +1,4 @@
-# make demo   train plain and compressed, side by side (about 3 minutes after the installation)
+# make demo   train plain and compressed, side by side (3 to 4 minutes after the installation)
 # make test   everything that CI checks: format, lint, types, tests
 # make fast   the quick tests alone;  make lint   format, lint and types alone
 # Each makes .venv itself. constraints-dev.txt keeps torch at the version that the project is developed with.
@@ -19,10 +19,10 @@ demo: .venv/installed
 	$(PYTHON) -m halley demo
 
 test: .venv/installed-dev lint browser
-	$(PYTHON) -m pytest $(TOGETHER)
+	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest $(TOGETHER)
 
 fast: .venv/installed-dev
-	$(PYTHON) -m pytest $(TOGETHER) -m "not slow"
+	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest $(TOGETHER) -m "not slow"
 
 lint: .venv/installed-dev
 	$(PYTHON) -m ruff check .

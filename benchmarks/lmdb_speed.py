@@ -3,7 +3,8 @@
 python3 benchmarks/lmdb_speed.py [--images 20000] [--rounds 5] [--csv benchmarks/results/lmdb_cpu.csv]
 
 The loop is one process that opens each file with Pillow and converts it to RGB. Both read files that were read before,
-and take turns. The time of a round includes everything but the start of Python and its imports.
+and take turns; each round is a row, with the machine's load before it, because other work on it counts twice: it takes
+cores from the tool that the loop does not use. The time includes everything but the start of Python and its imports.
 """
 
 from __future__ import annotations
@@ -65,29 +66,28 @@ def main() -> None:
         files = generate(src, args.images, args.side)
         size = statistics.mean(file.stat().st_size for file in files)
         decode(files)
-        loops, tools, loads = [], [], []
-        for _ in range(args.rounds):
-            loads.append(os.getloadavg()[0])
-            loops.append(seconds(lambda: decode(files)))
-            tools.append(seconds(lambda: lmdb(src, dst, args.workers)))
+        settings = {"images": args.images, "side": args.side, "mean_bytes": round(size)}
+        settings |= {
+            "workers": args.workers or "one for each core",
+            "pillow": version("pillow"),
+            "lmdb": version("lmdb"),
+        }
+        rows = []
+        for number in range(args.rounds):
+            load = round(os.getloadavg()[0], 1)
+            loop = seconds(lambda: decode(files))
+            tool = seconds(lambda: lmdb(src, dst, args.workers))
             shutil.rmtree(dst)
-            print(f"loop {loops[-1]:.2f} s, lmdb {tools[-1]:.2f} s, load {loads[-1]:.1f}", flush=True)
-    loop, tool = statistics.median(loops), statistics.median(tools)
-    row = {
-        "images": args.images,
-        "side": args.side,
-        "mean_bytes": round(size),
-        "rounds": args.rounds,
-        "workers": args.workers or "one for each core",
-        "loop_seconds": round(loop, 2),
-        "lmdb_seconds": round(tool, 2),
-        "lmdb_over_loop": round(statistics.median(b / a for a, b in zip(loops, tools, strict=True)), 3),
-        "pillow": version("pillow"),
-        "lmdb": version("lmdb"),
-    }
-    print(row)
+            times = {
+                "loop_seconds": round(loop, 2),
+                "lmdb_seconds": round(tool, 2),
+                "lmdb_over_loop": round(tool / loop, 3),
+            }
+            rows.append(settings | {"round": number + 1, "load": load} | times)
+            print(f"loop {loop:.2f} s, lmdb {tool:.2f} s, {tool / loop:.2f} times the loop, load {load}", flush=True)
+    print(f"median: {statistics.median(row['lmdb_over_loop'] for row in rows):.2f} times the loop")
     if args.csv:
-        write_csv(args.csv, [row])
+        write_csv(args.csv, rows)
 
 
 if __name__ == "__main__":

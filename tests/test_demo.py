@@ -28,7 +28,9 @@ def test_the_first_act_measures_memory_and_time_of_both(results):
     plain, ours = results["photos"]["plain"], results["photos"]["default"]
     assert plain["step_ms"] > 0 and ours["step_ms"] > 0
     assert ours["packed_bytes"] < ours["saved_bytes"] / 6
-    assert ours["peak_above_bytes"] < plain["peak_above_bytes"] / 2
+    # Weights and what belongs to them are in both peaks; what is saved no longer goes away from one of them.
+    spared = ours["saved_bytes"] - ours["packed_bytes"]
+    assert ours["peak_above_bytes"] < plain["peak_above_bytes"] - 0.6 * spared
     assert plain["held_bytes"] == pytest.approx(ours["saved_bytes"], rel=0.15)
     assert ours["held_bytes"] < plain["held_bytes"] / 5
     assert results["torch"] and results["cpu"] and results["command"]

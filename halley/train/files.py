@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import os
 import signal
 import warnings
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,9 +95,13 @@ class Files:
     def batches(self, plan: Plan, device: torch.device) -> Iterator[Batch]:
         self.turn += 1
         self.requests.now = self.requested(plan)
+        first = self.loader is None
         if self.loader is None:
             self.loader = self.start(device)
-        return self.received(iter(self.loader), self.turn, device)
+        loaded = iter(self.loader)
+        if first and self.workers:
+            atexit.register(end_workers, weakref.ref(loaded))
+        return self.received(loaded, self.turn, device)
 
     def requested(self, plan: Plan) -> list[Request]:
         order = plan.order.numpy() if self.chosen is None else self.chosen[plan.order.numpy()]
@@ -115,9 +121,17 @@ class Files:
             yield self.view.normalise(pixels.permute(0, 3, 1, 2).contiguous()), labels
 
 
+def end_workers(loaded: weakref.ref[Any]) -> None:
+    """At the end of the program, where multiprocessing would send SIGTERM, which workers ignore, and wait for ever."""
+    found = loaded()
+    if found is not None:
+        found._shutdown_workers()
+
+
 def be_quiet(_: int) -> None:
-    """Ctrl-C is the training's to handle, a worker ends with it; Pillow's warnings about odd images are nobody's."""
+    """Ctrl-C and SIGTERM are the training's to handle: a worker ends with it. Pillow's warnings are nobody's."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     warnings.simplefilter("ignore")
 
 

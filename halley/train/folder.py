@@ -32,7 +32,7 @@ CHECKPOINT, METRICS, LAYERS, RESULT, ENVIRONMENT = (
     "result.json",
     "environment.json",
 )
-FREE = ("data.path", "data.validation", "data.workers", "device", "out", "save", "log", "layers", "table")
+FREE = ("data.path", "data.validation", "data.workers", "device", "out", "save", "metrics", "layers", "table")
 """Settings that may differ when a run is resumed: its steps stay the same."""
 
 

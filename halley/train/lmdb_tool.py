@@ -194,9 +194,9 @@ def pack(source: Source, place: Path, wanted: Wanted, workers: int) -> State:
         note(f"{place}: {state.done:,} of {len(source.names):,} images are done already")
     if state.finished:
         return state
-    paths = [os.path.join(source.root, name) for name in source.names[state.done :]]
+    paths = [os.path.join(source.root, name) for name in source.names]
     with (
-        checks(paths, source.sizes[state.done :], workers, wanted) as results,
+        checks(paths, source.sizes, workers, wanted, state.done) as results,
         progress(place.name, len(source.names), state.done) as advance,
         opened(place, source.space(0)) as environment,
     ):

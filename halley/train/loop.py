@@ -68,7 +68,7 @@ def train(settings: Settings, resume: bool = False, overwrite: bool = False) -> 
                 for inputs, targets in read(run, run.sets.train, epoch=epoch, train=True, start=start):
                     for group in run.optimizer.param_groups:
                         group["lr"] = settings.optimizer.lr * factor(progress.step)
-                    logged = (progress.step + 1) % settings.log == 0 or progress.step + 1 == total
+                    logged = (progress.step + 1) % settings.metrics == 0 or progress.step + 1 == total
                     step(run, inputs, targets, logged)
                     progress.step += 1
                     watch.steps += 1

@@ -95,7 +95,7 @@ def other_channels(made: nn.Module, channels: int) -> None:
 
 
 def digits(classes: int, channels: int = 1) -> nn.Sequential:
-    """Six convolutions with batch norm and ReLU, two poolings, one linear layer: for digits of 28 x 28."""
+    """Five convolutions with batch norm and ReLU, two poolings, one linear layer: for digits of 28 x 28."""
 
     def block(inputs: int, outputs: int) -> list[nn.Module]:
         return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
@@ -103,13 +103,12 @@ def digits(classes: int, channels: int = 1) -> nn.Sequential:
     return nn.Sequential(
         *block(channels, 32),
         *block(32, 32),
-        *block(32, 32),
         nn.MaxPool2d(2),
-        *block(32, 64),
-        *block(64, 64),
-        *block(64, 64),
+        *block(32, 96),
+        *block(96, 96),
+        *block(96, 96),
         nn.MaxPool2d(2),
         nn.AdaptiveAvgPool2d(7),
         nn.Flatten(),
-        nn.Linear(64 * 7 * 7, classes),
+        nn.Linear(96 * 7 * 7, classes),
     )

@@ -19,7 +19,7 @@ MOST_FORWARDS = 100
 """At least so many forward passes of a long layers.jsonl are kept, and at most twice as many."""
 NOT_THE_DATA = ("data.path", "data.validation", "data.workers", "data.augment")
 """Where the data are and how they are read: the same data may come from elsewhere."""
-OF_NO_MATTER = ("out", "device", "save", "log", "layers", "data.workers")
+OF_NO_MATTER = ("out", "device", "save", "metrics", "layers", "table", "data.workers")
 """Settings that do not change what is learnt; the device itself is in environment.json."""
 
 

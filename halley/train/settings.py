@@ -166,7 +166,7 @@ class Settings:
     """The folder of the run."""
     save: float | None = 1.0
     """Epochs between checkpoints; 0 writes one at the end alone, none writes none."""
-    log: int = 10
+    metrics: int = 10
     """Steps between lines of metrics."""
     layers: int = 100
     """Steps between lines of ratio and bound of every layer; 0 writes none."""
@@ -396,7 +396,7 @@ AT_LEAST: dict[str, float] = {
     "batch": 1,
     "accumulate": 1,
     "steps": 1,
-    "log": 1,
+    "metrics": 1,
     "layers": 0,
     "table": 0,
     "save": 0,

@@ -6,6 +6,8 @@ import gzip
 import json
 import pickle
 import struct
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -585,6 +587,20 @@ def test_workers_and_epochs_do_not_change_a_bit(tmp_path):
     next(batches(others.train, 4, seed=5, epoch=7))  # left in the middle, as the last epoch of a training may be
     assert all(same(taken(others.train, 4, epoch=epoch), expected[epoch]) for epoch in range(3))
     assert same(taken(others.validation, 1, train=False), taken(alone.validation, 1, train=False))
+
+
+@pytest.mark.slow
+def test_a_program_ends_with_workers_that_nobody_stopped(tmp_path):
+    code = (
+        "import sys\n"
+        "from halley.train.data import batches, load\n"
+        "from halley.train.settings import Data\n"
+        "sets = load(Data(kind='folder', path=sys.argv[1], size=16, workers=2), 0)\n"
+        "rest = batches(sets.train, 2, seed=0)\n"
+        "next(rest)\n"
+    )
+    root = image_folder(tmp_path / "f")
+    subprocess.run([sys.executable, "-c", code, str(root)], check=True, timeout=60)
 
 
 def test_batches_of_a_source_end_when_others_start(tmp_path):

@@ -14,13 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from halley.bench import UsageError
+from halley.bench.process import ALLOCATOR
 from halley.train import loop
 from halley.train.loop import train
 from halley.train.settings import read
 
-SMALL = "--data synthetic --data.samples 96 --data.size 28 --data.channels 1 --batch 16 --epochs 2 --log 2 --layers 3"
+SMALL = (
+    "--data synthetic --data.samples 96 --data.size 28 --data.channels 1 --batch 16 --epochs 2 --metrics 2 --layers 3"
+)
 TIMES = ("seconds", "step_seconds", "per_second", "memory_bytes", "peak_bytes", "held_bytes", "memory_before_bytes")
 
 
@@ -79,7 +83,7 @@ def test_a_run_learns_and_its_folder_tells_what_happened(tmp_path):
 
 
 def test_the_mean_loss_of_an_epoch_is_that_of_its_steps(tmp_path):
-    train(settings(tmp_path / "run", "--log", "1", "--epochs", "1"))
+    train(settings(tmp_path / "run", "--metrics", "1", "--epochs", "1"))
     found = lines(tmp_path / "run")
     steps = [line["loss"] for line in found if line["event"] == "step"]
     assert found[-1]["train_loss"] == pytest.approx(sum(steps) / len(steps))
@@ -266,16 +270,32 @@ def test_a_batch_larger_than_the_data_is_an_error(tmp_path):
         train(settings(tmp_path / "run", "--batch", "1000"))
 
 
-def run_command(*arguments: str, **more: Any) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+def run_command(*arguments: str, allocator: bool = False, session: bool = False) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **(ALLOCATOR if allocator else {})}
     return subprocess.Popen(
         [sys.executable, *arguments],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        **more,
+        start_new_session=session,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory of the process is read from /proc")
+def test_memory_of_a_process_is_told_where_it_means_something(tmp_path):
+    command = ["-m", "halley", "train", "digits", *SMALL.split(), "--batch", "48", "--metrics", "1", "--steps", "4"]
+    found = {}
+    for name, policy in (("plain", "none"), ("compressed", "comet")):
+        process = run_command(*command, "--policy", policy, "--out", str(tmp_path / name), allocator=True)
+        assert process.wait() == 0
+        found[name] = json.loads((tmp_path / name / "result.json").read_text())
+    assert found["plain"]["held_bytes"] == pytest.approx(found["compressed"]["saved_bytes"], rel=0.25)
+    assert found["compressed"]["held_bytes"] < found["plain"]["held_bytes"] / 3
+    assert found["compressed"]["peak_above_bytes"] < found["plain"]["peak_above_bytes"]
+    result = train(settings(tmp_path / "here", "--steps", "2"))
+    assert result["peak_bytes"] is None and result["held_bytes"] is None
 
 
 @pytest.mark.slow
@@ -296,6 +316,38 @@ def test_a_run_killed_at_any_moment_resumes_and_ends_with_the_same_result(tmp_pa
         assert again.returncode == 0 and "done" in shown, shown
         assert same_weights(tmp_path / "whole", out)
         assert repeatable(tmp_path / "whole") == repeatable(out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_processes_of_a_run_saves_too(tmp_path, number):
+    for split, count in (("train", 12), ("val", 2)):
+        for name in ("a", "b"):
+            (tmp_path / split / name).mkdir(parents=True)
+            for i in range(count):
+                image = Image.new("RGB", (28, 28), (20 * i, 100, 255 * (name == "a")))
+                image.save(tmp_path / split / name / f"{i}.png")
+    command = ["-m", "halley", "train", "digits", "--data", "folder", "--data.path", str(tmp_path / "train")]
+    command += [
+        "--data.workers",
+        "1",
+        "--batch",
+        "8",
+        "--epochs",
+        "4000",
+        "--metrics",
+        "1",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    process = run_command(*command, session=True)
+    while not (tmp_path / "run" / "metrics.jsonl").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.killpg(process.pid, number)
+    shown, _ = process.communicate()
+    assert process.returncode == 130 and "--resume" in shown.splitlines()[-1], shown
+    assert (tmp_path / "run" / "checkpoint.pt").exists()
 
 
 @pytest.mark.slow

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-SMALL = "--data synthetic --data.samples 96 --data.size 28 --data.channels 1 --batch 16 --steps 12 --log 2 --layers 3"
+SMALL = (
+    "--data synthetic --data.samples 96 --data.size 28 --data.channels 1 --batch 16 --steps 12 --metrics 2 --layers 3"
+)
 
 pytestmark = pytest.mark.slow
 

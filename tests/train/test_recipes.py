@@ -18,7 +18,7 @@ def made_up(name: str, *more: str):
     recipe = read(name)
     size = "28" if recipe.model.name == "digits" else "32" if "cifar" in name else "64"
     words = ["--data", "synthetic", "--data.path", "", "--data.samples", "8", "--data.size", size, "--batch", "4"]
-    words += ["--steps", "2", "--log", "1", "--save", "none", "--precision", "fp32"]
+    words += ["--steps", "2", "--metrics", "1", "--save", "none", "--precision", "fp32"]
     if recipe.model.name == "gpt":
         words += ["--data.classes", "0", "--data.size", "none", "--model.context", "64"]
     return read(name, [*words, *more])

@@ -152,7 +152,7 @@ def test_a_compressed_run_is_paired_with_the_plain_one_that_differs_least(tmp_pa
         [
             made("plain0", policy=none, seed=0),
             made("plain1", policy=none, seed=1),
-            made("comet1", seed=1, log=5),
+            made("comet1", seed=1, metrics=5),
             made("comet2", seed=2, batch=64),
             made("other", model=Model(name="vgg16")),
             made("elsewhere", data=Data(kind="text", path="b"), seed=0),
