@@ -22,11 +22,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from halley.cells import LATE, Cell, Record, Saved, Unknown, satisfies
 from halley.codecs import Codec, Lossless, Mask, Sign, Window
-from halley.codecs.base import mix
+from halley.codecs.base import Hint, mix
 from halley.codecs.late import settle_all
 from halley.collection import Collection
 from halley.follow import Follower
-from halley.packed import Layout, check_version, flatten, layout_of, run_of
+from halley.packed import Layout, Packed, check_version, flatten, layout_of, run_of
 from halley.report import StepLog
 from halley.sites import Site, matches, need_of, needs_weight_gradient, operation_name, signature
 
@@ -89,6 +89,17 @@ class Frame:
         self.index = 0
 
 
+class Work(Protocol):
+    """What an operation leaves to be computed while the tensor that it saves next is encoded, in one pass over it."""
+
+    def encode(self, codec: Codec, t: Tensor, layout: Layout, length: int, key: int, hint: Hint) -> Packed:
+        """Computes it and encodes; the arguments are those of `Codec.encode_run`."""
+        ...
+
+    def alone(self) -> None:
+        """Computes it where nothing is encoded."""
+
+
 class Forward:
     """One thread's forward pass in progress."""
 
@@ -106,6 +117,7 @@ class Forward:
         "step",
         "visited",
         "weights",
+        "work",
     )
 
     def __init__(self) -> None:
@@ -125,7 +137,14 @@ class Forward:
         self.collection: Collection | None = None
         self.nodes: list[Any] = []
         self.outer: Any = None
+        self.work: Work | None = None
         self.step = 0
+
+    def do_work(self) -> None:
+        """What was to be computed while encoding is computed now, by itself."""
+        work, self.work = self.work, None
+        if work is not None:
+            work.alone()
 
     def push(self, layer: Layer) -> Frame:
         """A call of a layer begins."""
@@ -324,6 +343,7 @@ class Capture:
 
     def _hold(self, t: Tensor, frame: Frame, index: int) -> Saved:
         """Keeps `t` as it is until the graph tells who reads it."""
+        self.forward.do_work()
         place = f"{frame.layer.name}/{frame.number}/{index}"
         site = Site(frame.layer.name, index, signature(t), place=place, number=zlib.crc32(place.encode()))
         note_size(frame, index, t)
@@ -400,8 +420,11 @@ class Capture:
         if packed is None or not satisfies(packed.codec, codec):
             if length is None:
                 packed = codec.encode_flat(t, layout, cell.key, record.site.hint)
-            else:
+            elif forward.work is None:
                 packed = codec.encode_run(t, layout, length, cell.key, record.site.hint)
+            else:
+                work, forward.work = forward.work, None
+                packed = work.encode(codec, t, layout, length, cell.key, record.site.hint)
             cell.packed = packed
             cell.decoded = None
             record.codec = codec

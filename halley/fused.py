@@ -25,9 +25,10 @@ from torch.nn import functional
 
 from halley.capture import ORDER, Capture, Layer, inside_compile
 from halley.cells import Saved
-from halley.codecs import GroupQuant
+from halley.codecs import Codec, GroupQuant
+from halley.codecs.base import Hint, mix
 from halley.codecs.groupquant import GroupQuantPacked
-from halley.packed import FORMATS, check_version
+from halley.packed import FORMATS, Layout, Packed, check_version
 from halley.sites import Site, matches
 
 ENABLED = True
@@ -40,8 +41,75 @@ LARGE_CONV = 32 << 20
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
+class NormWork:
+    """Batch norm's result, its statistics and the packing of its input, in two passes over it instead of four."""
+
+    __slots__ = ("eps", "kept", "momentum", "out", "plan", "running", "x", "bias", "weight")
+
+    def __init__(
+        self, plan: Any, x: Tensor, weight: Tensor, bias: Tensor, running: tuple[Tensor, Tensor] | None,
+        momentum: float, eps: float,
+    ) -> None:  # fmt: skip
+        self.plan, self.x, self.weight, self.bias = plan, x, weight, bias
+        self.running, self.momentum, self.eps = running, momentum, eps
+        self.out = torch.empty_like(x)
+        self.kept = torch.empty(4, plan.channels, dtype=torch.float32, device=plan.device)
+
+    def encode(self, codec: Codec, t: Tensor, layout: Layout, length: int, key: int, hint: Hint) -> Packed:
+        stride, plan = codec.planned(t, layout, length, hint) if type(codec) is GroupQuant else (1, None)
+        if plan is None or plan.statistics is None or codec.group != self.plan.GROUP:  # type: ignore[attr-defined]
+            self.alone()
+            return codec.encode_run(t, layout, length, key, hint)
+        assert isinstance(codec, GroupQuant)
+        parts = torch.empty(self.plan.parts, dtype=torch.float32, device=plan.device)
+        seed = mix(codec.seed, key)
+        data = plan.encode_beside(plan.statistics, t, parts, seed)
+        self.plan.normalise(
+            t, parts, self.weight, self.bias, self.running, self.momentum, self.eps, self.kept, self.out
+        )
+        return codec.wrap(data, t.dtype, layout, length, seed, stride, plan)
+
+    def alone(self) -> None:
+        mean, var = (None, None) if self.running is None else self.running
+        with torch.no_grad():
+            out, mean, invstd = torch.native_batch_norm(
+                self.x, self.weight, self.bias, mean, var, True, self.momentum, self.eps
+            )
+            # Past autograd, for which these are results already.
+            self.out.data.copy_(out)
+            self.kept[0].copy_(mean)
+            self.kept[1].copy_(invstd)
+
+
+class ReluWork:
+    """ReLU's result and its packing in one pass."""
+
+    __slots__ = ("x", "y")
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def encode(self, codec: Codec, t: Tensor, layout: Layout, length: int, key: int, hint: Hint) -> Packed:
+        stride, plan = codec.planned(t, layout, length, hint) if type(codec) is GroupQuant else (1, None)
+        if plan is None or plan.relu is None:
+            self.alone()
+            return codec.encode_run(t, layout, length, key, hint)
+        assert isinstance(codec, GroupQuant)
+        seed = mix(codec.seed, key)
+        return codec.wrap(
+            plan.encode_beside(plan.relu, self.x, self.y, seed), t.dtype, layout, length, seed, stride, plan
+        )
+
+    def alone(self) -> None:
+        with torch.no_grad():
+            torch.clamp_min(self.x.data, 0, out=self.y.data)
+
+
 class NormFunction(torch.autograd.Function):
-    """Batch norm in training: input, weight, bias, running mean, running variance, momentum, eps."""
+    """Batch norm in training: input, weight, bias, running mean, running variance, momentum, eps, work or None.
+
+    With work the result is written when the input is packed, which is right after `forward`.
+    """
 
     @staticmethod
     def forward(
@@ -53,10 +121,14 @@ class NormFunction(torch.autograd.Function):
         running_var: Tensor | None,
         momentum: float,
         eps: float,
+        work: NormWork | None,
     ) -> Tensor:
-        out, mean, invstd, reserve, implementation = torch._batch_norm_impl_index(
-            x, weight, bias, running_mean, running_var, True, momentum, eps, torch._C._get_cudnn_enabled()
-        )
+        if work is None:
+            out, mean, invstd, reserve, implementation = torch._batch_norm_impl_index(
+                x, weight, bias, running_mean, running_var, True, momentum, eps, torch._C._get_cudnn_enabled()
+            )
+        else:
+            out, mean, invstd, reserve, implementation = work.out, work.kept[0], work.kept[1], None, 0
         ctx.save_for_backward(x)
         # What is small or a parameter is not packed: here it does not go through the hooks at all.
         version = 0 if weight is None else weight._version
@@ -66,17 +138,21 @@ class NormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         gradients = None if torch.is_grad_enabled() else packed_gradients(ctx, grad)
-        return (*(plain_gradients(ctx, grad) if gradients is None else gradients), None, None, None, None)
+        return (*(plain_gradients(ctx, grad) if gradients is None else gradients), None, None, None, None, None)
 
 
 class ReluFunction(torch.autograd.Function):
-    """ReLU: input, whether in place."""
+    """ReLU: input, whether in place, and where to leave the work for the packing right after `forward`, or None."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, inplace: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, inplace: bool, leave: Any) -> Tensor:
         if inplace:
             ctx.mark_dirty(x)
-        y = torch.relu_(x) if inplace else torch.relu(x)
+        if leave is None:
+            y = torch.relu_(x) if inplace else torch.relu(x)
+        else:
+            y = x if inplace else torch.empty_like(x)
+            leave.work = ReluWork(x, y)
         ctx.save_for_backward(y)
         return y
 
@@ -85,7 +161,7 @@ class ReluFunction(torch.autograd.Function):
         gradient = None if torch.is_grad_enabled() else gated_gradient(ctx, grad)
         if gradient is None:
             gradient = torch.ops.aten.threshold_backward(grad, ctx.saved_tensors[0], 0)
-        return gradient, None
+        return gradient, None, None
 
 
 class ConvFunction(torch.autograd.Function):
@@ -209,7 +285,8 @@ def plain_gradients(ctx: Any, grad: Tensor) -> Gradients:
         last = torch.contiguous_format
     return torch.ops.aten._batch_norm_impl_index_backward(
         implementation, x, grad.contiguous(memory_format=last), weight, None, None, mean, invstd,
-        True, eps, ctx.needs_input_grad[:3], reserve.clone(),
+        True, eps, ctx.needs_input_grad[:3],
+        torch.empty(0, dtype=torch.uint8, device=x.device) if reserve is None else reserve.clone(),
     )  # fmt: skip
 
 
@@ -351,11 +428,14 @@ class NormForward(Forward):
         return isinstance(codec, GroupQuant) and not codec.signs and matches(site, x)
 
     def run(self, module: Any, x: Tensor, function: Any) -> Tensor:
-        return norm(module, x, function)
+        return norm(module, x, function, self.capture.forward)
 
 
-def norm(module: Any, x: Tensor, function: Any) -> Tensor:
-    """What `forward` of a batch norm in training does, with another function at its end."""
+def norm(module: Any, x: Tensor, function: Any, forward: Any = None) -> Tensor:
+    """What `forward` of a batch norm in training does, with another function at its end.
+
+    `forward` is the forward pass whose packing may do the work; None where nobody packs.
+    """
     module._check_input_dim(x)
     # Past Module.__getattr__, which is slow; a replica has its parameters as plain attributes.
     parameters, buffers = module._parameters, module._buffers
@@ -370,7 +450,26 @@ def norm(module: Any, x: Tensor, function: Any) -> Tensor:
     if x.numel() == x.shape[1]:
         functional._verify_batch_size(x.size())  # type: ignore[attr-defined]
     mean, var = (buffers["running_mean"], buffers["running_var"]) if running or not module.training else (None, None)
-    return function(x, weight, bias, mean, var, momentum, module.eps)
+    plan = None
+    if forward is not None and x.dtype.itemsize == 2:
+        plan = kernels("gpu_norm_forward").forward_plan(x.shape, x.stride(), x.dtype, x.device)
+    if plan is None or not all_fp32(weight, bias, mean, var):
+        return function(x, weight, bias, mean, var, momentum, module.eps, None)
+    running = None if mean is None or var is None else (mean, var)
+    work = forward.work = NormWork(plan, x, weight, bias, running, momentum, module.eps)
+    out = function(x, weight, bias, mean, var, momentum, module.eps, work)
+    forward.do_work()
+    return out
+
+
+def all_fp32(weight: Any, bias: Any, mean: Any, var: Any) -> bool:
+    """Whether there are weight and bias, and running statistics or none, as the kernels read and write them."""
+    if (mean is None) != (var is None):
+        return False
+    for t in (weight, bias) if mean is None else (weight, bias, mean, var):
+        if t is None or t.dtype is not torch.float32 or not t.is_contiguous():
+            return False
+    return True
 
 
 class ReluForward(Forward):
@@ -386,7 +485,12 @@ class ReluForward(Forward):
         return x.requires_grad and not (module.inplace and x.is_leaf)
 
     def run(self, module: Any, x: Tensor, function: Any) -> Tensor:
-        return function(x, module.inplace)
+        if x.dtype.itemsize != 2 or x.dim() < 4 or x.stride(1) != 1 or x.data_ptr() & 3:
+            return function(x, module.inplace, None)
+        forward = self.capture.forward
+        y = function(x, module.inplace, forward)
+        forward.do_work()
+        return y
 
 
 class ConvForward(Forward):

@@ -106,21 +106,29 @@ class GroupQuant(Codec):
     def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
         seed, stride = mix(self.seed, key), channel_stride(layout, flat.numel(), self.group)
         data = operations(flat).gq_encode(flat, self.bits, self.group, seed, stride, self.signs)
-        packed = GroupQuantPacked(self, layout, flat.dtype, flat.numel(), (data,))
-        packed.seed, packed.stride, packed.plan = seed, stride, None
-        return packed
+        return self.wrap(data, flat.dtype, layout, flat.numel(), seed, stride, None)
 
     def encode_run(self, x: Tensor, layout: Layout, length: int, key: int, hint: Hint) -> Packed:
+        stride, plan = self.planned(x, layout, length, hint)
+        if plan is None:
+            return super().encode_run(x, layout, length, key, hint)
+        seed = mix(self.seed, key)
+        return self.wrap(plan.codes(x, seed), x.dtype, layout, length, seed, stride, plan)
+
+    def planned(self, x: Tensor, layout: Layout, length: int, hint: Hint) -> tuple[int, Any]:
+        """What `_plan` says of a tensor, kept from step to step."""
         known = hint.plan
         # Policies make some codecs anew at every call.
         same = known is not None and (known[0] is self or known[0] == self)
         if not same or known[1] is not layout or known[2:4] != (x.dtype, x.device):
             known = hint.plan = (self, layout, x.dtype, x.device, *self._plan(x, layout, length))
-        dtype, stride, plan = known[2], known[4], known[5]
-        if plan is None:
-            return super().encode_run(x, layout, length, key, hint)
-        seed = mix(self.seed, key)
-        packed = GroupQuantPacked(self, layout, dtype, length, (plan.codes(x, seed),))
+        return known[4], known[5]
+
+    def wrap(
+        self, data: Tensor, dtype: torch.dtype, layout: Layout, length: int, seed: int, stride: int, plan: Any
+    ) -> GroupQuantPacked:
+        """The codes with what decoding them takes."""
+        packed = GroupQuantPacked(self, layout, dtype, length, (data,))
         packed.seed, packed.stride, packed.plan = seed, stride, plan
         return packed
 

@@ -17,7 +17,7 @@ from halley.kernels import reference
 from halley.kernels.gpu_decode import decode_kernel, decode_maps_kernel
 from halley.kernels.gpu_dual import dp_decode_kernel, dp_encode_kernel, dp_mask_kernel
 from halley.kernels.gpu_encode import encode_kernel, range_kernel
-from halley.kernels.gpu_pairs import gq_encode_channels_pairs_kernel, gq_encode_pairs_kernel
+from halley.kernels.gpu_pairs import ALONE, RELU, STATISTICS, gq_encode_channels_pairs_kernel, gq_encode_pairs_kernel
 from halley.kernels.gpu_rate import (
     bits_decode_kernel,
     bits_encode_kernel,
@@ -200,7 +200,20 @@ class GqPlan:
     `gate_into` write to memory that is there. It has no gaps, and is read and written as it lies.
     """
 
-    __slots__ = ("decoders", "device", "dtype", "encoder", "gater", "limit", "numbers", "numel", "pairs", "size")
+    __slots__ = (
+        "decoders",
+        "device",
+        "dtype",
+        "encoder",
+        "gater",
+        "limit",
+        "numbers",
+        "numel",
+        "pairs",
+        "relu",
+        "size",
+        "statistics",
+    )
 
     def __init__(
         self, numel: int, bits: int, group: int, dtype: torch.dtype, stride: int, signs: bool, device: torch.device
@@ -210,6 +223,9 @@ class GqPlan:
         self.limit = LARGEST[dtype]
         self.pairs: Launch | None = None
         """For 16-bit values, two at a time, where their address allows it."""
+        self.relu: Launch | None = None
+        self.statistics: Launch | None = None
+        """The same in channels_last memory, with ReLU before it, or with the means and spreads of groups."""
         kind, length = TYPES[dtype], group * bits // 8
         grid: int | tuple[int, int]
         parts: int | tuple[int, int]
@@ -223,8 +239,11 @@ class GqPlan:
             rest: tuple = (*own, piece)
             kernels = (gq_encode_channels_kernel, gq_decode_channels_kernel, gq_gate_channels_kernel)
             special = 1
-            if stride % 2 == 0 and stride * group < 1 << 30:
-                self.pairs = Launch(gq_encode_channels_pairs_kernel, grid, own, *PAIRS_LAST)
+            if stride % 2 == 0 and stride * group < 1 << 30 and dtype.itemsize == 2:
+                self.pairs, self.relu, self.statistics = (
+                    Launch(gq_encode_channels_pairs_kernel, grid, (*own, beside, pixels % group == 0), *PAIRS_LAST)
+                    for beside in (ALONE.value, RELU.value, STATISTICS.value)
+                )
         else:
             groups = gq_groups(numel, group, 1)
             self.numbers = (numel, groups)
@@ -232,9 +251,8 @@ class GqPlan:
             parts, rest = self._rows(GQ_VALUES, groups, bits, group, signs)
             kernels = (gq_encode_kernel, gq_decode_kernel, gq_gate_kernel)
             special = 0
-            self.pairs = Launch(gq_encode_pairs_kernel, grid, (*own[:-1], PAIRS_THREADS), 4, 0)
-        if dtype.itemsize != 2:
-            self.pairs = None
+            if dtype.itemsize == 2:
+                self.pairs = Launch(gq_encode_pairs_kernel, grid, (*own[:-1], PAIRS_THREADS), 4, 0)
         self.encoder = Launch(kernels[0], grid, own, 4, special)
         self.decoders = [Launch(kernels[1], parts, (*rest, mask), 4, special) for mask in (False, True)]
         if stride == 1:
@@ -252,8 +270,19 @@ class GqPlan:
         return data
 
     def encode(self, x: Tensor, seed: int, data: Tensor) -> None:
-        encoder = self.encoder if self.pairs is None or x.data_ptr() & 3 else self.pairs
-        encoder((x, data), (*self.numbers, *_halves(seed)))
+        numbers = (*self.numbers, *_halves(seed))
+        if self.pairs is None or x.data_ptr() & 3:
+            self.encoder((x, data), numbers)
+        elif self.relu is None:
+            self.pairs((x, data), numbers)
+        else:
+            self.pairs((x, data, data), numbers)
+
+    def encode_beside(self, launch: Launch, x: Tensor, beside: Tensor, seed: int) -> Tensor:
+        """The codes, from `relu` or `statistics`, which also writes what is said there. `x` lies at even addresses."""
+        data = torch.empty(self.size, dtype=torch.uint8, device=self.device)
+        launch((x, data, beside), (*self.numbers, *_halves(seed)))
+        return data
 
     def values(self, data: Tensor, seed: int, mask: bool) -> Tensor:
         out = torch.empty(self.numel, dtype=torch.bool if mask else self.dtype, device=self.device)

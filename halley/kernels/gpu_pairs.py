@@ -16,6 +16,11 @@ LARGEST = tl.constexpr(0)
 HIGHEST = tl.constexpr(1)
 LEAST = tl.constexpr(2)
 
+# What an encoder does beside encoding.
+ALONE = tl.constexpr(0)
+RELU = tl.constexpr(1)
+STATISTICS = tl.constexpr(2)
+
 
 @triton.jit
 def largest16(a, b):
@@ -77,6 +82,27 @@ def zero16(words, DTYPE: tl.constexpr):
     else:
         return tl.inline_asm_elementwise(
             "set.eq.u32.f16x2 $0, $1, $2;", "=r,r,r", [words, tl.zeros_like(words)], dtype=tl.uint32, is_pure=True,
+            pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def relu16(words, DTYPE: tl.constexpr):
+    """ReLU of both halves; NaN stays NaN."""
+    if INTERPRETED:
+        top = 0x7F80 if DTYPE == tl.bfloat16 else 0x7C00
+        low, high = words & 0xFFFF, words >> 16
+        low = tl.where((low >= 0x8000) & ((low & 0x7FFF) <= top), 0, low)
+        high = tl.where((high >= 0x8000) & ((high & 0x7FFF) <= top), 0, high)
+        return (low | (high << 16)).to(tl.uint32)
+    elif DTYPE == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [words, tl.zeros_like(words)], dtype=tl.uint32, is_pure=True,
+            pack=1,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            "max.NaN.f16x2 $0, $1, $2;", "=r,r,r", [words, tl.zeros_like(words)], dtype=tl.uint32, is_pure=True,
             pack=1,
         )  # fmt: skip
 
@@ -264,15 +290,31 @@ def gq_encode_pairs_kernel(
     store_scales(data + groups * LENGTH, g, here, groups, lo, step, signed, SIGNS)
 
 
+@triton.jit
+def spread_of(v, k, count, EVEN: tl.constexpr):
+    """The mean of the first `count` pixels of each channel, and the sum of the squares of the differences from it."""
+    share = tl.div_rn(1.0, count.to(tl.float32))
+    mean = tl.sum(tl.sum(v, 2), 1) * share
+    apart = v - mean[:, None, None]
+    if not EVEN:
+        apart = tl.where(k < count, apart, 0.0)
+    return mean, tl.sum(tl.sum(apart * apart, 2), 1)
+
+
 @triton.jit(do_not_specialize=["stride", "pixels", "seed_low", "seed_high"])
 def gq_encode_channels_pairs_kernel(
-    x, data, stride: tl.int64, pixels: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
+    x, data, beside, stride: tl.int64, pixels: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
     DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SIGNS: tl.constexpr, CHANNELS: tl.constexpr,
+    WITH: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """gq_encode_channels_kernel of 16-bit values, two channels in a word: an even stride, and x as above.
 
     [word of channels, byte, slice]. Each thread takes one word of each of its pixels, and a warp 32 words of them:
     little passes between threads, and what is known of a group is worked out once a warp. GROUP * stride < 2^30.
+
+    WITH RELU it encodes x's ReLU, which it writes to `beside`. With STATISTICS it writes to `beside`, [2, blocks,
+    stride], the mean of each group and the sum of the squares of what its values are away from it. EVEN: no group has
+    fewer than GROUP pixels.
     """
     T: tl.constexpr = 8 // BITS
     LENGTH: tl.constexpr = GROUP // T
@@ -289,6 +331,25 @@ def gq_encode_channels_pairs_kernel(
     else:
         inside = there[:, None, None] & (t * LENGTH + j < (pixels - block * GROUP).to(tl.int32))
         words = tl.load(at_word, mask=inside, other=0)
+    if WITH == RELU:
+        words = relu16(words, DTYPE)
+        to_word = (beside + block * GROUP * stride).to(tl.pointer_type(tl.uint8)) + i.to(tl.int64)
+        to_word = to_word.to(tl.pointer_type(tl.uint32))
+        if (block * GROUP + GROUP <= pixels) & (tl.program_id(1) * (CHANNELS // 2) + CHANNELS // 2 <= row):
+            tl.store(to_word, words)
+        else:
+            inside = there[:, None, None] & (t * LENGTH + j < (pixels - block * GROUP).to(tl.int32))
+            tl.store(to_word, words, mask=inside)
+    elif WITH == STATISTICS:
+        count = tl.minimum(pixels - block * GROUP, GROUP).to(tl.int32)
+        to = beside + block * stride + c * 2
+        apart = tl.cdiv(pixels, GROUP) * stride
+        mean, square = spread_of(half_of(words, False, DTYPE), t * LENGTH + j, count, EVEN)
+        tl.store(to, mean, mask=there)
+        tl.store(to + apart, square, mask=there)
+        mean, square = spread_of(half_of(words, True, DTYPE), t * LENGTH + j, count, EVEN)
+        tl.store(to + 1, mean, mask=there)
+        tl.store(to + 1 + apart, square, mask=there)
     size = words & 0x7FFF7FFF if SIGNS else words
     largest = reduce16(reduce16(words, 2, LARGEST), 1, LARGEST)
     highest = reduce16(reduce16(size, 2, HIGHEST), 1, HIGHEST)

@@ -263,7 +263,6 @@ for dtype, name in ((tl.float32, "*fp32"), (tl.bfloat16, "*i16")):
         build(gpu_rate.lp_decode_kernel, pointers, {"SIZE": 4096})
     if bitmap:
         build(gpu_pairs.gq_encode_pairs_kernel, pointers, rate | {"ROWS": 16, "THREADS": 2})
-        build(gpu_pairs.gq_encode_channels_pairs_kernel, pointers, channels)
 """
 
 

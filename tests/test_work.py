@@ -1,0 +1,197 @@
+"""Batch norm and ReLU whose results are computed while what they save is packed: the values of plain layers.
+
+Without a GPU the kernels run on CPU tensors in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import halley
+from halley import fused, kernels
+from halley.codecs import GroupQuant
+from halley.policies import Comet, Fixed
+
+pytest.importorskip("triton")
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read by triton.jit when the kernels are imported
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TWO_BITS = Fixed(GroupQuant(bits=2))
+HALF = 2**-8
+
+
+@pytest.fixture(autouse=True)
+def gpu_kernels(monkeypatch) -> None:
+    from halley.kernels import gpu
+
+    monkeypatch.setattr(kernels, "of", lambda device: gpu)
+
+
+def attach(model: nn.Module, policy=TWO_BITS, device: str = DEVICE) -> halley.Handle:
+    """An attached model whose layers are fused on that device, whatever their size; nowhere on `none`."""
+    handle = halley.attach(model, policy)
+    for forward in [hook for hook in handle._hooks if isinstance(hook, fused.Forward)]:
+        forward.device, forward.where, forward.smallest = device, None, 1
+    return handle
+
+
+def photos(height: int = 16) -> torch.Tensor:
+    x = torch.randn(2, 3, height, 24, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def ready(model: nn.Module) -> nn.Module:
+    torch.manual_seed(1)
+    for p in model.parameters():
+        nn.init.uniform_(p, -0.5, 1.0)
+    return model.to(DEVICE, memory_format=torch.channels_last).train()
+
+
+def results(model: nn.Module, x: torch.Tensor, steps: int = 3) -> list[torch.Tensor]:
+    """Output, gradients and buffers after a few steps: from the second one on the sites are known."""
+    for _ in range(steps):
+        model.zero_grad()
+        with torch.autocast(DEVICE, torch.bfloat16):
+            out = model(x)
+        out.float().square().mean().backward()
+    return [t.detach().float() for t in (out, *(p.grad for p in model.parameters()), *model.buffers())]
+
+
+@pytest.fixture
+def worked(monkeypatch) -> list[str]:
+    """What was computed while packing, and what `alone`."""
+    seen: list[str] = []
+    for kind in (fused.NormWork, fused.ReluWork):
+        for name in ("encode", "alone"):
+
+            def watched(self, *args, original=getattr(kind, name), word=f"{kind.__name__} {name}"):
+                seen.append(word)
+                return original(self, *args)
+
+            monkeypatch.setattr(kind, name, watched)
+    return seen
+
+
+def agree(got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    """Equal up to a few roundings of bf16, which pass through two layers."""
+    pairs = zip(got, expected, strict=True)
+    return all((a - b).norm() <= 4 * HALF * b.norm() and (a - b).abs().max() <= 0.05 * b.abs().max() for a, b in pairs)
+
+
+def both(model: nn.Module, x: torch.Tensor, policy=TWO_BITS, steps: int = 3) -> bool:
+    """Whether the model trains as it does with plain hooks."""
+    other = copy.deepcopy(model)
+    attach(model, policy)
+    attach(other, policy, device="none")
+    return agree(results(model, x, steps), results(other, x, steps))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_as_with_plain_hooks(inplace, worked):
+    model = ready(
+        nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace), nn.Conv2d(16, 4, 1))
+    )
+    assert both(model, photos())
+    assert worked == ["NormWork encode", "ReluWork encode"] * 2
+
+
+@pytest.mark.parametrize(
+    ("norm", "encoded"),
+    [
+        (nn.BatchNorm2d(16, affine=False), False),
+        (nn.BatchNorm2d(16, momentum=None), True),
+        (nn.BatchNorm2d(16, track_running_stats=False), True),
+        (nn.BatchNorm2d(16, eps=0.1, momentum=0.3), True),
+        (nn.BatchNorm2d(20), False),
+    ],
+    ids=str,
+)
+def test_settings(norm, encoded, worked):
+    n = norm.num_features
+    model = ready(nn.Sequential(nn.Conv2d(3, n, 3, padding=1, bias=False), norm, nn.Conv2d(n, 4, 1)))
+    assert both(model, photos())
+    assert worked == ["NormWork encode"] * 2 * encoded
+
+
+def test_running_statistics_are_those_of_torch():
+    model = ready(nn.Sequential(nn.Conv2d(3, 16, 1), nn.BatchNorm2d(16), nn.Conv2d(16, 4, 1)))
+    plain = copy.deepcopy(model)
+    attach(model)
+    results(model, photos())
+    results(plain, photos())
+    for got, want in zip(model[1].buffers(), plain[1].buffers(), strict=True):
+        assert torch.allclose(got, want, rtol=1e-5, atol=1e-6)
+    assert model[1].num_batches_tracked == 3
+
+
+class Shared(nn.Module):
+    """A batch norm whose input a convolution has saved before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.side = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 1)
+        self.norm, self.relu, self.last = nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.last(self.side(x) + self.relu(self.norm(x)))
+
+
+def test_an_input_that_is_packed_already(worked):
+    assert both(ready(Shared()), photos())
+    assert worked.count("NormWork alone") == 2 and "NormWork encode" not in worked
+
+
+def test_a_result_of_which_only_the_mask_is_kept(worked):
+    model = ready(nn.Sequential(nn.Conv2d(3, 16, 1), nn.ReLU(), nn.Sigmoid(), nn.Conv2d(16, 4, 1)))
+    assert both(model, photos())
+    assert worked == ["ReluWork encode", "ReluWork alone"] * 2
+
+
+def test_other_sizes_in_between(worked):
+    """A last batch that fills groups badly goes the plain way, and the next one does not."""
+    model = ready(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1)))
+    other = copy.deepcopy(model)
+    attach(model)
+    attach(other, device="none")
+    results(model, photos())
+    results(other, photos())
+    worked.clear()
+    assert agree(results(model, photos(17), 1), results(other, photos(17), 1))
+    assert "NormWork encode" not in worked
+    worked.clear()
+    assert agree(results(model, photos(), 1), results(other, photos(), 1))
+    assert worked == ["NormWork encode", "ReluWork encode"]
+
+
+def test_an_error_in_between_leaves_nothing_behind(worked, monkeypatch):
+    model = ready(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1)))
+    other = copy.deepcopy(model)
+    attach(model)
+    attach(other, device="none")
+    results(model, photos())
+
+    def broken(*args):
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fused.NormWork, "encode", broken)
+        with pytest.raises(RuntimeError, match="no memory"):
+            results(model, photos(), 1)
+    results(other, photos(), 4)  # as many, so that chance is the same
+    got, expected = results(model, photos(), 1), results(other, photos(), 1)
+    assert agree(got[:-3], expected[:-3])  # the interrupted step moved the counter of batches
+
+
+def test_steps_in_which_the_policy_collects(worked):
+    model = ready(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1)))
+    handle = attach(model, Comet())
+    results(model, photos(), 12)
+    assert handle.history and worked.count("NormWork encode") == 11
