@@ -63,12 +63,13 @@ def lo_down(lo, signed, SIGNS: tl.constexpr):
     """A group's lo as it is stored: bf16 rounded down (fp64 as it is), finite; not zero where its sign is a mark."""
     if lo.dtype == tl.float64:
         return lo
-    size = lo.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    away = tl.minimum((size + 0xFFFF) & -0x10000, 0x7F7F0000).to(tl.float32, bitcast=True)
-    near = size & -0x10000
-    if SIGNS:
-        near = tl.where(signed, tl.maximum(near, 0x10000), near)
-    return tl.where(lo < 0, -away, near.to(tl.float32, bitcast=True))
+    else:  # without it the compiler would go on after the return
+        size = lo.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        away = tl.minimum((size + 0xFFFF) & -0x10000, 0x7F7F0000).to(tl.float32, bitcast=True)
+        near = size & -0x10000
+        if SIGNS:
+            near = tl.where(signed, tl.maximum(near, 0x10000), near)
+        return tl.where(lo < 0, -away, near.to(tl.float32, bitcast=True))
 
 
 @triton.jit
@@ -356,7 +357,7 @@ def gq_encode_kernel(
     byte = byte_index(ROWS, LENGTH, LANES)
     h = random_left((g0 * LENGTH).to(tl.uint32) + byte.to(tl.uint32), seed_low, seed_high)
     t = tl.arange(0, T)[None, None, None, :, None]
-    hash = below_code(tl.zeros_like(bits), h[:, :, :, None, :], t, BITS)
+    hash = below_code(tl.zeros(bits.shape, tl.uint32), h[:, :, :, None, :], t, BITS)
     code = codes_of(v, hash, of_group(lo), of_group(inverse), of_group(steps), of_group(signed), BITS, SIGNS)
     packed = tl.sum(code << (t * BITS).to(tl.uint32), 3).to(tl.uint8)
     g = g0 + tl.arange(0, ROWS)
@@ -430,7 +431,7 @@ def gq_encode_channels_kernel(
     lo, step, inverse, steps, signed = steps_of(largest, highest, least, DTYPE, BITS, SIGNS)
     byte = (block * LENGTH + tl.arange(0, LENGTH)[:, None]) * stride + c[None, :]
     h = random_left(byte.to(tl.uint32), seed_low, seed_high)
-    hash = below_code(tl.zeros_like(bits), h[:, None, :], t, BITS)
+    hash = below_code(tl.zeros(bits.shape, tl.uint32), h[:, None, :], t, BITS)
     code = codes_of(
         v, hash, lo[None, None, :], inverse[None, None, :], steps[None, None, :], signed[None, None, :], BITS, SIGNS
     )

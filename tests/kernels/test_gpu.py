@@ -231,6 +231,7 @@ def test_log_probabilities(numel):
 
 
 COMPILE = """
+import sys
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
@@ -241,34 +242,44 @@ def build(kernel, pointers, constants):
     types = {p.name: pointers.get(p.name, p.annotation_type) for p in kernel.params}
     types |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(kernel, types, {(kernel.arg_names.index(name),): value for name, value in constants.items()})
-    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1, "enable_fp_fusion": False})
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
-bytes_ = {"meta": "*u8", "payload": "*u8", "scratch": "*u8", "data": "*u8"}
-for dtype, name in ((tl.float32, "*fp32"), (tl.bfloat16, "*i16")):
-    bitmap = dtype == tl.bfloat16
-    common = {"DTYPE": dtype, "G": 1}
-    encode = common | {"RELATIVE": bitmap, "STOCHASTIC": bitmap, "BITMAP": bitmap}
-    pointers = bytes_ | {"x": name, "out": name}
-    build(gpu_encode.encode_kernel, pointers, encode)
-    build(gpu_decode.decode_kernel, pointers, common | {"MASK": False})
-    build(gpu_decode.decode_maps_kernel, pointers, common | {"MASK": True, "TILES": 4})
-    rate = {"DTYPE": dtype, "BITS": 2, "GROUP": 128, "SIGNS": False}
-    rows, channels = rate | {"ROWS": 8, "LANES": 8 if bitmap else 4}, rate | {"CHANNELS": 16}
+dtype, name = {
+    "float32": (tl.float32, "*fp32"), "float64": (tl.float64, "*fp64"),
+    "float16": (tl.float16, "*fp16"), "bfloat16": (tl.bfloat16, "*i16"),
+}[sys.argv[1]]
+pointers = {"meta": "*u8", "payload": "*u8", "scratch": "*u8", "data": "*u8", "x": name, "out": name}
+flags, half = pointers | {"out": "*u8"}, dtype in (tl.float16, tl.bfloat16)
+common = {"DTYPE": dtype, "G": 1}
+build(gpu_encode.range_kernel, pointers, {"DTYPE": dtype, "SIZE": 16384})
+build(gpu_encode.encode_kernel, pointers, common | {"RELATIVE": False, "STOCHASTIC": False, "BITMAP": False})
+build(gpu_encode.encode_kernel, pointers, common | {"RELATIVE": True, "STOCHASTIC": True, "BITMAP": True})
+build(gpu_decode.decode_kernel, pointers, common | {"MASK": False})
+build(gpu_decode.decode_maps_kernel, flags, common | {"MASK": True, "TILES": 4})
+for bits, signs in ((2, False), (4, True)):
+    rate = {"DTYPE": dtype, "BITS": bits, "GROUP": 128, "SIGNS": signs}
+    rows, channels = rate | {"ROWS": 16, "LANES": 8 if half else 4}, rate | {"CHANNELS": 16}
     build(gpu_rate.gq_encode_kernel, pointers, rows)
     build(gpu_rate.gq_decode_kernel, pointers, rows | {"MASK": False})
+    build(gpu_rate.gq_decode_kernel, flags, rows | {"MASK": True})
+    build(gpu_rate.gq_gate_kernel, pointers, rows)
     build(gpu_rate.gq_encode_channels_kernel, pointers, channels)
     build(gpu_rate.gq_decode_channels_kernel, pointers, channels | {"BYTES": 8, "MASK": False})
-    if not bitmap:
-        build(gpu_rate.lp_encode_kernel, pointers, {"SIZE": 4096})
-        build(gpu_rate.lp_decode_kernel, pointers, {"SIZE": 4096})
-    if bitmap:
+    build(gpu_rate.gq_gate_channels_kernel, pointers, channels | {"BYTES": 8})
+    if half:
         build(gpu_pairs.gq_encode_pairs_kernel, pointers, rate | {"ROWS": 16, "THREADS": 2})
+if dtype == tl.float32:
+    build(gpu_rate.lp_encode_kernel, pointers, {"SIZE": 4096})
+    build(gpu_rate.lp_decode_kernel, pointers, {"SIZE": 4096})
 """
 
 
 @pytest.mark.slow
-def test_compiles_for_hopper():
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+def test_compiles_for_hopper(dtype):
     """The interpreter takes what the compiler refuses; no GPU is needed to compile."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, cwd=ROOT)
+    command = [sys.executable, "-c", COMPILE, dtype]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]

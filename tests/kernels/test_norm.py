@@ -223,7 +223,7 @@ def build(kernel, pointers, constants, warps):
     triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "enable_fp_fusion": False})
 
 floats = ("mean", "invstd", "sums", "line", "parts", "weight", "grad_weight", "grad_bias")
-for dtype, name in ((tl.float32, "*fp32"), (tl.bfloat16, "*i16")):
+for dtype, name in ((tl.float32, "*fp32"), (tl.float16, "*fp16"), (tl.bfloat16, "*i16")):
     pointers = dict.fromkeys(floats, "*fp32") | {"data": "*u8", "grad": name, "out": name}
     common = {"DTYPE": dtype, "BITS": 2, "ROUND": False}
     last = common | {"UNIT": 8, "V": 8, "R": 4, "CH": 64}
