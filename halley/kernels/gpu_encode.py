@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from halley.kernels.gpu_common import (
+    INTERPRETED,
     RAW,
     base_bytes,
     block_index,
@@ -107,6 +108,15 @@ def tile_hash(block, seed_low, seed_high, G: tl.constexpr):
 
 
 @triton.jit
+def round_up(v):
+    """The whole number above: the language's own takes denormal fp32 values for zero, and so gives zero."""
+    if INTERPRETED or v.dtype == tl.float64:
+        return tl.ceil(v)
+    else:
+        return tl.inline_asm_elementwise("cvt.rpi.f32.f32 $0, $1;", "=r,r", [v], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def level_size(a, inverse, block, seed_low, seed_high, STOCHASTIC: tl.constexpr):
     """The magnitude of the level of magnitude a, in floating point; `block` is the number of the tile's first block."""
     if STOCHASTIC:
@@ -115,7 +125,7 @@ def level_size(a, inverse, block, seed_low, seed_high, STOCHASTIC: tl.constexpr)
         hash = (tile_hash(block, seed_low, seed_high, a.shape[2]) >> 8).to(tl.int32)
         k += (hash < ((q - k) * 16777216.0).to(tl.int32)).to(a.dtype)
     else:
-        k = tl.ceil(a * inverse)
+        k = round_up(a * inverse)
     return k
 
 
@@ -327,8 +337,8 @@ def find_levels(v, bits, eb, block, seed_low, seed_high, DTYPE: tl.constexpr, ST
         low, high = block_min(k), block_max(k)
     else:
         # Rounding to nearest keeps the order, so the extremes have the extreme levels.
-        high = with_sign(at_least_one(tl.ceil(tl.abs(top) * inverse[None, :]), tl.abs(top)), top)
-        low = with_sign(at_least_one(tl.ceil(tl.abs(bottom) * inverse[None, :]), tl.abs(bottom)), bottom)
+        high = with_sign(at_least_one(round_up(tl.abs(top) * inverse[None, :]), tl.abs(top)), top)
+        low = with_sign(at_least_one(round_up(tl.abs(bottom) * inverse[None, :]), tl.abs(bottom)), bottom)
     return k, tl.where(must_raw, 0, low), tl.where(must_raw, 0, high), code, must_raw
 
 
