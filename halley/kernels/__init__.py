@@ -32,8 +32,8 @@ SCHEMAS = {
     "dp_encode": "(Tensor x, int height, int width, int block, int bits, bool masked, int seed) -> Tensor",
     "dp_decode": "(Tensor data, int numel, int height, int width, int block, int bits, bool masked, ScalarType dtype,"
     " bool mask) -> Tensor",
-    "lp_encode": "(Tensor x, float step, int seed) -> Tensor",
-    "lp_decode": "(Tensor data, float step, float shift, int seed) -> Tensor",
+    "lp_encode": "(Tensor x, float step, float far, int seed) -> Tensor",
+    "lp_decode": "(Tensor data, float step, float far, float shift, int seed, ScalarType dtype) -> Tensor",
     "bits_encode": "(Tensor x, int bits) -> Tensor",
     "bits_decode": "(Tensor data, int bits, int numel) -> Tensor",
 }
@@ -77,8 +77,8 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "dp_decode": lambda data, numel, height, width, block, bits, masked, dtype, mask: _decode_fake(
         numel, dtype, mask, data
     ),
-    "lp_encode": lambda x, step, seed: x.new_empty(x.numel(), dtype=torch.uint8),
-    "lp_decode": lambda data, step, shift, seed: data.new_empty(data.numel(), dtype=torch.float32),
+    "lp_encode": lambda x, step, far, seed: x.new_empty(x.numel(), dtype=torch.uint8),
+    "lp_decode": lambda data, step, far, shift, seed, dtype: data.new_empty(data.numel(), dtype=dtype),
     "bits_encode": lambda x, bits: x.new_empty((x.numel() * bits + 7) // 8, dtype=torch.uint8),
     "bits_decode": lambda data, bits, numel: data.new_empty(numel, dtype=torch.uint8),
 }

@@ -1067,19 +1067,21 @@ def unpack(data, bits, length, start, stop, out):
 
 
 @jit
-def log_encode_task(task, size, x, inverse, seed_low, seed_high, out):
+def log_encode_task(task, size, x, inverse, far, bend, seed_low, seed_high, out):
     for i in range(task * size, min((task + 1) * size, x.size)):
         u = f32(random24(u32(i), u32(0), seed_low, seed_high)) * f32(2.0**-24)
-        t = min(max(x[i] * inverse + u, f32(0)), f32(254))
-        out[i] = u8(t) if x[i] == x[i] else u8(255)
+        v = widen(x[i])
+        t = min(max(max(v * inverse, v * far - bend) + u, f32(0)), f32(254))
+        out[i] = u8(t) if v == v else u8(255)
 
 
 @jit
-def log_decode_task(task, size, numel, out, start, data, step, shift, seed_low, seed_high):
+def log_decode_task(task, size, numel, out, start, data, step, far, bend, shift, seed_low, seed_high, nan):
     for i in range(task * size, min((task + 1) * size, numel)):
         u = f32(random24(u32(i), u32(0), seed_low, seed_high)) * f32(2.0**-24)
-        v = (f32(data[i]) + f32(0.5) - u) * step - shift
-        out[i - start] = v if data[i] != 255 else f32(math.nan)
+        t = f32(data[i]) + f32(0.5) - u
+        v = max(t * step, (t + bend) * far) - shift
+        out[i - start] = narrow(v, nan) if data[i] != 255 else nan
 
 
 @jit

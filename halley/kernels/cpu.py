@@ -28,6 +28,7 @@ from halley.kernels.reference import (
     dp_sizes,
     dp_tiles,
     gq_sizes,
+    lp_bend,
     meta_size,
 )
 
@@ -290,20 +291,21 @@ def dp_decode(
     return decode(kernels.dual_decode_task, size, numel, dtype, mask, *plane, bits, *parts, nan, limit)
 
 
-def lp_encode(x: Tensor, step: float, seed: int) -> Tensor:
-    """A byte for each flat fp32 value: how many steps it lies below zero, at most 254; NaN is 255."""
+def lp_encode(x: Tensor, step: float, far: float, seed: int) -> Tensor:
+    """A byte for each flat value: how many steps it lies below zero, at most 254; NaN is 255."""
     out = torch.empty(x.numel(), dtype=torch.uint8)
     size = task_size(x.numel(), 1)
-    numbers = (np.float32(-1 / step), *halves(seed))
+    numbers = (np.float32(-1 / step), np.float32(-1 / far), np.float32(lp_bend(step, far)), *halves(seed))
     run(kernels.log_encode_task, -(-x.numel() // size), size, elements(x), *numbers, out.numpy())
     return out
 
 
-def lp_decode(data: Tensor, step: float, shift: float, seed: int) -> Tensor:
+def lp_decode(data: Tensor, step: float, far: float, shift: float, seed: int, dtype: torch.dtype) -> Tensor:
     """The values that lp_encode stored, the random numbers taken off again, and `shift` lower."""
     size = task_size(data.numel(), 1)
-    numbers = (np.float32(-step), np.float32(shift), *halves(seed))
-    return decode(kernels.log_decode_task, size, data.numel(), torch.float32, False, data.numpy(), *numbers)
+    steps = (np.float32(-step), np.float32(-far), np.float32(lp_bend(step, far)), np.float32(shift))
+    numbers = (*steps, *halves(seed), ends(dtype)[0])
+    return decode(kernels.log_decode_task, size, data.numel(), dtype, False, data.numpy(), *numbers)
 
 
 def bits_encode(x: Tensor, bits: int) -> Tensor:

@@ -30,7 +30,7 @@ from halley.kernels.gpu_rate import (
     lp_decode_kernel,
     lp_encode_kernel,
 )
-from halley.kernels.reference import GROUP, SMALLEST_BOUND, dp_sizes, dp_tiles, gq_groups, gq_sizes, meta_size
+from halley.kernels.reference import GROUP, SMALLEST_BOUND, dp_sizes, dp_tiles, gq_groups, gq_sizes, lp_bend, meta_size
 
 TYPES = {
     torch.float16: tl.float16,
@@ -451,23 +451,25 @@ def dp_decode(
     return out
 
 
-def lp_encode(x: Tensor, step: float, seed: int) -> Tensor:
-    """A byte for each flat fp32 value: how many steps it lies below zero, at most 254; NaN is 255."""
+def lp_encode(x: Tensor, step: float, far: float, seed: int) -> Tensor:
+    """A byte for each flat value: how many steps it lies below zero, at most 254; NaN is 255."""
     numel = x.numel()
     data = torch.empty(numel, dtype=torch.uint8, device=x.device)
     if numel:
-        numbers = (numel, *_halves(seed), -1 / step)
-        _launch(lp_encode_kernel, -(-numel // BITS_SIZE), (x, data), numbers, (BITS_SIZE,), 8, special=0)
+        numbers = (numel, *_halves(seed), -1 / step, -1 / far, lp_bend(step, far))
+        constants = (TYPES[x.dtype], BITS_SIZE)
+        _launch(lp_encode_kernel, -(-numel // BITS_SIZE), (x, data), numbers, constants, 8, special=0)
     return data
 
 
-def lp_decode(data: Tensor, step: float, shift: float, seed: int) -> Tensor:
+def lp_decode(data: Tensor, step: float, far: float, shift: float, seed: int, dtype: torch.dtype) -> Tensor:
     """The values that lp_encode stored, the random numbers taken off again, and `shift` lower."""
     numel = data.numel()
-    out = torch.empty(numel, dtype=torch.float32, device=data.device)
+    out = torch.empty(numel, dtype=dtype, device=data.device)
     if numel:
-        numbers = (numel, *_halves(seed), -step, shift)
-        _launch(lp_decode_kernel, -(-numel // BITS_SIZE), (data, out), numbers, (BITS_SIZE,), 8, special=0)
+        numbers = (numel, *_halves(seed), -step, -far, lp_bend(step, far), shift)
+        constants = (TYPES[dtype], BITS_SIZE)
+        _launch(lp_decode_kernel, -(-numel // BITS_SIZE), (data, out), numbers, constants, 8, special=0)
     return out
 
 

@@ -541,14 +541,15 @@ def dither(i, seed_low, seed_high):
 
 @triton.jit(do_not_specialize=["numel", "seed_low", "seed_high"])
 def lp_encode_kernel(
-    x, data, numel: tl.int64, seed_low: tl.int32, seed_high: tl.int32, inverse: tl.float32, SIZE: tl.constexpr
-):
+    x, data, numel: tl.int64, seed_low: tl.int32, seed_high: tl.int32, inverse: tl.float32, far: tl.float32,
+    bend: tl.float32, DTYPE: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * SIZE
     j = tl.arange(0, SIZE)
     left = numel - first
-    v = tl.load(x + first + j) if left >= SIZE else tl.load(x + first + j, mask=j < left, other=0)
+    v = widen(tl.load(x + first + j) if left >= SIZE else tl.load(x + first + j, mask=j < left, other=0), DTYPE)
     u = dither(first.to(tl.uint32) + j.to(tl.uint32), seed_low, seed_high)
-    steps = tl.minimum(tl.maximum(v * inverse + u, 0.0), 254.0)
+    steps = tl.minimum(tl.maximum(tl.maximum(v * inverse, v * far - bend) + u, 0.0), 254.0)
     code = tl.where(v == v, steps, 255.0).to(tl.int32).to(tl.uint8)
     if left >= SIZE:
         tl.store(data + first + j, code)
@@ -558,8 +559,8 @@ def lp_encode_kernel(
 
 @triton.jit(do_not_specialize=["numel", "seed_low", "seed_high"])
 def lp_decode_kernel(
-    data, out, numel: tl.int64, seed_low: tl.int32, seed_high: tl.int32, step: tl.float32, shift: tl.float32,
-    SIZE: tl.constexpr,
+    data, out, numel: tl.int64, seed_low: tl.int32, seed_high: tl.int32, step: tl.float32, far: tl.float32,
+    bend: tl.float32, shift: tl.float32, DTYPE: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * SIZE
     j = tl.arange(0, SIZE)
@@ -568,7 +569,8 @@ def lp_decode_kernel(
         tl.int32
     )
     u = dither(first.to(tl.uint32) + j.to(tl.uint32), seed_low, seed_high)
-    v = tl.where(code == 255, float("nan"), (code.to(tl.float32) + 0.5 - u) * step - shift)
+    t = code.to(tl.float32) + 0.5 - u
+    v = narrow(tl.where(code == 255, float("nan"), tl.maximum(t * step, (t + bend) * far) - shift), DTYPE)
     if left >= SIZE:
         tl.store(out + first + j, v)
     else:

@@ -9,6 +9,7 @@ BLOCK = 64
 BLOCKS = 16
 GROUP = BLOCK * BLOCKS
 HEADER = 32
+LP_KNEE = 8.0  # so far below zero the steps of log-probabilities change
 RAW = 31
 MASK32 = 0xFFFFFFFF
 
@@ -496,16 +497,23 @@ def gq_decode(
     return out.reshape(-1).to(kept).clone()
 
 
-def lp_encode(x: Tensor, step: float, seed: int) -> Tensor:
-    """A byte for each flat fp32 value: how many steps it lies below zero, at most 254; NaN is 255."""
-    steps = x * (-1 / step) + lp_random(x, seed)
+def lp_bend(step: float, far: float) -> float:
+    """What continues, from LP_KNEE below zero on, a count of steps with one of `far` steps, which are not larger."""
+    return LP_KNEE * (1 / far - 1 / step)
+
+
+def lp_encode(x: Tensor, step: float, far: float, seed: int) -> Tensor:
+    """A byte for each flat value: how many steps it lies below zero, at most 254; NaN is 255."""
+    v = x.float()
+    steps = torch.maximum(v * (-1 / step), v * (-1 / far) - lp_bend(step, far)) + lp_random(x, seed)
     return steps.clamp_(0, 254).nan_to_num_(nan=255).to(torch.uint8)
 
 
-def lp_decode(data: Tensor, step: float, shift: float, seed: int) -> Tensor:
+def lp_decode(data: Tensor, step: float, far: float, shift: float, seed: int, dtype: torch.dtype) -> Tensor:
     """The values that lp_encode stored, the random numbers taken off again, and `shift` lower."""
-    values = (data.float() + 0.5 - lp_random(data, seed)) * -step - shift
-    return values.masked_fill_(data == 255, float("nan"))
+    t = data.float() + 0.5 - lp_random(data, seed)
+    values = torch.maximum(t * -step, (t + lp_bend(step, far)) * -far) - shift
+    return values.masked_fill_(data == 255, float("nan")).to(dtype)
 
 
 def lp_random(x: Tensor, seed: int) -> Tensor:

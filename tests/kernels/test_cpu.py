@@ -234,13 +234,14 @@ def test_small_integers_equal_reference(width: int) -> None:
             assert torch.equal(cpu.bits_decode(packed, width, n), x)
 
 
+@pytest.mark.parametrize(("dtype", "far"), [(torch.float32, 0.1), (torch.float16, 0.08), (torch.bfloat16, 0.06)])
 @pytest.mark.parametrize("n", [*SIZES, 300_001])
-def test_log_probabilities_equal_reference(n: int) -> None:
-    x = -torch.rand(n) * 27
+def test_log_probabilities_equal_reference(n: int, dtype: torch.dtype, far: float) -> None:
+    x = (-torch.rand(n) * 27).to(dtype)
     x[::97], x[5::301] = math.nan, -math.inf
-    ours = cpu.lp_encode(x, 0.1, 5)
-    assert torch.equal(ours, reference.lp_encode(x, 0.1, 5))
-    values, theirs = cpu.lp_decode(ours, 0.1, 1e-3, 5), reference.lp_decode(ours, 0.1, 1e-3, 5)
+    ours = cpu.lp_encode(x, 0.1, far, 5)
+    assert torch.equal(ours, reference.lp_encode(x, 0.1, far, 5))
+    values, theirs = (kernels.lp_decode(ours, 0.1, far, 1e-3, 5, dtype) for kernels in (cpu, reference))
     assert torch.equal(plain_nan(values), plain_nan(theirs)) and values.isnan().equal(x.isnan())
 
 

@@ -221,13 +221,16 @@ def test_bits(bits, numel):
         assert torch.equal(gpu.bits_encode(x.bool(), 1), data)
 
 
+@pytest.mark.parametrize(("dtype", "far"), [(torch.float32, 0.1), (torch.float16, 0.08), (torch.bfloat16, 0.06)])
 @pytest.mark.parametrize("numel", [0, 1, 4096, 5003])
-def test_log_probabilities(numel):
-    x = -torch.rand(numel, generator=torch.Generator().manual_seed(3)).to(DEVICE) * 27
+def test_log_probabilities(numel, dtype, far):
+    x = (-torch.rand(numel, generator=torch.Generator().manual_seed(3)).to(DEVICE) * 27).to(dtype)
     x[::97], x[5::301] = float("nan"), -INF
-    data = gpu.lp_encode(x, 0.1, SEED)
-    assert torch.equal(data, reference.lp_encode(x, 0.1, SEED))
-    assert same(gpu.lp_decode(data, 0.1, 1e-3, SEED), reference.lp_decode(data, 0.1, 1e-3, SEED))
+    data = gpu.lp_encode(x, 0.1, far, SEED)
+    assert torch.equal(data, reference.lp_encode(x, 0.1, far, SEED))
+    values, expected = (kernels.lp_decode(data, 0.1, far, 1e-3, SEED, dtype) for kernels in (gpu, reference))
+    assert torch.equal(values.isnan(), x.isnan())
+    assert same(values.nan_to_num(0.0), expected.nan_to_num(0.0))
 
 
 COMPILE = """
@@ -272,9 +275,9 @@ for bits, signs in ((2, False), (4, True)):
     build(gpu_rate.gq_gate_channels_kernel, pointers, channels | {"BYTES": 8})
     if half:
         build(gpu_pairs.gq_encode_pairs_kernel, pointers, rate | {"ROWS": 16, "THREADS": 2})
-if dtype == tl.float32:
-    build(gpu_rate.lp_encode_kernel, pointers, {"SIZE": 4096})
-    build(gpu_rate.lp_decode_kernel, pointers, {"SIZE": 4096})
+if dtype != tl.float64:
+    build(gpu_rate.lp_encode_kernel, pointers, {"DTYPE": dtype, "SIZE": 4096})
+    build(gpu_rate.lp_decode_kernel, pointers, {"DTYPE": dtype, "SIZE": 4096})
 """
 
 

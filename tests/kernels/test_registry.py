@@ -15,7 +15,7 @@ X = torch.randn(3000)
 META, PAYLOAD = torch.ops.halley.eb_encode(X, 0.1, math.inf, False, 0, True, -1)
 DATA = torch.ops.halley.gq_encode(X, 2, 256, 7)
 DUAL = torch.ops.halley.dp_encode(X, 20, 25, 8, 2, True, 7)
-LOGS = torch.ops.halley.lp_encode(-X.abs(), 0.1, 7)
+LOGS = torch.ops.halley.lp_encode(-X.abs(), 0.1, 0.1, 7)
 BITS = torch.ops.halley.bits_encode((X > 0).to(torch.uint8), 1)
 
 SAMPLES = {
@@ -25,8 +25,8 @@ SAMPLES = {
     "gq_decode": (DATA, 3000, 2, 256, torch.float32, True, 7),
     "dp_encode": (X, 20, 25, 8, 2, True, 7),
     "dp_decode": (DUAL, 3000, 20, 25, 8, 2, True, torch.float32, False),
-    "lp_encode": (-X.abs(), 0.1, 7),
-    "lp_decode": (LOGS, 0.1, 0.001, 7),
+    "lp_encode": (-X.abs(), 0.1, 0.1, 7),
+    "lp_decode": (LOGS, 0.1, 0.1, 0.001, 7, torch.float32),
     "bits_encode": ((X > 0).to(torch.uint8), 1),
     "bits_decode": (BITS, 1, 3000),
 }

@@ -40,10 +40,14 @@ def test_codec_for_each_need(codec: Codec, need: str, expected: Codec) -> None:
     assert Fixed(codec).choose(site(need)) == expected
 
 
-def test_log_probabilities_of_16_bits_keep_a_bound() -> None:
-    """Around -25 bfloat16's own steps are coarser than those of LogProb."""
-    found = Fixed(GroupQuant(bits=2)).choose(Site("layer", 0, (torch.bfloat16, 2, True, None), need="logprob"))
-    assert found == ErrorBounded(0.05)
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [(torch.bfloat16, LogProb()), (torch.float16, LogProb()), (torch.float64, ErrorBounded(0.05))],
+)
+def test_log_probabilities_of_each_dtype(dtype: torch.dtype, expected: Codec) -> None:
+    """Autocast on a GPU leaves those of a cross-entropy at 16 bits."""
+    found = Fixed(GroupQuant(bits=2)).choose(Site("layer", 0, (dtype, 2, True, None), need="logprob"))
+    assert found == expected
 
 
 def test_gradients_of_a_loss_are_right_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
