@@ -138,6 +138,49 @@ class Reading:
             self.probe = None
 
 
+class Passing:
+    """What a batch norm gives on as its input's gradient, and how much an error of its input would spoil of it.
+
+    With x normalised to h, and mean(h) = 0, mean(h^2) = 1 over the m values of a channel, the input's gradient is
+    proportional to g - mean(g) - h * mean(g h). An error e of h of mean square k adds e * mean(g h) + h * mean(g e) to
+    it, of mean square k * (mean(g h)^2 + mean(g^2) / m).
+    """
+
+    def __init__(self, site: Site, stats: Stats, apart: bool) -> None:
+        self.site = site
+        self.stats = stats
+        self.apart = apart
+        """Whether no group has values of several channels."""
+        self.ratio: Tensor | None = None
+        """Mean square of the error over that of the gradient, for an error of the input of mean square 1."""
+
+    def gradient(self, invstd: Tensor, given: tuple[Tensor | None, ...], g: Tensor | None) -> None:
+        """Backward has computed the gradients of input, weight and bias from `g`."""
+        grad_x, grad_weight, grad_bias = given[:3]
+        if g is None or grad_x is None or grad_weight is None or grad_bias is None:
+            return
+        over = [d for d in range(g.dim()) if d != 1]
+        count = g.numel() // max(g.shape[1], 1)
+        power, passed = (
+            torch.linalg.vector_norm(t, dim=over, dtype=torch.float32).square() / count for t in (g, grad_x)
+        )
+        along, middle = grad_weight.float() / count, grad_bias.float() / count
+        own = power - along.square() - middle.square()
+        wrong = along.square() + power / count
+        # What is left of a gradient that is nearly all mean or along h is too small to tell.
+        share = wrong / own.clamp_min(1e-3 * power)
+        # A group's values have one error: that of a channel is in proportion to its values only if groups are its own.
+        inverse = invstd.float().square()
+        scale = 1 / inverse.reciprocal().mean() if self.apart else inverse
+        self.ratio = torch.nan_to_num(passed * share * scale).sum() / passed.sum()
+
+
+def invstd_of(node: Any) -> Tensor | None:
+    """1 / standard deviation of the channels of a batch norm's input, as its node has kept it."""
+    kept = getattr(node, "kept", None)
+    return getattr(node, "_saved_result2", None) if kept is None else kept[1]
+
+
 class Collection:
     """One collection step: a forward pass (with accumulation several), its backward, and the optimizer's step."""
 
@@ -150,6 +193,7 @@ class Collection:
         self.batches = 1
         self.sites: dict[str, tuple[Site, Stats]] = {}
         self.readings: list[Reading] = []
+        self.passings: list[Passing] = []
         self.after: Tensor | None = None
         """Norm of the gradients after the last backward."""
         self._stats: dict[int, tuple[Cell, Stats]] = {}
@@ -191,6 +235,10 @@ class Collection:
                     reading = self._reading(node, slot, saved)
                     if reading is not None:
                         uses.setdefault(reading.weight, []).append(reading)
+            elif operation_name(node).endswith("BatchNorm"):
+                for slot, saved in saved_by(node):
+                    if slot == "input" and saved.cell is not None and id(saved.cell) in self._stats:
+                        self._pass(node, saved)
         for readings in uses.values():
             for reading in readings:
                 reading.uses = len(readings)
@@ -217,6 +265,21 @@ class Collection:
 
         node.register_prehook(hook)
         return reading
+
+    def _pass(self, node: Any, saved: Saved) -> None:
+        stats, size = self._stats[id(saved.cell)][1], saved.layout.size
+        plane = math.prod(size[2:])
+        apart = getattr(stats.packed, "stride", 1) > 1 or (not saved.layout.last and plane >= 128)
+        passing = Passing(saved.site, stats, apart)
+
+        def hook(given: tuple[Tensor | None, ...], gradients: tuple[Tensor | None, ...]) -> None:
+            invstd = invstd_of(node)
+            if invstd is not None:
+                with torch.no_grad():
+                    passing.gradient(invstd, given, gradients[0])
+
+        node.register_hook(hook)
+        self.passings.append(passing)
 
     def _at_backward(self, gradients: Any) -> None:
         """Backward begins. At its end, behind those who wait for its end too (DDP), the gradients are looked at."""

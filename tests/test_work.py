@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -64,18 +65,21 @@ def results(model: nn.Module, x: torch.Tensor, steps: int = 3) -> list[torch.Ten
     return [t.detach().float() for t in (out, *(p.grad for p in model.parameters()), *model.buffers())]
 
 
+def noting(original: Any, word: str, seen: list[str]) -> Any:
+    def noted(self: Any, *args: Any) -> Any:
+        seen.append(word)
+        return original(self, *args)
+
+    return noted
+
+
 @pytest.fixture
 def worked(monkeypatch) -> list[str]:
     """What was computed while packing, and what `alone`."""
     seen: list[str] = []
     for kind in (fused.NormWork, fused.ReluWork):
         for name in ("encode", "alone"):
-
-            def watched(self, *args, original=getattr(kind, name), word=f"{kind.__name__} {name}"):
-                seen.append(word)
-                return original(self, *args)
-
-            monkeypatch.setattr(kind, name, watched)
+            monkeypatch.setattr(kind, name, noting(getattr(kind, name), f"{kind.__name__} {name}", seen))
     return seen
 
 

@@ -240,8 +240,9 @@ class GqPlan:
             kernels = (gq_encode_channels_kernel, gq_decode_channels_kernel, gq_gate_channels_kernel)
             special = 1
             if stride % 2 == 0 and stride * group < 1 << 30 and dtype.itemsize == 2:
+                full = pixels % group == 0 and stride % channels == 0
                 self.pairs, self.relu, self.statistics = (
-                    Launch(gq_encode_channels_pairs_kernel, grid, (*own, beside, pixels % group == 0), *PAIRS_LAST)
+                    Launch(gq_encode_channels_pairs_kernel, grid, (*own, beside, full), *PAIRS_LAST)
                     for beside in (ALONE.value, RELU.value, STATISTICS.value)
                 )
         else:

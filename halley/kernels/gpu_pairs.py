@@ -291,12 +291,12 @@ def gq_encode_pairs_kernel(
 
 
 @triton.jit
-def spread_of(v, k, count, EVEN: tl.constexpr):
+def spread_of(v, k, count, FULL: tl.constexpr):
     """The mean of the first `count` pixels of each channel, and the sum of the squares of the differences from it."""
     share = tl.div_rn(1.0, count.to(tl.float32))
     mean = tl.sum(tl.sum(v, 2), 1) * share
     apart = v - mean[:, None, None]
-    if not EVEN:
+    if not FULL:
         apart = tl.where(k < count, apart, 0.0)
     return mean, tl.sum(tl.sum(apart * apart, 2), 1)
 
@@ -305,7 +305,7 @@ def spread_of(v, k, count, EVEN: tl.constexpr):
 def gq_encode_channels_pairs_kernel(
     x, data, beside, stride: tl.int64, pixels: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
     DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SIGNS: tl.constexpr, CHANNELS: tl.constexpr,
-    WITH: tl.constexpr, EVEN: tl.constexpr,
+    WITH: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """gq_encode_channels_kernel of 16-bit values, two channels in a word: an even stride, and x as above.
 
@@ -313,8 +313,8 @@ def gq_encode_channels_pairs_kernel(
     little passes between threads, and what is known of a group is worked out once a warp. GROUP * stride < 2^30.
 
     WITH RELU it encodes x's ReLU, which it writes to `beside`. With STATISTICS it writes to `beside`, [2, blocks,
-    stride], the mean of each group and the sum of the squares of what its values are away from it. EVEN: no group has
-    fewer than GROUP pixels.
+    stride], the mean of each group and the sum of the squares of what its values are away from it. FULL: pixels are a
+    multiple of GROUP, and channels of CHANNELS.
     """
     T: tl.constexpr = 8 // BITS
     LENGTH: tl.constexpr = GROUP // T
@@ -326,7 +326,7 @@ def gq_encode_channels_pairs_kernel(
     first = (x + block * GROUP * stride).to(tl.pointer_type(tl.uint8))
     i = ((t * LENGTH + j).to(tl.uint32) * row.to(tl.uint32) + c[:, None, None].to(tl.uint32)) * 4
     at_word = (first + i.to(tl.int64)).to(tl.pointer_type(tl.uint32))
-    if (block * GROUP + GROUP <= pixels) & (tl.program_id(1) * (CHANNELS // 2) + CHANNELS // 2 <= row):
+    if FULL:
         words = tl.load(at_word)
     else:
         inside = there[:, None, None] & (t * LENGTH + j < (pixels - block * GROUP).to(tl.int32))
@@ -334,20 +334,18 @@ def gq_encode_channels_pairs_kernel(
     if WITH == RELU:
         words = relu16(words, DTYPE)
         to_word = (beside + block * GROUP * stride).to(tl.pointer_type(tl.uint8)) + i.to(tl.int64)
-        to_word = to_word.to(tl.pointer_type(tl.uint32))
-        if (block * GROUP + GROUP <= pixels) & (tl.program_id(1) * (CHANNELS // 2) + CHANNELS // 2 <= row):
-            tl.store(to_word, words)
+        if FULL:
+            tl.store(to_word.to(tl.pointer_type(tl.uint32)), words)
         else:
-            inside = there[:, None, None] & (t * LENGTH + j < (pixels - block * GROUP).to(tl.int32))
-            tl.store(to_word, words, mask=inside)
+            tl.store(to_word.to(tl.pointer_type(tl.uint32)), words, mask=inside)
     elif WITH == STATISTICS:
         count = tl.minimum(pixels - block * GROUP, GROUP).to(tl.int32)
         to = beside + block * stride + c * 2
         apart = tl.cdiv(pixels, GROUP) * stride
-        mean, square = spread_of(half_of(words, False, DTYPE), t * LENGTH + j, count, EVEN)
+        mean, square = spread_of(half_of(words, False, DTYPE), t * LENGTH + j, count, FULL)
         tl.store(to, mean, mask=there)
         tl.store(to + apart, square, mask=there)
-        mean, square = spread_of(half_of(words, True, DTYPE), t * LENGTH + j, count, EVEN)
+        mean, square = spread_of(half_of(words, True, DTYPE), t * LENGTH + j, count, FULL)
         tl.store(to + 1, mean, mask=there)
         tl.store(to + 1 + apart, square, mask=there)
     size = words & 0x7FFF7FFF if SIGNS else words

@@ -35,7 +35,9 @@ SPREAD = 0.25
 """Bound over standard deviation of normalisation and pointwise inputs at COMET's sigma; at most twice that."""
 NORM_ERROR = 0.9
 """Stochastic error over standard deviation of a normalisation's input at the default sigma. What it gives on as a
-gradient hardly depends on its input."""
+gradient hardly depends on its input, but with depth that adds up:"""
+NORM_PASSED = 0.25
+"""Error over gradient that all batch norms together may add to what they give on, at the default sigma."""
 POINT_ERROR = 0.25
 """The same for other inputs, such as SiLU's: a function's slope at a wrong place is wrong on average, too."""
 BITS = (2, 4, 8)
@@ -174,17 +176,19 @@ class Following:
         """A collection step is over: new settings from what was collected. False if its gradients were of no use."""
         readings = [r for r in step.collection.readings if r.power is not None]
         momenta = [step.momentum(r.weight) for r in readings]
+        passings = step.collection.passings if self.comet.stochastic else []
         stats = list({id(s): s for _, s in step.collection.sites.values()}.values())
         numbers = fetch(
             [
                 [step.after, step.at_step],
                 *([r.power, r.absolute, r.sums, r.measured, m] for r, m in zip(readings, momenta, strict=True)),
                 *([s.share, s.std, *(n for pair in s.errors.values() for n in pair)] for s in stats),
+                *([p.ratio] for p in passings),
             ]
         )
         after, at_step = numbers[0]
         scale = at_step / after if step.at_step is not None and after else 1.0
-        seen = {id(s): Seen(s, row) for s, row in zip(stats, numbers[1 + len(readings) :], strict=True)}
+        seen = {id(s): Seen(s, row) for s, row in zip(stats, numbers[1 + len(readings) :], strict=False)}
         # Without readings there is nothing to wait for; with readings but without gradients backward is yet to come.
         usable = bool(readings) or not step.collection.readings
         by_weight: set[str] = set()
@@ -193,9 +197,13 @@ class Following:
                 by_weight.add(r.site.place)
                 allowed = self.comet.tolerance / (step.spread * math.sqrt(r.uses))
                 usable &= self._assess_weight(step.number, r, seen[id(r.stats)], Gradient(*row), allowed, scale)
+        ratios = numbers[len(numbers) - len(passings) :]
+        least = self._least(
+            [(p.site.place, seen[id(p.stats)], row[0]) for p, row in zip(passings, ratios, strict=True)]
+        )
         for place, (site, s) in step.collection.sites.items():
             if place not in by_weight:
-                self._assess_spread(step.number, site, seen[id(s)])
+                self._assess_spread(step.number, site, seen[id(s)], least.get(place, 0))
         if readings and not usable:
             self._warn(step.number)
         self._know_layers()
@@ -240,8 +248,11 @@ class Following:
         inside = product.terms / max(r.places, 1)
         return error_std(power, math.sqrt(gradient.power), product.terms, gradient.sums * (mean * inside) ** 2)
 
-    def _assess_spread(self, step: int, site: Site, seen: Seen) -> None:
-        """The setting of an input that no weight's gradient hangs on: relative to its own spread."""
+    def _assess_spread(self, step: int, site: Site, seen: Seen, least: int) -> None:
+        """The setting of an input that no weight's gradient hangs on: relative to its own spread.
+
+        `least`: how many of the fewest bits are too few in any case.
+        """
         if not math.isfinite(seen.std) or seen.std <= 0:
             return
         setting = self.settings.setdefault(site.place, Setting(self.choose(site)))
@@ -251,11 +262,34 @@ class Following:
             tolerated = relative * seen.std
             errors = [math.sqrt(seen.errors[codec][0]) for codec in seen.trials]
             choice = next((i for i, error in enumerate(errors) if error <= tolerated), len(BITS) - 1)
-            setting.codec = seen.trials[choice]
+            setting.codec = seen.trials[max(choice, least)]
         else:
             relative = SPREAD * math.sqrt(self.comet.tolerance / STRICT)
             setting.codec = ErrorBounded(clamp(min(relative, 2 * SPREAD) * seen.std, seen.std), seed=self.comet.seed)
         self._note(step, site, setting, seen)
+
+    def _least(self, norms: list[tuple[str, Seen, float]]) -> dict[str, int]:
+        """How many of the fewest bits are too few for which batch norms: they come with the ratio of `Passing`.
+
+        More bits go to those that spoil most of what they give on for each byte, until it is little enough together.
+        """
+        least, total = {}, 0.0
+        steps: list[tuple[float, float, int, str]] = []
+        for place, seen, ratio in norms:
+            spoilt = [ratio * seen.errors[codec][0] for codec in seen.trials]
+            if all(math.isfinite(error) for error in spoilt):
+                least[place] = 0
+                total += spoilt[0]
+                for i, bits in enumerate(BITS[1:]):
+                    less = max(spoilt[i] - spoilt[i + 1], 0.0)
+                    steps.append((less / (seen.values * (bits - BITS[i])), less, i + 1, place))
+        allowed = NORM_PASSED**2 * self.comet.tolerance / COARSE
+        for _, less, i, place in sorted(steps, key=lambda step: -step[0]):
+            if total <= allowed:
+                break
+            if i == least[place] + 1:
+                least[place], total = i, total - less
+        return least
 
     def _note(self, step: int, site: Site, setting: Setting, seen: Seen, **figures: float) -> None:
         codec = setting.codec

@@ -1,0 +1,108 @@
+"""What batch norms add to the gradients they give on when their inputs are coarse: predicted, measured, and limited."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halley
+from halley.codecs import GroupQuant
+from halley.collection import Passing, Stats
+from halley.packed import flatten
+from halley.policies import Comet, comet
+from halley.sites import Site
+
+
+def backward(x: Tensor, g: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    return torch.ops.aten.native_batch_norm_backward(
+        g, x, weight, None, None, mean, invstd, True, 1e-5, [True, True, True]
+    )
+
+
+def stats_of(x: Tensor) -> Stats:
+    flat, layout = flatten(x)
+    codec = GroupQuant(bits=2)
+    return Stats(flat, layout, codec.encode_flat(flat, layout), [codec], 0)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("along", [0.0, 0.3, 2.0])
+def test_the_prediction_is_the_measured_error(apart, along):
+    """Errors in proportion to each channel's spread, or the same for all channels; gradients along the input or not."""
+    torch.manual_seed(0)
+    channels = 12
+    spread = torch.logspace(-0.5, 0.5, channels).view(1, -1, 1, 1)
+    x = torch.randn(8, channels, 8, 8) * spread + spread
+    var, mean = torch.var_mean(x, [0, 2, 3], correction=0)
+    invstd = (var + 1e-5).rsqrt()
+    h = (x - mean.view(1, -1, 1, 1)) * invstd.view(1, -1, 1, 1)
+    g = torch.randn_like(x) + along * h + 0.2
+    weight = torch.rand(channels) + 0.5
+    right = backward(x, g, mean, invstd, weight)
+    passing = Passing(Site("layer", 0, ()), stats_of(x), apart)
+    passing.gradient(invstd, right, g)
+    assert passing.ratio is not None
+    small = 0.01 * (spread if apart else 1.0)
+    errors = []
+    for _ in range(100):
+        e = small * torch.randn_like(x)
+        wrong = backward(x + e, g, mean, invstd, weight)[0]
+        errors.append((wrong - right[0]).square().sum() / right[0].square().sum())
+    measured = torch.stack(errors).mean()
+    size = (small * torch.ones_like(x)).square().mean()
+    assert math.isclose(measured, passing.ratio * size, rel_tol=0.15)
+
+
+def test_frozen_norms_and_gradients_that_are_not_there_tell_nothing():
+    x = torch.randn(4, 8, 16, 16)
+    passing = Passing(Site("layer", 0, ()), stats_of(x), True)
+    passing.gradient(torch.ones(8), (x, None, None), x)
+    passing.gradient(torch.ones(8), (None, torch.ones(8), torch.ones(8)), x)
+    passing.gradient(torch.ones(8), (x, torch.ones(8), torch.ones(8)), None)
+    assert passing.ratio is None
+
+
+class Straight(nn.Module):
+    """Batch norms one behind the other, without anything that would make their gradients other than their inputs."""
+
+    def __init__(self, relu: bool) -> None:
+        super().__init__()
+        layers = [nn.Conv2d(3, 16, 3, padding=1)]
+        for _ in range(4):
+            layers += [nn.BatchNorm2d(16), nn.ReLU() if relu else nn.Identity(), nn.Conv2d(16, 16, 3, padding=1)]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def bits_of_norms(relu: bool, policy: Comet) -> list[int]:
+    torch.manual_seed(0)
+    model = Straight(relu)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+    handle = halley.attach(model, policy, optimizer=optimizer)
+    x, noise = torch.randn(8, 3, 16, 16), torch.randn(8, 16, 16, 16)
+    for _ in range(3):
+        optimizer.zero_grad()
+        out = model(x)
+        loss = (out * noise).mean() if relu else out.square().mean()
+        loss.backward()
+        optimizer.step()
+    last = max(row["step"] for row in handle.history)
+    return [r["bits"] for r in handle.history if r["step"] == last and r["operation"] == "NativeBatchNorm"]
+
+
+def test_norms_that_spoil_what_they_give_on_get_more_bits(monkeypatch):
+    often = Comet(every=1)
+    assert bits_of_norms(True, often) == [2, 2, 2, 2]
+    straight = bits_of_norms(False, often)
+    assert len(straight) == 4 and max(straight) > 2
+    monkeypatch.setattr(comet, "NORM_PASSED", 1e-3)
+    assert bits_of_norms(False, often) == [8, 8, 8, 8]
+    monkeypatch.setattr(comet, "NORM_PASSED", 1e3)
+    assert bits_of_norms(False, often) == [2, 2, 2, 2]
+    monkeypatch.undo()
+    assert sum(bits_of_norms(False, Comet(every=1, sigma=0.002))) > sum(straight)
