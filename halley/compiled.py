@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import operator
 import warnings
 import weakref
 import zlib
@@ -335,7 +336,7 @@ class Writer:
         stride = stride_of(t, codec.group, order)
         rate = (codec.bits, codec.group, stride, codec.signs)
         settings = (order, site.number, codec.seed, *rate)
-        packed = self._after(node, torch.ops.halley.site_encode.default, (node, forward, *settings))
+        packed = self._encoded(node, (node, forward, *settings), rewrites.measured_by_encoder(t, *rate))
 
         def restore(data: Node) -> Node:
             arguments = (data, backward, *self._layout(node), t.dtype, *settings)
@@ -358,6 +359,26 @@ class Writer:
         for reader in list(restored.users):
             if rewrites.parts(reader, restored):
                 self._part(reader, node)
+        return packed
+
+    def _encoded(self, node: Node, arguments: tuple[Any, ...], measures: bool) -> Node:
+        """The codes of `node`; an encoder that `measures` gives batch norm its statistics too."""
+        norms = rewrites.statistics_of(node) if measures else []
+        if not norms:
+            return self._after(node, torch.ops.halley.site_encode.default, arguments)
+        made = self._after(node, torch.ops.halley.site_encode_moments.default, arguments)
+        for norm in norms:
+            # These nodes may be saved themselves, so they stay and read another one.
+            for reader in list(norm.users):
+                place = 1 + reader.args[1]  # type: ignore[operator]
+                reader.args, reader.meta["val"] = (made, place), value(made)[place]
+            wide = norm.all_input_nodes[0]
+            self.pair.forward.erase_node(norm)
+            if not wide.users:
+                self.pair.forward.erase_node(wide)
+        with self.pair.forward.inserting_after(made):
+            packed = self.pair.forward.create_node("call_function", operator.getitem, (made, 0), name="site_codes")
+        packed.meta["val"] = value(made)[0]
         return packed
 
     def _norm(self, norm: rewrites.Norm, data: tuple[Node, Node], settings: tuple[int, ...]) -> None:

@@ -25,15 +25,11 @@ VALUES = 4096  # values that a program normalises
 UNIT = 8  # channels come in a multiple of this: 16 bytes
 
 
-@triton.jit(do_not_specialize=["blocks", "channels", "pixels"])
-def statistics_kernel(
-    parts, weight, bias, running_mean, running_var, kept, blocks: tl.int32, channels: tl.int32, pixels: tl.int64,
-    momentum: tl.float32, eps: tl.float32,
-    RUNNING: tl.constexpr, ROWS: tl.constexpr, CH: tl.constexpr, GROUP: tl.constexpr,
+@triton.jit
+def moments_of(
+    parts, c, here, blocks, channels, pixels, ROWS: tl.constexpr, CH: tl.constexpr, GROUP: tl.constexpr
 ):  # fmt: skip
-    """Mean, 1 / deviation, scale and bias of each channel, the rows of `kept`; moves the running statistics on."""
-    c = tl.program_id(0) * CH + tl.arange(0, CH)
-    here = c < channels
+    """Mean and variance (divided by the number of pixels) of the channels `c`, those that are `here`."""
     row = tl.arange(0, ROWS)[:, None]
     apart = blocks.to(tl.int64) * channels
     count = tl.zeros((ROWS, 1), tl.float32)
@@ -57,7 +53,32 @@ def statistics_kernel(
     one = 1.0 / pixels.to(tl.float32)
     middle = tl.sum(mean * (count * one), 0)
     away = mean - middle[None, :]
-    var = (tl.sum(square, 0) + tl.sum(away * away * count, 0)) * one
+    return middle, (tl.sum(square, 0) + tl.sum(away * away * count, 0)) * one
+
+
+@triton.jit(do_not_specialize=["blocks", "channels", "pixels"])
+def moments_kernel(
+    parts, mean, var, blocks: tl.int32, channels: tl.int32, pixels: tl.int64,
+    ROWS: tl.constexpr, CH: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Mean and variance of each channel, for who computes the rest."""
+    c = tl.program_id(0) * CH + tl.arange(0, CH)
+    here = c < channels
+    middle, spread = moments_of(parts, c, here, blocks, channels, pixels, ROWS, CH, GROUP)
+    tl.store(mean + c, middle, mask=here)
+    tl.store(var + c, spread, mask=here)
+
+
+@triton.jit(do_not_specialize=["blocks", "channels", "pixels"])
+def statistics_kernel(
+    parts, weight, bias, running_mean, running_var, kept, blocks: tl.int32, channels: tl.int32, pixels: tl.int64,
+    momentum: tl.float32, eps: tl.float32,
+    RUNNING: tl.constexpr, ROWS: tl.constexpr, CH: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Mean, 1 / deviation, scale and bias of each channel, the rows of `kept`; moves the running statistics on."""
+    c = tl.program_id(0) * CH + tl.arange(0, CH)
+    here = c < channels
+    middle, var = moments_of(parts, c, here, blocks, channels, pixels, ROWS, CH, GROUP)
     inverse = tl.div_rn(1.0, tl.sqrt_rn(var + eps))
     tl.store(kept + c, middle, mask=here)
     tl.store(kept + channels + c, inverse, mask=here)
@@ -98,7 +119,7 @@ def normalise_kernel(
 class ForwardPlan:
     """All that does not change from one call to the next for tensors of one size."""
 
-    __slots__ = ("apply", "channels", "device", "numbers", "parts", "statistics")
+    __slots__ = ("apply", "channels", "device", "moments", "numbers", "parts", "statistics")
     GROUP = GROUP
 
     def __init__(self, pixels: int, channels: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -110,6 +131,7 @@ class ForwardPlan:
         self.statistics = [
             Launch(statistics_kernel, channels // UNIT, (running, rows, UNIT, GROUP), 8, 0) for running in (False, True)
         ]
+        self.moments = Launch(moments_kernel, channels // UNIT, (rows, UNIT, GROUP), 8, 0)
         width = min(triton.next_power_of_2(channels), 256)
         rows = VALUES // width
         grid = (-(-pixels // rows), -(-channels // width))
@@ -124,6 +146,10 @@ class ForwardPlan:
         numbers = (*self.numbers[0], momentum, eps)
         self.statistics[running is not None]((parts, weight, bias, *means, kept), numbers)
         self.apply((x, kept, out), self.numbers[1])
+
+    def measure(self, parts: Tensor, mean: Tensor, var: Tensor) -> None:
+        """Writes mean and variance alone from what the encoder wrote to `parts`."""
+        self.moments((parts, mean, var), self.numbers[0])
 
 
 @functools.lru_cache(maxsize=4096)
