@@ -59,6 +59,37 @@ def test_functions_take_the_place_of_operators(everywhere: None, dynamic: bool) 
         assert f"extern_kernels.halley_{name}(" in code and f"torch.ops.halley.{name}.default(" not in code
 
 
+class Half(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = model()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(DEVICE, torch.bfloat16):
+            return self.net(x)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_statistics_come_from_encoders(everywhere: None, monkeypatch: pytest.MonkeyPatch, dynamic: bool) -> None:
+    x, found, codes = images().to(DEVICE, memory_format=torch.channels_last), [], []
+    for on in (True, False):
+        if not on:
+            monkeypatch.setattr(rewrites, "measured_by_encoder", lambda *settings: False)
+        made = Half()
+        compiled = compile(made, backend="inductor", dynamic=dynamic)
+        halley.attach(compiled, TWO)
+        with torch._inductor.config.patch(force_disable_caches=True):
+            gradient, code = run_and_get_code(lambda compiled=compiled: gradients(compiled, x))
+        found.append(gradient)
+        codes.append(code[0])
+        found.append([t.float() for t in made.buffers()])
+        torch._dynamo.reset()
+    assert error(found[0], found[2]) < 1e-2 and error(found[1], found[3]) < 1e-4
+    assert codes[0].count("extern_kernels.halley_site_encode_moments(") == 2
+    assert "torch.ops.halley.site_encode_moments.default(" not in codes[0]
+    assert "welford" in codes[1] and "welford" not in codes[0]
+
+
 def test_the_gradient_that_batch_norm_reads_twice_is_stored_once(everywhere: None) -> None:
     code, _ = code_and_gradients()
     lines = [line for line in code.splitlines() if "extern_kernels.halley_norm" in line]
