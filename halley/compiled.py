@@ -228,6 +228,8 @@ class Compiled:
         writer = Writer(pair, graph)
         for node, packing in packings.items():
             writer.write(node, packing)
+        if writer.measured:
+            rewrites.update_early(forward.graph)
         pair.finish()
         forward.recompile()
         backward.recompile()
@@ -307,6 +309,8 @@ class Writer:
         self.pair = pair
         self.graph = graph
         self.packed = 0
+        self.measured = False
+        """Whether an encoder computes statistics."""
         self._seed: tuple[Node, Node] | None = None
 
     def write(self, node: Node, packing: Packing) -> None:
@@ -336,6 +340,8 @@ class Writer:
         stride = stride_of(t, codec.group, order)
         rate = (codec.bits, codec.group, stride, codec.signs)
         settings = (order, site.number, codec.seed, *rate)
+        # Inductor is to store it once, and not once for the encoder and once for the others.
+        node.meta["inductor_realize_to_strides"] = True
         packed = self._encoded(node, (node, forward, *settings), rewrites.measured_by_encoder(t, *rate))
 
         def restore(data: Node) -> Node:
@@ -366,6 +372,7 @@ class Writer:
         norms = rewrites.statistics_of(node) if measures else []
         if not norms:
             return self._after(node, torch.ops.halley.site_encode.default, arguments)
+        self.measured = True
         made = self._after(node, torch.ops.halley.site_encode_moments.default, arguments)
         for norm in norms:
             # These nodes may be saved themselves, so they stay and read another one.

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from halley.fused import LARGE_CONV, SMALLEST, read_format
-from halley.graphs import bytes_of, hint, name_of, value
+from halley.graphs import bytes_of, hint, name_of, operation_of, value
 from halley.kernels import implementation
 from halley.packed import FORMATS
 
@@ -120,6 +120,19 @@ def measured_by_encoder(t: Tensor, bits: int, group: int, stride: int, signs: bo
     if forward is None or plan is None or group != forward.GROUP or stride != t.shape[1]:
         return False
     return plan.statistics is not None
+
+
+def update_early(graph: Graph) -> None:
+    """Moves updates of running statistics from the end of a forward graph to where these are computed.
+
+    There they share a kernel with what else is computed from the variance; inductor fuses nothing from afar.
+    """
+    for update in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        old, new = update.args[:2]
+        others = [user for user in old.users if user is not update]
+        if old.op == "placeholder" and name_of(new.target) == "add" and [name_of(n.target) for n in others] == ["mul"]:
+            if others[0] in new.all_input_nodes and "batch_norm" in operation_of(new):
+                new.append(update)
 
 
 def no_kernels(device: torch.device) -> bool:
