@@ -381,7 +381,7 @@ class Writer:
                 reader.args, reader.meta["val"] = (made, place), value(made)[place]
             wide = norm.all_input_nodes[0]
             self.pair.forward.erase_node(norm)
-            if not wide.users:
+            if not wide.users and wide not in self.pair.saved:
                 self.pair.forward.erase_node(wide)
         with self.pair.forward.inserting_after(made):
             packed = self.pair.forward.create_node("call_function", operator.getitem, (made, 0), name="site_codes")
