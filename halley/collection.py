@@ -236,8 +236,8 @@ class Collection:
                     if reading is not None:
                         uses.setdefault(reading.weight, []).append(reading)
             elif operation_name(node).endswith("BatchNorm"):
-                for slot, saved in saved_by(node):
-                    if slot == "input" and saved.cell is not None and id(saved.cell) in self._stats:
+                for _, saved in saved_by(node):
+                    if saved.site.slot == "input" and saved.cell is not None and id(saved.cell) in self._stats:
                         self._pass(node, saved)
         for readings in uses.values():
             for reading in readings:

@@ -36,7 +36,7 @@ SPREAD = 0.25
 NORM_ERROR = 0.9
 """Stochastic error over standard deviation of a normalisation's input at the default sigma. What it gives on as a
 gradient hardly depends on its input, but with depth that adds up:"""
-NORM_PASSED = 0.25
+NORM_PASSED = 0.12
 """Error over gradient that all batch norms together may add to what they give on, at the default sigma."""
 POINT_ERROR = 0.25
 """The same for other inputs, such as SiLU's: a function's slope at a wrong place is wrong on average, too."""
