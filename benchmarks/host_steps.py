@@ -1,6 +1,6 @@
 """Host time of a ResNet-50 training step, plain and attached, with everything but the host's work made small.
 
-The real capture and the real functions of batch norm, ReLU and convolutions run on CPU tensors of a few channels; what
+The real capture and the real functions of batch norm, ReLU and convolutions run on CPU tensors of a few values; what
 a GPU would compute is left out: kernels are not launched, so values are meaningless and times are those of Python and
 of PyTorch's own dispatch. What is attached minus what is plain is the host's share of Halley. Times are the processor's
 for this thread, the least of many steps; the numbers of calls do not depend on the machine.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import gc
+import itertools
 import pstats
 import sys
 import time
@@ -23,38 +24,42 @@ import torch
 from torch import nn
 
 import halley
-from halley import fused, kernels
+from halley import capture, fused, kernels
 from halley.kernels import gpu, reference
+from halley.policies.comet import Setting
 from halley.train.models import torchvision_models
 
-SLIM = 16
-"""Channels are divided by this."""
-BATCH, IMAGE = 32, 64
-LARGE = 1 << 18
-"""Inputs of this many bytes stand for those of convolutions that are large on a GPU."""
+CHANNELS, BATCH, IMAGE = 16, 256, 2
+"""Of every tensor: the least that is packed in groups of one channel each, at 32 and at 16 bits a value."""
+SMALLEST = 512
+"""Weights have as many bytes at 16 bits a value: they are not small on a GPU either."""
 
 
 def slim_resnet50() -> nn.Module:
-    """ResNet-50 with all its layers, of few channels each."""
+    """ResNet-50 with all its layers, of few channels each and without strides."""
     model = torchvision_models().resnet50()
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
-            inputs = module.in_channels if module.in_channels == 3 else module.in_channels // SLIM
-            module.weight = nn.Parameter(module.weight[: module.out_channels // SLIM, :inputs].detach().clone())
+            inputs = min(module.in_channels, CHANNELS)
+            module.weight = nn.Parameter(module.weight[:CHANNELS, :inputs].detach().clone())
+            module.stride = (1, 1)
         elif isinstance(module, nn.BatchNorm2d):
-            module.__init__(module.num_features // SLIM)  # type: ignore[misc]
-    model.fc = nn.Linear(model.fc.in_features // SLIM, 1000)
+            module.__init__(CHANNELS)  # type: ignore[misc]
+        elif isinstance(module, nn.MaxPool2d):
+            module.stride = 1
+    model.fc = nn.Linear(CHANNELS, 1000)
     return model.to(memory_format=torch.channels_last).train()
 
 
+install = fused.install
+
+
 def leave_kernels_out() -> None:
-    """CPU tensors go to the code for GPUs, up to the launch."""
-
-    def nothing(*arguments: Any) -> None:
-        return None
-
-    torch._C._cuda_getDevice = lambda: -1  # type: ignore[attr-defined]
-    torch._C._cuda_getCurrentRawStream = lambda device: 0  # type: ignore[attr-defined]
+    """CPU tensors go to the code for GPUs, up to the launch; what stands for CUDA's functions is built in, as they are."""
+    nothing = "".format
+    capture.SMALL = SMALLEST
+    torch._C._cuda_getDevice = itertools.repeat(-1).__next__  # type: ignore[attr-defined]
+    torch._C._cuda_getCurrentRawStream = abs  # type: ignore[attr-defined]
     gpu._launch = lambda *arguments, **more: (nothing, ())  # type: ignore[assignment]
     # Max-pool's backward writes where its indices point to: they have to be right.
     gpu.bits_encode, gpu.bits_decode = reference.bits_encode, reference.bits_decode
@@ -62,21 +67,34 @@ def leave_kernels_out() -> None:
 
 
 def attached(model: nn.Module) -> halley.Handle:
-    """The model with the default policy, between two collection steps, its layers fused as on a GPU."""
-    install = fused.install
-    smallest = {fused.NormForward: 1, fused.ReluForward: 1, fused.ConvForward: LARGE}
-    for kind, least in smallest.items():
-        kind.least = least
-    fused.install = lambda layers, capture: install(layers, capture, "cpu")  # type: ignore[assignment]
+    """The model with the default policy, its layers fused as on a GPU.
+
+    Of the convolutions that is every second one: the others stand for those whose inputs are not large.
+    """
+    fused.install = lambda layers, capture: install(layers, capture, "cpu", smallest=1)  # type: ignore[assignment]
     handle = halley.attach(model, optimizer=torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
     handle.policy.follower.updates = 1500  # type: ignore[attr-defined]
+    convolutions = [module.forward for module in model.modules() if isinstance(module, nn.Conv2d)]
+    for forward in convolutions[::2]:
+        forward.smallest = 1 << 62  # type: ignore[attr-defined]
     return handle
 
 
-def step_of(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
+def settle(handle: halley.Handle) -> None:
+    """The policy has a setting for each site, as it has between two collection steps."""
+    policy: Any = handle.policy
+    for record in handle._capture.last:
+        for site in {record.site, *record.site.readers}:
+            if site.need == "lossy":
+                policy.settings[site.place] = Setting(policy.choose(site))
+
+
+def step_of(model: nn.Module, x: torch.Tensor, dtype: torch.dtype) -> Callable[[], None]:
     def step() -> None:
         model.zero_grad(set_to_none=True)
-        model(x).sum().backward()
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            y = model(x)
+        y.sum().backward()
 
     return step
 
@@ -110,6 +128,43 @@ def collections_of(step: Callable[[], None], steps: int) -> tuple[float, float]:
     return len(found) / 2 / steps, 1e3 * (sum(found[1::2]) - sum(found[::2])) / steps
 
 
+def measure(dtype: torch.dtype, count: int, profiled: bool) -> None:
+    """Prints a plain and an attached step's host time, with activations of that dtype."""
+    x = torch.randn(BATCH, 3, IMAGE, IMAGE).contiguous(memory_format=torch.channels_last)
+    model = slim_resnet50()
+    handle = attached(model)
+    steps = {"plain": step_of(slim_resnet50(), x, dtype), "attached": step_of(model, x, dtype)}
+    for step in steps.values():
+        for _ in range(5):
+            step()
+    settle(handle)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    gc.disable()
+    for _ in range(count):
+        for name, step in steps.items():
+            start = time.thread_time()
+            step()
+            times[name].append(1e3 * (time.thread_time() - start))
+    gc.enable()
+    least = {name: min(values) for name, values in times.items()}
+    print(dtype)
+    for name, step in steps.items():
+        python, builtin = calls_of(step)
+        often, long = collections_of(step, 20)
+        print(
+            f"{name:9} {least[name]:6.2f} ms, {python} calls of Python functions, {builtin} of built-in ones, "
+            f"{often:.1f} garbage collections of {long:.2f} ms together"
+        )
+    print(f"Halley's share {least['attached'] - least['plain']:.2f} ms", flush=True)
+    if profiled:
+        profile = cProfile.Profile()
+        profile.enable()
+        for _ in range(10):
+            steps["attached"]()
+        profile.disable()
+        pstats.Stats(profile).sort_stats("tottime").print_stats(45)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=60)
@@ -118,37 +173,8 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     leave_kernels_out()
-    x = torch.randn(BATCH, 3, IMAGE, IMAGE).contiguous(memory_format=torch.channels_last)
-    model = slim_resnet50()
-    attached(model)
-    steps = {"plain": step_of(slim_resnet50(), x), "attached": step_of(model, x)}
-    for step in steps.values():
-        for _ in range(5):
-            step()
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    gc.disable()
-    for _ in range(args.steps):
-        for name, step in steps.items():
-            start = time.thread_time()
-            step()
-            times[name].append(1e3 * (time.thread_time() - start))
-    gc.enable()
-    least = {name: min(values) for name, values in times.items()}
-    for name, step in steps.items():
-        python, builtin = calls_of(step)
-        often, long = collections_of(step, 20)
-        print(
-            f"{name:9} {least[name]:6.2f} ms, {python} calls of Python functions, {builtin} of built-in ones, "
-            f"{often:.1f} garbage collections of {long:.2f} ms together"
-        )
-    print(f"Halley's share {least['attached'] - least['plain']:.2f} ms")
-    if args.profile:
-        profile = cProfile.Profile()
-        profile.enable()
-        for _ in range(10):
-            steps["attached"]()
-        profile.disable()
-        pstats.Stats(profile).sort_stats("tottime").print_stats(45)
+    for dtype in (torch.float32, torch.bfloat16):
+        measure(dtype, args.steps, args.profile)
 
 
 if __name__ == "__main__":
