@@ -55,7 +55,7 @@ install = fused.install
 
 
 def leave_kernels_out() -> None:
-    """CPU tensors go to the code for GPUs, up to the launch; what stands for CUDA's functions is built in, as they are."""
+    """CPU tensors go to the code for GPUs, up to the launch. What stands for CUDA's functions is built in as well."""
     nothing = "".format
     capture.SMALL = SMALLEST
     torch._C._cuda_getDevice = itertools.repeat(-1).__next__  # type: ignore[attr-defined]

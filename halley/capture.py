@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch._C import _autograd
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from halley.cells import LATE, Cell, Record, Saved, Unknown, satisfies
 from halley.codecs import Codec, Lossless, Mask, Sign, Window
@@ -28,7 +27,7 @@ from halley.collection import Collection
 from halley.follow import Follower
 from halley.packed import Layout, Packed, check_version, flatten, layout_of, run_of
 from halley.report import StepLog
-from halley.sites import Site, matches, need_of, needs_weight_gradient, operation_name, signature
+from halley.sites import KNOWN, Site, matches, need_of, needs_weight_gradient, operation_name, signature
 
 SMALL = 16384
 """Tensors of fewer bytes than this pass through as they are."""
@@ -39,6 +38,9 @@ ORDER = (
     "halley: this model was attached and then compiled. Compile it first, then attach: "
     "handle = halley.attach(torch.compile(model), ...)"
 )
+
+storage_ref = weakref.ref
+"""A storage's Python object lives as long as its memory does, whoever holds that."""
 
 Kept = tuple[Tensor, int]
 """A tensor that is kept as it is, and its version when it was saved."""
@@ -77,8 +79,9 @@ class Frame:
 
     __slots__ = ("index", "layer", "number", "sites", "sizes")
 
-    def __init__(self, layer: Layer, number: int) -> None:
+    def __init__(self, layer: Layer, forward: Forward) -> None:
         calls = layer.calls
+        number = forward.calls[layer] = forward.calls.get(layer, -1) + 1
         if len(calls) <= number:
             calls.append([])
         self.layer = layer
@@ -89,15 +92,26 @@ class Frame:
         self.index = 0
 
 
-class Work(Protocol):
-    """What an operation leaves to be computed while the tensor that it saves next is encoded, in one pass over it."""
+class Work:
+    """The saving that one of our own layers makes next, which need not be recognised: its tensor and its site.
 
-    def encode(self, codec: Codec, t: Tensor, layout: Layout, length: int, key: int, hint: Hint) -> Packed:
-        """Computes it and encodes; the arguments are those of `Codec.encode_run`."""
-        ...
+    An operation may leave its work to be done while that tensor is encoded, in one pass over it.
+    """
+
+    __slots__ = ("codec", "site", "t")
+
+    def __init__(self, site: Site, codec: Codec | None, t: Any) -> None:
+        self.site = site
+        self.codec = codec
+        """What the policy has chosen for the site, if it was asked."""
+        self.t = t
+
+    def encode(self, codec: Codec, layout: Layout, length: int, key: int, hint: Hint) -> Packed:
+        """Does the work and encodes the tensor; the arguments are those of `Codec.encode_run`."""
+        return codec.encode_run(self.t, layout, length, key, hint)
 
     def alone(self) -> None:
-        """Computes it where nothing is encoded."""
+        """Does the work where nothing is encoded."""
 
 
 class Forward:
@@ -127,8 +141,8 @@ class Forward:
     def clear(self) -> None:
         self.frames.clear()
         self.calls: dict[Layer, int] = {}
-        self.cells: dict[tuple[Any, ...], weakref.ref[Cell]] = {}
-        self.counted: dict[int, StorageWeakRef] = {}
+        self.cells: dict[tuple[Any, ...], tuple[weakref.ref[Cell], weakref.ref[torch.UntypedStorage]]] = {}
+        self.counted: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.pending: set[Saved] = set()
         self.visited: set[int] = {ACCUMULATE}
         self.records: list[Record] = []
@@ -141,16 +155,14 @@ class Forward:
         self.step = 0
 
     def do_work(self) -> None:
-        """What was to be computed while encoding is computed now, by itself."""
+        """What was to be done while encoding is done now, by itself."""
         work, self.work = self.work, None
         if work is not None:
             work.alone()
 
     def push(self, layer: Layer) -> Frame:
         """A call of a layer begins."""
-        calls = self.calls
-        number = calls[layer] = calls.get(layer, -1) + 1
-        frame = Frame(layer, number)
+        frame = Frame(layer, self)
         self.frames.append(frame)
         return frame
 
@@ -158,9 +170,9 @@ class Forward:
         """Bytes of a storage if this forward pass has not counted it yet, else zero."""
         counted, name = self.counted, storage._cdata
         known = counted.get(name)
-        if known is not None and not known.expired():
+        if known is not None and known() is not None:
             return 0
-        counted[name] = StorageWeakRef(storage)
+        counted[name] = storage_ref(storage)
         return storage.nbytes()
 
 
@@ -295,13 +307,20 @@ class Capture:
             return (t, t._version) if t.is_leaf else keep(t)
         size = t.numel() * t.element_size()
         if size < SMALL:
-            if not isinstance(t._base, nn.Parameter):
+            if not of_parameter(t):
                 forward.small += size
             return keep(t)
-        if not frame.layer.compress or unusual(t):
-            return self._pass(t)
+        work = forward.work
+        if work is None or work.t is not t:
+            if work is not None:
+                forward.do_work()
+                work = None
+            if not frame.layer.compress or unusual(t):
+                return self._pass(t)
         if forward.pending:
             self._read_graph(t.grad_fn)
+        if work is not None:
+            return self._save(t, work.site, frame, forward, work)
         known = frame.sites[index] if index < len(frame.sites) else None
         if known is not None and known.stable and matches(known, t):
             need = known.need
@@ -315,35 +334,34 @@ class Capture:
 
     def _pass(self, t: Tensor) -> Kept:
         """Keeps `t` itself."""
-        if not isinstance(t._base, nn.Parameter):
-            record = Record(KEPT, self.forward.count(t.untyped_storage()))
-            record.packed_bytes = record.saved_bytes
-            if record.saved_bytes:
-                self.forward.records.append(record)
+        if not of_parameter(t):
+            forward = self.threads.forward
+            size = forward.count(t.untyped_storage())
+            if size:
+                record = Record(KEPT, size)
+                record.packed_bytes = size
+                forward.records.append(record)
         return keep(t)
 
     def _cell(self, site: Site, t: Tensor, layout: Layout, length: int, forward: Forward) -> Cell:
         """The cell of the memory that `t` covers, new or shared."""
         storage = t.untyped_storage()
-        name = storage._cdata
         run = (layout.size, layout.stride) if layout.copied else length
-        key = (name, t.storage_offset(), run, t.dtype, t._version)
+        key = (storage._cdata, t.storage_offset(), run, t.dtype, t._version)
         found = forward.cells.get(key)
-        # Allocators reuse addresses: an entry counts only while the storage it was made from is alive. No other storage
-        # has its name before `counted` lets go of it.
-        if found is not None and not forward.counted[name].expired():
-            cell = found()
+        # Allocators reuse addresses: an entry counts only while the storage it was made from is alive.
+        if found is not None and found[1]() is not None:
+            cell = found[0]()
             if cell is not None:
                 return cell
         record = Record(site, forward.count(storage))
         forward.records.append(record)
         cell = Cell(mix(forward.step, site.number, self.rank), record)
-        forward.cells[key] = weakref.ref(cell)
+        forward.cells[key] = (weakref.ref(cell), storage_ref(storage))
         return cell
 
     def _hold(self, t: Tensor, frame: Frame, index: int) -> Saved:
         """Keeps `t` as it is until the graph tells who reads it."""
-        self.forward.do_work()
         place = f"{frame.layer.name}/{frame.number}/{index}"
         site = Site(frame.layer.name, index, signature(t), place=place, number=zlib.crc32(place.encode()))
         note_size(frame, index, t)
@@ -356,27 +374,29 @@ class Capture:
         self.forward.pending.add(saved)
         return saved
 
-    def _save(self, t: Tensor, site: Site, frame: Frame, forward: Forward) -> Saved | Kept:
-        """Packs `t` for a reader whose need is known."""
-        codec = MASK if site.need == "mask" else self._want(site, t.dtype, frame)
+    def _save(self, t: Tensor, site: Site, frame: Frame, forward: Forward, work: Work | None = None) -> Saved | Kept:
+        """Packs `t` for a reader whose need is known, and does the work that was left for then."""
+        codec = None if work is None else work.codec
         if codec is None:
-            return self._pass(t)
+            codec = MASK if site.need == "mask" else self._want(site, t.dtype, frame)
+            if codec is None:
+                return self._pass(t)
         layout, length = layout_of(t.shape, t.stride())
         cell = self._cell(site, t, layout, length, forward)
         saved = Saved(self, site, t, layout, cell)
         first = cell.record.site
         if first is not site:
             first.readers.add(site)
-        else:
+        elif site.readers:
             for reader in tuple(site.readers):
                 more = self._want(reader, t.dtype, None)
                 if more is not None:
                     cell.ask(more)
-        cell.ask(codec)
-        if codec is not MASK:
-            cell.read_values()
-        if not cell.waiting:
-            self._encode(cell, saved, forward, t, length)
+        cell.ask(codec, codec is not MASK)
+        packed = cell.packed
+        if packed is None or packed.codec is not cell.wanted or forward.collection is not None:
+            if not cell.waiting:
+                self._encode(cell, saved, forward, t, length, work)
         return saved
 
     def _shape(self, t: Tensor, site: Site, frame: Frame) -> Saved:
@@ -410,7 +430,9 @@ class Capture:
             codec = self.policy.choose(site)
         return codec if codec.takes(dtype) else None
 
-    def _encode(self, cell: Cell, saved: Saved, forward: Forward, t: Tensor, length: int | None = None) -> None:
+    def _encode(
+        self, cell: Cell, saved: Saved, forward: Forward, t: Tensor, length: int | None = None, work: Work | None = None
+    ) -> None:
         """Makes the cell satisfy all who asked, encoding from the memory at hand where it does not yet.
 
         That is a tensor with the length of its run, or without a length the flat run itself.
@@ -420,15 +442,15 @@ class Capture:
         if packed is None or not satisfies(packed.codec, codec):
             if length is None:
                 packed = codec.encode_flat(t, layout, cell.key, record.site.hint)
-            elif forward.work is None:
+            elif work is None:
                 packed = codec.encode_run(t, layout, length, cell.key, record.site.hint)
             else:
-                work, forward.work = forward.work, None
-                packed = work.encode(codec, t, layout, length, cell.key, record.site.hint)
+                forward.work = None
+                packed = work.encode(codec, layout, length, cell.key, record.site.hint)
             cell.packed = packed
             cell.decoded = None
             record.codec = codec
-            record.packed_bytes = LATE if getattr(packed, "late", None) else packed.nbytes
+            record.packed_bytes = LATE if packed.late else packed.nbytes
         cell.held = None
         if forward.collection is not None:
             with torch.no_grad():
@@ -515,9 +537,7 @@ class Capture:
             if not cell.wanted:
                 cell.record.packed_bytes = cell.record.saved_bytes
         else:
-            cell.ask(codec)
-            if site.need != "mask":
-                cell.read_values()
+            cell.ask(codec, site.need != "mask")
             if cell.record.site is not site:
                 cell.record.site.readers.add(site)
         if cell.waiting == 0 and not changed:
@@ -560,8 +580,10 @@ MASK, SIGN = Mask(), Sign()
 def unpack(saved: Saved | Kept) -> Tensor:
     """Autograd reads what it saved."""
     if type(saved) is tuple:
-        check_version(*saved)
-        return saved[0]
+        t, version = saved
+        if t._version != version:
+            check_version(t, version)
+        return t
     assert isinstance(saved, Saved)
     site = saved.site
     if saved.tensor is None:
@@ -570,7 +592,9 @@ def unpack(saved: Saved | Kept) -> Tensor:
             pass
         elif saved.pending is not None:
             saved.capture.learn_late(node)
-        elif operation_name(node) != site.operation or (site.need == "shape" and needs_weight_gradient(node)):
+        elif (KNOWN.get(type(node)) or operation_name(node)) != site.operation or (
+            site.need == "shape" and needs_weight_gradient(node)
+        ):
             saved.capture.mismatch(saved, node)
     return saved.restore()
 
@@ -611,6 +635,12 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
 def unusual(t: Tensor) -> bool:
     """Tensors that are left alone: subclasses, sparse or quantized ones, negated views, meta tensors."""
     return type(t) is not Tensor or t.layout != torch.strided or t.is_neg() or t.is_quantized or t.is_meta
+
+
+def of_parameter(t: Tensor) -> bool:
+    """Whether a tensor is a view of a parameter. To ask whether something is one is slow."""
+    base = t._base
+    return base is not None and isinstance(base, nn.Parameter)
 
 
 def may_push() -> bool:

@@ -84,15 +84,15 @@ class Cell:
         self.decoded: tuple[StorageWeakRef, int] | None = None
         self.lock: threading.Lock | None = None
 
-    def ask(self, codec: Codec) -> None:
-        """One more reader, content with `codec`."""
-        self.wanted = codec if self.wanted is None else stricter(self.wanted, codec)
-
-    def read_values(self) -> None:
-        """One more reader of values: from the second on they take turns, and one decoded copy serves them."""
-        self.readers += 1
-        if self.readers == 2:
-            self.lock = threading.Lock()
+    def ask(self, codec: Codec, values: bool = False) -> None:
+        """One more reader, content with `codec`; from the second reader of values on one decoded copy serves them."""
+        wanted = self.wanted
+        if codec is not wanted:
+            self.wanted = codec if wanted is None else stricter(wanted, codec)
+        if values:
+            self.readers += 1
+            if self.readers == 2:
+                self.lock = threading.Lock()
 
     def hold(self, flat: Tensor) -> None:
         """Keeps the memory itself until it is known what its readers need."""

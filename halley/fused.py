@@ -23,7 +23,8 @@ from torch._C import _autograd, _functorch
 from torch.compiler import is_compiling
 from torch.nn import functional
 
-from halley.capture import ORDER, Capture, Layer, inside_compile
+from halley.capture import ORDER, Capture, Frame, Layer, Work, inside_compile, unusual
+from halley.capture import Forward as Pass
 from halley.cells import Saved
 from halley.codecs import Codec, GroupQuant
 from halley.codecs.base import Hint, mix
@@ -40,40 +41,45 @@ LARGE_CONV = 32 << 20
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
+convolution = torch.ops.aten.convolution.default
+convolution_backward = torch.ops.aten.convolution_backward.default
 
-class NormWork:
+
+class NormWork(Work):
     """Batch norm's result, its statistics and the packing of its input, in two passes over it instead of four."""
 
-    __slots__ = ("eps", "kept", "momentum", "out", "plan", "running", "x", "bias", "weight")
+    __slots__ = ("bias", "eps", "kept", "momentum", "out", "plan", "running", "weight")
 
     def __init__(
-        self, plan: Any, x: Tensor, weight: Tensor, bias: Tensor, running: tuple[Tensor, Tensor] | None,
-        momentum: float, eps: float,
+        self, site: Site, codec: Codec, x: Tensor, plan: Any, weight: Tensor, bias: Tensor,
+        running: tuple[Tensor, Tensor] | None, momentum: float, eps: float,
     ) -> None:  # fmt: skip
-        self.plan, self.x, self.weight, self.bias = plan, x, weight, bias
+        self.site, self.codec, self.t = site, codec, x
+        self.plan, self.weight, self.bias = plan, weight, bias
         self.running, self.momentum, self.eps = running, momentum, eps
         self.out = torch.empty_like(x)
         self.kept = torch.empty(4, plan.channels, dtype=torch.float32, device=plan.device)
 
-    def encode(self, codec: Codec, t: Tensor, layout: Layout, length: int, key: int, hint: Hint) -> Packed:
-        stride, plan = codec.planned(t, layout, length, hint) if type(codec) is GroupQuant else (1, None)
+    def encode(self, codec: Codec, layout: Layout, length: int, key: int, hint: Hint) -> Packed:
+        x = self.t
+        stride, plan = codec.planned(x, layout, length, hint) if type(codec) is GroupQuant else (1, None)
         if plan is None or plan.statistics is None or codec.group != self.plan.GROUP:  # type: ignore[attr-defined]
             self.alone()
-            return codec.encode_run(t, layout, length, key, hint)
+            return codec.encode_run(x, layout, length, key, hint)
         assert isinstance(codec, GroupQuant)
         parts = torch.empty(self.plan.parts, dtype=torch.float32, device=plan.device)
         seed = mix(codec.seed, key)
-        data = plan.encode_beside(plan.statistics, t, parts, seed)
+        data = plan.encode_beside(plan.statistics, x, parts, seed)
         self.plan.normalise(
-            t, parts, self.weight, self.bias, self.running, self.momentum, self.eps, self.kept, self.out
+            x, parts, self.weight, self.bias, self.running, self.momentum, self.eps, self.kept, self.out
         )
-        return codec.wrap(data, t.dtype, layout, length, seed, stride, plan)
+        return GroupQuantPacked(codec, layout, x.dtype, length, data, seed, stride, plan)
 
     def alone(self) -> None:
         mean, var = (None, None) if self.running is None else self.running
         with torch.no_grad():
             out, mean, invstd = torch.native_batch_norm(
-                self.x, self.weight, self.bias, mean, var, True, self.momentum, self.eps
+                self.t, self.weight, self.bias, mean, var, True, self.momentum, self.eps
             )
             # Past autograd, for which these are results already.
             self.out.data.copy_(out)
@@ -81,28 +87,26 @@ class NormWork:
             self.kept[1].copy_(invstd)
 
 
-class ReluWork:
-    """ReLU's result and its packing in one pass."""
+class ReluWork(Work):
+    """ReLU's result, which is to be written to `t`, and its packing in one pass."""
 
-    __slots__ = ("x", "y")
+    __slots__ = ("x",)
+    x: Tensor
 
-    def __init__(self, x: Tensor, y: Tensor) -> None:
-        self.x, self.y = x, y
-
-    def encode(self, codec: Codec, t: Tensor, layout: Layout, length: int, key: int, hint: Hint) -> Packed:
-        stride, plan = codec.planned(t, layout, length, hint) if type(codec) is GroupQuant else (1, None)
+    def encode(self, codec: Codec, layout: Layout, length: int, key: int, hint: Hint) -> Packed:
+        y = self.t
+        stride, plan = codec.planned(y, layout, length, hint) if type(codec) is GroupQuant else (1, None)
         if plan is None or plan.relu is None:
             self.alone()
-            return codec.encode_run(t, layout, length, key, hint)
+            return codec.encode_run(y, layout, length, key, hint)
         assert isinstance(codec, GroupQuant)
         seed = mix(codec.seed, key)
-        return codec.wrap(
-            plan.encode_beside(plan.relu, self.x, self.y, seed), t.dtype, layout, length, seed, stride, plan
-        )
+        data = plan.encode_beside(plan.relu, self.x, y, seed)
+        return GroupQuantPacked(codec, layout, y.dtype, length, data, seed, stride, plan)
 
     def alone(self) -> None:
         with torch.no_grad():
-            torch.clamp_min(self.x.data, 0, out=self.y.data)
+            torch.clamp_min(self.x.data, 0, out=self.t.data)
 
 
 class NormFunction(torch.autograd.Function):
@@ -128,7 +132,8 @@ class NormFunction(torch.autograd.Function):
                 x, weight, bias, running_mean, running_var, True, momentum, eps, torch._C._get_cudnn_enabled()
             )
         else:
-            out, mean, invstd, reserve, implementation = work.out, work.kept[0], work.kept[1], None, 0
+            # Their rows are not taken apart before somebody asks for one.
+            out, mean, invstd, reserve, implementation = work.out, work.kept, None, None, 0
         ctx.save_for_backward(x)
         # What is small or a parameter is not packed: here it does not go through the hooks at all.
         version = 0 if weight is None else weight._version
@@ -142,17 +147,18 @@ class NormFunction(torch.autograd.Function):
 
 
 class ReluFunction(torch.autograd.Function):
-    """ReLU: input, whether in place, and where to leave the work for the packing right after `forward`, or None."""
+    """ReLU: input, whether in place, and the saving, with or without the work."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, inplace: bool, leave: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, inplace: bool, work: Work) -> Tensor:
         if inplace:
             ctx.mark_dirty(x)
-        if leave is None:
-            y = torch.relu_(x) if inplace else torch.relu(x)
-        else:
+        if type(work) is ReluWork:
             y = x if inplace else torch.empty_like(x)
-            leave.work = ReluWork(x, y)
+            work.x = x
+        else:
+            y = torch.relu_(x) if inplace else torch.relu(x)
+        work.t = y
         ctx.save_for_backward(y)
         return y
 
@@ -178,15 +184,17 @@ class ConvFunction(torch.autograd.Function):
         dilation: tuple[int, ...],
         groups: int,
     ) -> Tensor:
-        ctx.settings = (stride, padding, dilation, False, (0,) * len(stride), groups)
-        # What a collection step reads of the plain operation's node, under the same names.
-        ctx.halley_slots = ("input", "weight")
-        ctx._saved_stride, ctx._saved_padding, ctx._saved_dilation = stride, padding, dilation
-        ctx._saved_transposed, ctx._saved_output_padding, ctx._saved_groups = ctx.settings[3:]
+        settings = ctx.settings = (stride, padding, dilation, False, (0,) * len(stride), groups)
         ctx.bias_size = None if bias is None else bias.shape
         # In the order of the plain operation.
         ctx.save_for_backward(x, weight)
-        return torch.ops.aten.convolution(x, weight, bias, *ctx.settings)
+        return convolution(x, weight, bias, *settings)
+
+    # What is read of the plain operation's node, under the same names.
+    node = {"halley_slots": ("input", "weight")} | {
+        f"_saved_{name}": property(lambda ctx, i=i: ctx.settings[i])  # type: ignore[misc]
+        for i, name in enumerate(("stride", "padding", "dilation", "transposed", "output_padding", "groups"))
+    }
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -200,7 +208,7 @@ class ConvFunction(torch.autograd.Function):
 
 def conv_gradients(ctx: Any, needs: tuple[bool, ...], grad: Tensor, x: Tensor, weight: Tensor) -> Gradients:
     """What plain autograd computes, in one call; differentiable where backward is recorded."""
-    return torch.ops.aten.convolution_backward(grad, x, weight, ctx.bias_size, *ctx.settings, needs)
+    return convolution_backward(grad, x, weight, ctx.bias_size, *ctx.settings, needs)
 
 
 def parted_gradients(ctx: Any, needs: tuple[bool, ...], grad: Tensor) -> Gradients:
@@ -213,7 +221,8 @@ def parted_gradients(ctx: Any, needs: tuple[bool, ...], grad: Tensor) -> Gradien
     _, grad_weight, grad_bias = conv_gradients(ctx, (False, *needs[1:]), grad, x, weight)
     size, stride = x.shape, x.stride()
     del x
-    grad_x = conv_gradients(ctx, (True, False, False), grad, hollow(size, stride, grad), weight)[0]
+    empty = hollow(size, stride, grad.dtype, grad.device)
+    grad_x = conv_gradients(ctx, (True, False, False), grad, empty, weight)[0]
     return grad_x, grad_weight, grad_bias
 
 
@@ -229,9 +238,10 @@ def read_format(x: Tensor, weight: Tensor, settings: tuple[Any, ...]) -> torch.m
     return last if x.is_contiguous(memory_format=last) else None
 
 
-def hollow(size: tuple[int, ...], stride: tuple[int, ...], like: Tensor) -> Tensor:
+@functools.lru_cache(maxsize=1024)
+def hollow(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor without memory, to be asked for its size and format only: no zero stride can stand for channels_last."""
-    x = like.new_empty_strided(size, stride)
+    x = torch.empty_strided(size, stride, dtype=dtype, device=device)
     x.untyped_storage().resize_(0)
     return x
 
@@ -243,6 +253,8 @@ def gated_gradient(ctx: Any, grad: Tensor) -> Tensor | None:
     if packed is None or not saved.layout.dense or grad.stride() != saved.layout.stride:
         return None
     codec = packed.codec
+    if packed.plan is not None:
+        return packed.plan.gate(packed.parts[0], grad)
     return kernels("gpu").gq_gate(packed.parts[0], grad, codec.bits, codec.group, packed.stride, codec.signs)
 
 
@@ -271,6 +283,8 @@ def function_named(operation: str, kind: type[torch.autograd.Function] = NormFun
     function: Any = types.new_class(operation, (kind,))
     # The same in backward: what autograd calls there would look for the function's own backward first.
     function._backward_cls.apply = kind.backward
+    for name, value in getattr(kind, "node", {}).items():
+        setattr(function._backward_cls, name, value)
     return super(torch.autograd.Function, function).apply
 
 
@@ -278,6 +292,8 @@ def plain_gradients(ctx: Any, grad: Tensor) -> Gradients:
     """What plain autograd computes, from the restored input; differentiable where backward is recorded."""
     (x,) = ctx.saved_tensors
     mean, invstd, weight, version, reserve, implementation, eps = ctx.kept
+    if invstd is None:
+        mean, invstd = mean[0], mean[1]
     if weight is not None:
         check_version(weight, version)
     last = FORMATS.get(x.dim(), torch.contiguous_format)
@@ -301,7 +317,7 @@ def packed_gradients(ctx: Any, grad: Tensor) -> Gradients | None:
     if last is None or not norms.supported(layout.size, packed.stride, last, bits, codec.group, packed.dtype):
         return None
     mean, invstd, weight, version = ctx.kept[:4]
-    if weight is not None:
+    if weight is not None and weight._version != version:
         check_version(weight, version)
     if grad.stride() != layout.stride:
         grad = grad.contiguous(memory_format=FORMATS[grad.dim()] if last else torch.contiguous_format)
@@ -331,7 +347,7 @@ class Forward:
         """A device of the right kind, where the last call was: quicker to compare than the kind's name."""
 
     def __call__(self, input: Tensor) -> Tensor:
-        layer = self.layer
+        capture, layer = self.capture, self.layer
         # Below the outermost layer only tracing is of interest, and that is quicker to find out.
         if inside_compile() if layer.parent is None else is_compiling():
             return self.traced(input)
@@ -339,18 +355,30 @@ class Forward:
         module: Any = sys._getframe(1).f_locals.get("self")
         if not isinstance(module, self.layers) or module.__dict__.get("forward") is not self:
             module = layer.owner()
-        frame = self.capture.enter(layer)
-        if frame is None:
-            return type(module).forward(module, input)
+        forward = capture.threads.forward
+        frames = forward.frames
+        # What `enter` and `leave` do where the layer around is the one that was called last.
+        if frames and frames[-1].layer is layer.parent:
+            frame = Frame(layer, forward)
+            frames.append(frame)
+        else:
+            entered = capture.enter(layer)
+            if entered is None:
+                return type(module).forward(module, input)
+            frame = entered
         output, site = None, frame.sites[0] if frame.sites else None
         try:
             if site is not None and self.suits(module, input, site):
-                output = self.run(module, input, site.function)
-            else:
+                output = self.run(module, input, site, forward)
+            if output is None:
                 output = type(module).forward(module, input)
             return output
         finally:
-            self.capture.leave(layer, output)
+            forward.work = None
+            if len(frames) > 1 and frames[-1] is frame:
+                frames.pop()
+            else:
+                capture.leave(layer, output)
 
     def traced(self, *inputs: Any, **named: Any) -> Tensor:
         """A compiler is at work on this call."""
@@ -370,24 +398,24 @@ class Forward:
             or type(x) is not Tensor
             or type(module) not in self.layers
             or x.numel() * x.element_size() < self.smallest
+            or unusual(x)
         ):
             return False
         if x.device != self.where:
             if x.device.type != self.device:
                 return False
             self.where = x.device
-        return torch.is_grad_enabled() and self.hooked(x) and self.takes(module, x, site)
+        return torch.is_grad_enabled() and self.hooked(x)
 
     def function(self, site: Site) -> Any:
         """What runs in the place of the operation that saves at a site; None if nothing does."""
         raise NotImplementedError
 
-    def takes(self, module: Any, x: Tensor, site: Site) -> bool:
-        """Whether this call of the layer is one for the kernels."""
-        raise NotImplementedError
+    def run(self, module: Any, x: Tensor, site: Site, forward: Pass) -> Tensor | None:
+        """The call itself, through the function in the operation's place; None where it is not one for the kernels.
 
-    def run(self, module: Any, x: Tensor, function: Any) -> Tensor:
-        """The call itself, through the function in the operation's place."""
+        Tells the forward pass what it saves.
+        """
         raise NotImplementedError
 
     def hooked(self, x: Tensor) -> bool:
@@ -421,20 +449,21 @@ class NormForward(Forward):
         known = site.slot == "input" and site.need == "lossy" and site.operation.endswith("BatchNorm")
         return function_named(site.operation) if known and site.signature[1] >= 3 else None
 
-    def takes(self, module: Any, x: Tensor, site: Site) -> bool:
+    def run(self, module: Any, x: Tensor, site: Site, forward: Pass) -> Tensor | None:
         if not module.training and not (module.running_mean is None and module.running_var is None):
-            return False
+            return None
         codec = self.capture.policy.choose(site)
-        return isinstance(codec, GroupQuant) and not codec.signs and matches(site, x)
+        if not isinstance(codec, GroupQuant) or codec.signs or not matches(site, x):
+            return None
+        return norm(module, x, site.function, site, codec, forward)
 
-    def run(self, module: Any, x: Tensor, function: Any) -> Tensor:
-        return norm(module, x, function, self.capture.forward)
 
-
-def norm(module: Any, x: Tensor, function: Any, forward: Any = None) -> Tensor:
+def norm(
+    module: Any, x: Tensor, function: Any, site: Any = None, codec: Any = None, forward: Pass | None = None
+) -> Tensor:
     """What `forward` of a batch norm in training does, with another function at its end.
 
-    `forward` is the forward pass whose packing may do the work; None where nobody packs.
+    `forward` is the forward pass whose packing, at that site, may do the work; None where nobody packs.
     """
     module._check_input_dim(x)
     # Past Module.__getattr__, which is slow; a replica has its parameters as plain attributes.
@@ -450,15 +479,18 @@ def norm(module: Any, x: Tensor, function: Any, forward: Any = None) -> Tensor:
     if x.numel() == x.shape[1]:
         functional._verify_batch_size(x.size())  # type: ignore[attr-defined]
     mean, var = (buffers["running_mean"], buffers["running_var"]) if running or not module.training else (None, None)
-    plan = None
+    plan = work = None
     if forward is not None and x.dtype.itemsize == 2:
         plan = kernels("gpu_norm_forward").forward_plan(x.shape, x.stride(), x.dtype, x.device)
-    if plan is None or not all_fp32(weight, bias, mean, var):
+    if forward is None:
         return function(x, weight, bias, mean, var, momentum, module.eps, None)
-    running = None if mean is None or var is None else (mean, var)
-    work = forward.work = NormWork(plan, x, weight, bias, running, momentum, module.eps)
+    if plan is not None and all_fp32(weight, bias, mean, var):
+        running = None if mean is None or var is None else (mean, var)
+        work = NormWork(site, codec, x, plan, weight, bias, running, momentum, module.eps)
+    forward.work = work or Work(site, codec, x)
     out = function(x, weight, bias, mean, var, momentum, module.eps, work)
-    forward.do_work()
+    if forward.work is not None:
+        forward.do_work()
     return out
 
 
@@ -481,15 +513,16 @@ class ReluForward(Forward):
         known = site.slot == "result" and site.need == "mask"
         return function_named(site.operation, ReluFunction) if known else None
 
-    def takes(self, module: Any, x: Tensor, site: Site) -> bool:
-        return x.requires_grad and not (module.inplace and x.is_leaf)
-
-    def run(self, module: Any, x: Tensor, function: Any) -> Tensor:
-        if x.dtype.itemsize != 2 or x.dim() < 4 or x.stride(1) != 1 or x.data_ptr() & 3:
-            return function(x, module.inplace, None)
-        forward = self.capture.forward
-        y = function(x, module.inplace, forward)
-        forward.do_work()
+    def run(self, module: Any, x: Tensor, site: Site, forward: Pass) -> Tensor | None:
+        dtype, dimensions, *_ = site.signature
+        inplace = module.inplace
+        if not x.requires_grad or x.dtype is not dtype or x.dim() != dimensions or (inplace and x.is_leaf):
+            return None
+        together = dtype.itemsize == 2 and dimensions >= 4 and x.stride(1) == 1 and not x.data_ptr() & 3
+        work = forward.work = (ReluWork if together else Work)(site, None, None)
+        y = site.function(x, inplace, work)
+        if forward.work is not None:
+            forward.do_work()
         return y
 
 
@@ -503,27 +536,29 @@ class ConvForward(Forward):
         known = site.slot == "input" and site.need == "lossy" and site.operation == "Convolution"
         return function_named(site.operation, ConvFunction) if known else None
 
-    def takes(self, module: Any, x: Tensor, site: Site) -> bool:
-        if module.padding_mode != "zeros" or isinstance(module.padding, str) or x.dim() != module.weight.dim():
-            return False
-        return x.requires_grad and module.weight.requires_grad and matches(site, x) and self.plain(module, x)
-
-    def plain(self, module: Any, x: Tensor) -> bool:
-        """Whether weight and bias are plain tensors of the input's dtype, or become that under autocast."""
-        parameters = [module.weight] if module.bias is None else [module.weight, module.bias]
-        dtypes: tuple[torch.dtype, ...] = (x.dtype,)
+    def run(self, module: Any, x: Tensor, site: Site, forward: Pass) -> Tensor | None:
+        parameters, dtype = module._parameters, x.dtype
+        weight = parameters["weight"] if "weight" in parameters else module.weight
+        bias = parameters["bias"] if "bias" in parameters else module.bias
+        if module.padding_mode != "zeros" or type(module.padding) is str or x.dim() != weight.dim():
+            return None
+        if not x.requires_grad or not weight.requires_grad or not matches(site, x):
+            return None
+        # Weight and bias have to be plain tensors of the input's dtype, or become that under autocast. Autocast would
+        # do this itself, but inside the function, where it is not recorded.
+        dtypes: tuple[torch.dtype, ...] = (dtype,)
         if torch.is_autocast_enabled(self.device):
-            dtypes = CASTS if x.dtype == torch.get_autocast_dtype(self.device) else ()
-        return all(type(p) in PLAIN and p.dtype in dtypes for p in parameters)
-
-    def run(self, module: Any, x: Tensor, function: Any) -> Tensor:
-        weight, bias = module.weight, module.bias
-        # Autocast would do this itself, but inside the function, where it is not recorded.
-        if weight.dtype != x.dtype:
-            weight = weight.to(x.dtype)
-        if bias is not None and bias.dtype != x.dtype:
-            bias = bias.to(x.dtype)
-        return function(x, weight, bias, module.stride, module.padding, module.dilation, module.groups)
+            dtypes = CASTS if dtype == torch.get_autocast_dtype(self.device) else ()
+        if type(weight) not in PLAIN or weight.dtype not in dtypes:
+            return None
+        if bias is not None and (type(bias) not in PLAIN or bias.dtype not in dtypes):
+            return None
+        if weight.dtype != dtype:
+            weight = weight.to(dtype)
+        if bias is not None and bias.dtype != dtype:
+            bias = bias.to(dtype)
+        forward.work = Work(site, None, x)
+        return site.function(x, weight, bias, module.stride, module.padding, module.dilation, module.groups)
 
 
 PLAIN = (Tensor, nn.Parameter)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -108,6 +108,8 @@ class Packed:
     """
 
     __slots__ = ("__weakref__", "codec", "dtype", "layout", "numel", "parts")
+    late: Any = None
+    """What tells the number of bytes, where only the GPU knows it yet."""
 
     def __init__(
         self, codec: Codec, layout: Layout, dtype: torch.dtype, numel: int, parts: tuple[Tensor, ...] = ()

@@ -57,17 +57,18 @@ VIEWS = {
 def operation_name(node: Any) -> str:
     """`ConvolutionBackward0` -> `Convolution`."""
     kind = type(node)
-    known = _operations.get(kind)
+    known = KNOWN.get(kind)
     if known is None:
         name = node.name().rpartition("::")[2]
         known = name.rstrip("0123456789").removesuffix("Backward") or name
         # Operations of C++ extensions and of older releases share one type: only a type of its own tells the name.
         if kind.__name__ == name:
-            _operations[kind] = known
+            KNOWN[kind] = known
     return known
 
 
-_operations: dict[type, str] = {}
+KNOWN: dict[type, str] = {}
+"""The names of operations whose nodes have a type of their own."""
 
 
 @dataclass(eq=False, slots=True)
@@ -128,7 +129,7 @@ def matches(site: Site, t: Tensor) -> bool:
     node = t.grad_fn
     if node is None:
         return producer is None
-    return (_operations.get(type(node)) or operation_name(node)) == producer
+    return (KNOWN.get(type(node)) or operation_name(node)) == producer
 
 
 def comes_from_leaves(grad_fn: Any, parameters: bool, limit: int = 64) -> bool:

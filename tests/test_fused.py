@@ -444,11 +444,15 @@ def test_on_a_gpu_the_peak_is_no_higher(monkeypatch):
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("inplace", [False, True])
 def test_relu_reads_its_mask_from_what_is_packed_for_the_next_layer(inplace, last, deterministic, monkeypatch):
-    from halley.kernels import gpu
-
     gates: list[int] = []
-    gate = gpu.gq_gate
-    monkeypatch.setattr(gpu, "gq_gate", lambda *args: gates.append(args[4]) or gate(*args))
+    gated = fused.gated_gradient
+
+    def watched(ctx, grad):
+        found, packed = gated(ctx, grad), ctx._raw_saved_tensors[0].data.cell.packed
+        gates.extend([] if found is None else [packed.stride])
+        return found
+
+    monkeypatch.setattr(fused, "gated_gradient", watched)
     torch.manual_seed(2)
     layers = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(inplace), nn.Conv2d(8, 8, 1), nn.ReLU(inplace), nn.Conv2d(8, 4, 1)
     model = nn.Sequential(*layers).to(DEVICE)

@@ -12,6 +12,7 @@ from halley import kernels
 from halley.packed import Layout, Packed, flatten, run_of
 
 MASK64 = (1 << 64) - 1
+START = 0x9E3779B97F4A7C15 * (0xD1342543DE82EF95 + 1) & MASK64
 
 
 def mix(first: int, second: int, third: int | None = None) -> int:
@@ -19,7 +20,7 @@ def mix(first: int, second: int, third: int | None = None) -> int:
 
     A polynomial in the words, then splitmix64's last steps.
     """
-    h = (first + 0x9E3779B97F4A7C15) * 0xD1342543DE82EF95 + second + 0x9E3779B97F4A7C15
+    h = first * 0xD1342543DE82EF95 + second + START
     if third is not None:
         h = h * 0xD1342543DE82EF95 + third + 0x9E3779B97F4A7C15
     h &= MASK64

@@ -19,10 +19,20 @@ class GroupQuantPacked(Packed):
 
     __slots__ = ("plan", "seed", "stride")
     codec: GroupQuant
-    seed: int
-    stride: int
-    plan: Any
-    """What the GPU's kernels need to decode it; None where others are at work."""
+
+    def __init__(
+        self, codec: GroupQuant, layout: Layout, dtype: torch.dtype, numel: int, data: Tensor, seed: int, stride: int,
+        plan: Any,
+    ) -> None:  # fmt: skip
+        self.codec = codec
+        self.layout = layout
+        self.dtype = dtype
+        self.numel = numel
+        self.parts = (data,)
+        self.seed = seed
+        self.stride = stride
+        self.plan = plan
+        """What the GPU's kernels need to decode it; None where others are at work."""
 
     @property
     def nbytes(self) -> int:
@@ -106,14 +116,14 @@ class GroupQuant(Codec):
     def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
         seed, stride = mix(self.seed, key), channel_stride(layout, flat.numel(), self.group)
         data = operations(flat).gq_encode(flat, self.bits, self.group, seed, stride, self.signs)
-        return self.wrap(data, flat.dtype, layout, flat.numel(), seed, stride, None)
+        return GroupQuantPacked(self, layout, flat.dtype, flat.numel(), data, seed, stride, None)
 
     def encode_run(self, x: Tensor, layout: Layout, length: int, key: int, hint: Hint) -> Packed:
         stride, plan = self.planned(x, layout, length, hint)
         if plan is None:
             return super().encode_run(x, layout, length, key, hint)
         seed = mix(self.seed, key)
-        return self.wrap(plan.codes(x, seed), x.dtype, layout, length, seed, stride, plan)
+        return GroupQuantPacked(self, layout, x.dtype, length, plan.codes(x, seed), seed, stride, plan)
 
     def planned(self, x: Tensor, layout: Layout, length: int, hint: Hint) -> tuple[int, Any]:
         """What `_plan` says of a tensor, kept from step to step."""
@@ -123,14 +133,6 @@ class GroupQuant(Codec):
         if not same or known[1] is not layout or known[2:4] != (x.dtype, x.device):
             known = hint.plan = (self, layout, x.dtype, x.device, *self._plan(x, layout, length))
         return known[4], known[5]
-
-    def wrap(
-        self, data: Tensor, dtype: torch.dtype, layout: Layout, length: int, seed: int, stride: int, plan: Any
-    ) -> GroupQuantPacked:
-        """The codes with what decoding them takes."""
-        packed = GroupQuantPacked(self, layout, dtype, length, (data,))
-        packed.seed, packed.stride, packed.plan = seed, stride, plan
-        return packed
 
     def _plan(self, x: Tensor, layout: Layout, length: int) -> tuple[int, Any]:
         """How far apart the values of a group lie, and the GPU's plan for such tensors, if their memory is a run."""

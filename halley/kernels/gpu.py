@@ -295,7 +295,7 @@ class GqPlan:
 
     def gate(self, data: Tensor, x: Tensor) -> Tensor:
         out = torch.empty_like(x)
-        self.gate_into(data, x, out)
+        self.gater((data, x, out), self.numbers)
         return out
 
     def gate_into(self, data: Tensor, x: Tensor, out: Tensor) -> None:
@@ -303,9 +303,12 @@ class GqPlan:
 
 
 class Launch:
-    """A kernel with its grid and constants. Compiled when it is first called; what was compiled is kept."""
+    """A kernel with its grid and constants, for tensors of one device.
 
-    __slots__ = ("arguments", "constants", "grid", "runner")
+    Compiled when it is first called; what was compiled is kept.
+    """
+
+    __slots__ = ("arguments", "constants", "device", "grid", "runner")
 
     def __init__(
         self,
@@ -320,16 +323,17 @@ class Launch:
         self.constants = constants
         self.arguments = (function, grid, warps, registers, special)
         self.runner: Runner | None = None
+        self.device = -1
 
     def __call__(self, tensors: tuple[Tensor, ...], numbers: tuple) -> None:
         pointers = tuple(map(_address, tensors))
-        loose, device, runner = reduce(or_, pointers) & 15, tensors[0].get_device(), self.runner
+        runner, device = self.runner, self.device
         # Only where all memory is aligned, as fresh memory is, one compiled kernel serves every call.
-        if runner is None or loose or device != _c._cuda_getDevice():
+        if runner is None or reduce(or_, pointers) & 15 or device != _c._cuda_getDevice():
             function, grid, *options = self.arguments
             found = _launch(function, grid, tensors, numbers, self.constants, *options)
-            if not loose:
-                self.runner = found
+            if not reduce(or_, pointers) & 15:
+                self.runner, self.device = found, tensors[0].get_device()
         else:
             stream = _c._cuda_getCurrentRawStream(device)
             runner[0](*self.grid, stream, *runner[1], *pointers, *numbers, *self.constants)

@@ -415,11 +415,14 @@ def flat_apply_kernel(
 def finish_kernel(
     sums, mean, invstd, weight, grad_weight, grad_bias, line, splits: tl.int32, channels: tl.int32, share: tl.float32,
     AFFINE: tl.constexpr, WEIGHT: tl.constexpr, ROWS: tl.constexpr, CH: tl.constexpr, TOGETHER: tl.constexpr,
+    BELOW: tl.constexpr,
 ):  # fmt: skip
     """From the sums: the gradients of weight and bias, and k1, k2, k3 of each channel; `share` is 1 / values of one.
 
-    TOGETHER: the gradients are two further rows of `line`.
+    TOGETHER: the gradients are two further rows of `line`. BELOW: `invstd` is a second row of `mean`.
     """
+    if BELOW:
+        invstd = mean + channels
     if TOGETHER:
         grad_weight, grad_bias = line + 3 * channels, line + 4 * channels
     c = tl.program_id(0) * CH + tl.arange(0, CH)
@@ -471,9 +474,11 @@ class NormPlan:
         "channels",
         "device",
         "finish",
+        "finish_below",
         "finish_together",
         "gather",
         "last",
+        "line",
         "numbers",
         "parts",
         "reduce",
@@ -493,12 +498,13 @@ class NormPlan:
             splits = self._plan_last(numel, dtype, bits)
         else:
             splits = self._plan_flat(numel, size[0], dtype, bits)
-        self.sums = (splits, 2, self.channels)
+        self.sums, self.line = splits * 2 * self.channels, 3 * self.channels
         self.rest = (splits, self.channels, self.channels / numel)
         weight = tl.float32 if kind is None else TYPES[kind]
         constants, programs = (kind is not None, weight, min(256, _power(splits)), 8), -(-self.channels // 8)
-        self.finish, self.finish_together = (
-            Launch(finish_kernel, programs, (*constants, together), 4, 2) for together in (False, True)
+        self.finish, self.finish_below, self.finish_together = (
+            Launch(finish_kernel, programs, (*constants, together, below), 4, 2)
+            for together, below in ((False, False), (False, True), (True, False))
         )
 
     def _plan_last(self, numel: int, dtype: torch.dtype, bits: int) -> int:
@@ -510,7 +516,7 @@ class NormPlan:
         blocks, tiles = -(-pixels // GROUP), -(-channels // columns)
         splits = -(-blocks // -(-blocks // max(PROGRAMS // tiles, 1)))
         constants = (TYPES[dtype], bits, unit, vector, 4 * WARPS, columns, self.rounded)
-        self.parts: tuple[int, ...] = ()
+        self.parts = 0
         self.numbers: tuple[tuple, ...] = ((channels // unit, pixels, tiles, splits), (channels // unit, pixels, tiles))
         self.reduce = Launch(last_reduce_kernel, tiles * splits, constants, WARPS, 2)
         self.write = Launch(last_apply_kernel, blocks * tiles, constants, WARPS, 2)
@@ -526,7 +532,7 @@ class NormPlan:
         width = min(_power(plane // GROUP + 2), 32)
         rows = GATHER // width
         splits = min(-(-samples // rows), -(-PROGRAMS // channels))
-        self.parts = (parts, 2, groups)
+        self.parts = parts * 2 * groups
         numbers = (numel, groups, channels, plane, -(-(1 << 32) // plane), _magic(plane), _magic(channels))
         self.numbers = (numbers, numbers, (samples, channels, plane, groups, splits))
         self.reduce = Launch(flat_reduce_kernel, -(-groups // (8 * TILES)), (*constants, 8, 8, TILES), 1, 2)
@@ -559,7 +565,7 @@ def norm_backward(
     grad: Tensor,
     data: Tensor,
     mean: Tensor,
-    invstd: Tensor,
+    invstd: Tensor | None,
     weight: Tensor | None,
     bits: int,
     seed: int,
@@ -569,19 +575,21 @@ def norm_backward(
     """Gradients of input (if `apply`), weight and bias of batch norm in training, from its packed input `data`.
 
     `grad` is the gradient of the result, of the input's dtype and in its memory format: `last` for channels_last,
-    otherwise contiguous.
+    otherwise contiguous. Without `invstd` that is the second row of `mean`.
     """
     kind = None if weight is None else weight.dtype
     plan = norm_plan(grad.shape, grad.dtype, bits, last, kind, grad.device, ROUND)
     halves = _halves(seed)
     sums = plan.sum_up(grad, data, mean, halves)
-    line = torch.empty(3, plan.channels, dtype=torch.float32, device=grad.device)
+    line = torch.empty(plan.line, dtype=torch.float32, device=plan.device)
+    finish = plan.finish_below if invstd is None else plan.finish
+    spread = mean if invstd is None else invstd
     if weight is None:
         grad_weight = grad_bias = None
-        plan.finish((sums, mean, invstd, mean, mean, mean, line), plan.rest)
+        finish((sums, mean, spread, mean, mean, mean, line), plan.rest)
     else:
         grad_weight, grad_bias = torch.empty_like(weight), torch.empty_like(weight)
-        plan.finish((sums, mean, invstd, weight, grad_weight, grad_bias, line), plan.rest)
+        finish((sums, mean, spread, weight, grad_weight, grad_bias, line), plan.rest)
     if not apply:
         return None, grad_weight, grad_bias
     out = torch.empty_like(grad)

@@ -144,7 +144,7 @@ class ForwardPlan:
     def __init__(self, pixels: int, channels: int, dtype: torch.dtype, device: torch.device) -> None:
         self.channels, self.device = channels, device
         blocks = -(-pixels // GROUP)
-        self.parts = (2, blocks, channels)
+        self.parts = 2 * blocks * channels
         self.numbers = (blocks, channels, pixels), (channels // UNIT, pixels)
         most, programs, group = PARTS // UNIT, channels // UNIT, GROUP
         self.merge: tuple[Launch, tuple[int, int, int]] | None = None

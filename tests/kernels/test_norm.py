@@ -187,6 +187,14 @@ def test_parameters_alone():
     assert out is None and all(torch.equal(a, b) for a, b in zip(rest, gpu_norm.norm_backward(*args)[1:], strict=True))
 
 
+def test_spreads_below_the_means():
+    grad, mean, invstd, weight = tensors((2, 8, 16, 16), True, torch.bfloat16, torch.float32)
+    data = packed(grad.numel(), 2, 8, True)
+    apart = gpu_norm.norm_backward(grad, data, mean, invstd, weight, 2, SEED, True)
+    below = gpu_norm.norm_backward(grad, data, torch.stack([mean, invstd]), None, weight, 2, SEED, True)
+    assert all(torch.equal(a, b) for a, b in zip(apart, below, strict=True))
+
+
 @pytest.mark.parametrize("size", [(2, 8, 14, 14), (2, 6, 9, 9)])
 @pytest.mark.parametrize("last", [False, True])
 def test_two_parts_give_what_the_whole_gives(size, last):
@@ -233,8 +241,8 @@ for dtype, name in ((tl.float32, "*fp32"), (tl.float16, "*fp16"), (tl.bfloat16, 
     build(gpu_norm.flat_reduce_kernel, pointers, flat | {"TILES": 1}, 1)
     build(gpu_norm.flat_apply_kernel, pointers, flat | {"ONCE": False, "PARTS": 4}, 4)
 build(gpu_norm.gather_kernel, pointers, {"ROWS": 32, "WIDTH": 32}, 4)
-for together in (False, True):
-    constants = {"AFFINE": True, "WEIGHT": tl.float32, "ROWS": 256, "CH": 8, "TOGETHER": together}
+for together, below in ((False, False), (False, True), (True, False)):
+    constants = {"AFFINE": True, "WEIGHT": tl.float32, "ROWS": 256, "CH": 8, "TOGETHER": together, "BELOW": below}
     build(gpu_norm.finish_kernel, pointers, constants, 4)
 """
 
