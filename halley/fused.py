@@ -221,8 +221,7 @@ def parted_gradients(ctx: Any, needs: tuple[bool, ...], grad: Tensor) -> Gradien
     _, grad_weight, grad_bias = conv_gradients(ctx, (False, *needs[1:]), grad, x, weight)
     size, stride = x.shape, x.stride()
     del x
-    empty = hollow(size, stride, grad.dtype, grad.device)
-    grad_x = conv_gradients(ctx, (True, False, False), grad, empty, weight)[0]
+    grad_x = conv_gradients(ctx, (True, False, False), grad, hollow(size, stride, grad), weight)[0]
     return grad_x, grad_weight, grad_bias
 
 
@@ -238,10 +237,9 @@ def read_format(x: Tensor, weight: Tensor, settings: tuple[Any, ...]) -> torch.m
     return last if x.is_contiguous(memory_format=last) else None
 
 
-@functools.lru_cache(maxsize=1024)
-def hollow(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def hollow(size: tuple[int, ...], stride: tuple[int, ...], like: Tensor) -> Tensor:
     """A tensor without memory, to be asked for its size and format only: no zero stride can stand for channels_last."""
-    x = torch.empty_strided(size, stride, dtype=dtype, device=device)
+    x = like.new_empty_strided(size, stride)
     x.untyped_storage().resize_(0)
     return x
 

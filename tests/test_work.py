@@ -15,8 +15,10 @@ from torch import nn
 
 import halley
 from halley import capture, fused, kernels
+from halley.capture import Work
 from halley.codecs import GroupQuant
 from halley.policies import Comet, Fixed
+from halley.sites import Site
 
 pytest.importorskip("triton")
 if not torch.cuda.is_available():
@@ -66,21 +68,23 @@ def results(model: nn.Module, x: torch.Tensor, steps: int = 3) -> list[torch.Ten
     return [t.detach().float() for t in (out, *(p.grad for p in model.parameters()), *model.buffers())]
 
 
-def noting(original: Any, word: str, seen: list[str]) -> Any:
-    def noted(self: Any, *args: Any) -> Any:
-        seen.append(word)
-        return original(self, *args)
-
-    return noted
-
-
 @pytest.fixture
 def worked(monkeypatch) -> list[str]:
     """What was computed while packing, and what `alone`."""
     seen: list[str] = []
+
+    def watch(kind: type, name: str) -> None:
+        original = getattr(kind, name)
+
+        def watched(self, *args):
+            seen.append(f"{kind.__name__} {name}")
+            return original(self, *args)
+
+        monkeypatch.setattr(kind, name, watched)
+
     for kind in (fused.NormWork, fused.ReluWork):
-        for name in ("encode", "alone"):
-            monkeypatch.setattr(kind, name, noting(getattr(kind, name), f"{kind.__name__} {name}", seen))
+        watch(kind, "encode")
+        watch(kind, "alone")
     return seen
 
 
@@ -200,3 +204,47 @@ def test_steps_in_which_the_policy_collects(worked):
     handle = attach(model, Comet(every=2))
     results(model, photos(), 3)
     assert handle.history and worked.count("NormWork encode") == 2
+
+
+def test_work_while_another_layer_is_learnt_anew(worked):
+    """What the batch norm saves is held until ReLU saves: the graph behind that is read before the work is done."""
+    model = ready(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1)))
+    other = copy.deepcopy(model)
+    for handle, trained in ((attach(model), model), (attach(other, device="none"), other)):
+        results(trained, photos())
+        for record in handle._capture.last:
+            record.site.stable = "BatchNorm" not in record.site.operation
+    worked.clear()
+    assert agree(results(model, photos(), 1), results(other, photos(), 1))
+    assert worked == ["ReluWork encode"]
+
+
+class Left(Work):
+    """Work for a tensor that is not saved next."""
+
+    done = False
+
+    def alone(self) -> None:
+        Left.done = True
+
+
+class Other(nn.Module):
+    """Saves a tensor while the work that was left is for another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.handle = nn.Conv2d(3, 16, 1), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        self.handle._capture.forward.work = Left(Site("", 0, ()), None, x)
+        return x.exp()
+
+
+def test_work_for_another_tensor_is_done_before_this_one_is_packed():
+    model = Other().to(DEVICE)
+    model.handle = attach(model)
+    for _ in range(2):
+        Left.done = False
+        model(photos()).sum().backward()
+        assert Left.done and model.handle._capture.forward.work is None

@@ -130,7 +130,7 @@ class GroupQuant(Codec):
         known = hint.plan
         # Policies make some codecs anew at every call.
         same = known is not None and (known[0] is self or known[0] == self)
-        if not same or known[1] is not layout or known[2:4] != (x.dtype, x.device):
+        if not same or known[1] is not layout or known[2] is not x.dtype or known[3] != x.device:
             known = hint.plan = (self, layout, x.dtype, x.device, *self._plan(x, layout, length))
         return known[4], known[5]
 
