@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import os
-from typing import Any
 
 import pytest
 import torch
