@@ -157,26 +157,25 @@ class Passing:
     def gradient(self, invstd: Tensor, given: tuple[Tensor | None, ...], g: Tensor | None) -> None:
         """Backward has computed the gradients of input, weight and bias from `g`."""
         grad_x, grad_weight, grad_bias = given[:3]
-        if g is None or grad_x is None or grad_weight is None or grad_bias is None:
+        if g is None or grad_x is None or grad_weight is None or grad_bias is None or invstd.numel() != g.shape[1]:
             return
+        kind = torch.float64 if g.dtype == torch.float64 else torch.float32
         over = [d for d in range(g.dim()) if d != 1]
-        count = g.numel() // max(g.shape[1], 1)
-        power, passed = (
-            torch.linalg.vector_norm(t, dim=over, dtype=torch.float32).square() / count for t in (g, grad_x)
-        )
-        along, middle = grad_weight.float() / count, grad_bias.float() / count
+        count = g.numel() // g.shape[1]
+        power, passed = (torch.linalg.vector_norm(t, dim=over, dtype=kind).square() / count for t in (g, grad_x))
+        along, middle = grad_weight.to(kind) / count, grad_bias.to(kind) / count
         own = power - along.square() - middle.square()
         wrong = along.square() + power / count
         # What is left of a gradient that is nearly all mean or along h is too small to tell.
         share = wrong / own.clamp_min(1e-3 * power)
         # A group's values have one error: that of a channel is in proportion to its values only if groups are its own.
-        inverse = invstd.float().square()
+        inverse = invstd.to(kind).square()
         scale = 1 / inverse.reciprocal().mean() if self.apart else inverse
         self.ratio = torch.nan_to_num(passed * share * scale).sum() / passed.sum()
 
 
 def invstd_of(node: Any) -> Tensor | None:
-    """1 / standard deviation of the channels of a batch norm's input, as its node has kept it."""
+    """1 / standard deviation of the channels of a batch norm's input, as its node has kept it; empty in evaluation."""
     kept = getattr(node, "kept", None)
     return getattr(node, "_saved_result2", None) if kept is None else kept[1]
 
@@ -235,7 +234,7 @@ class Collection:
                     reading = self._reading(node, slot, saved)
                     if reading is not None:
                         uses.setdefault(reading.weight, []).append(reading)
-            elif operation_name(node).endswith("BatchNorm"):
+            elif self.trials and operation_name(node).endswith("BatchNorm"):
                 for _, saved in saved_by(node):
                     if saved.site.slot == "input" and saved.cell is not None and id(saved.cell) in self._stats:
                         self._pass(node, saved)

@@ -62,6 +62,7 @@ def test_frozen_norms_and_gradients_that_are_not_there_tell_nothing():
     passing.gradient(torch.ones(8), (x, None, None), x)
     passing.gradient(torch.ones(8), (None, torch.ones(8), torch.ones(8)), x)
     passing.gradient(torch.ones(8), (x, torch.ones(8), torch.ones(8)), None)
+    passing.gradient(torch.empty(0), (x, torch.ones(8), torch.ones(8)), x)
     assert passing.ratio is None
 
 
@@ -106,3 +107,31 @@ def test_norms_that_spoil_what_they_give_on_get_more_bits(monkeypatch):
     assert bits_of_norms(False, often) == [2, 2, 2, 2]
     monkeypatch.undo()
     assert sum(bits_of_norms(False, Comet(every=1, sigma=0.002))) > sum(straight)
+
+
+@pytest.mark.parametrize("kind", ["evaluation", "double", "flat", "frozen", "zero"])
+def test_norms_of_other_kinds(kind):
+    """In evaluation, in float64, on vectors, with a frozen weight, with a gradient that is zero: nothing breaks."""
+    torch.manual_seed(0)
+    flat = kind == "flat"
+    norm = nn.BatchNorm1d(64) if flat else nn.BatchNorm2d(16)
+    first = nn.Linear(32, 64) if flat else nn.Conv2d(3, 16, 3, padding=1)
+    last = nn.Linear(64, 8) if flat else nn.Conv2d(16, 4, 1)
+    model = nn.Sequential(first, norm, last)
+    x = torch.randn(128, 32) if flat else torch.randn(4, 3, 16, 16)
+    if kind == "double":
+        model, x = model.double(), x.double()
+    if kind == "frozen":
+        norm.weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    handle = halley.attach(model, Comet(every=1), optimizer=optimizer)
+    model.train()
+    if kind == "evaluation":
+        norm.eval()
+    for _ in range(3):
+        model.zero_grad()
+        (model(x).square().mean() * (kind != "zero")).backward()
+        optimizer.step()
+    rows = [row for row in handle.history if row["operation"].endswith("BatchNorm")]
+    assert rows and all(row["bits"] in (2, 4, 8) for row in rows)
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
