@@ -110,6 +110,7 @@ def test_as_with_plain_hooks(inplace, worked):
     assert worked == ["NormWork encode", "ReluWork encode"] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("norm", "encoded"),
     [
@@ -152,6 +153,7 @@ class Shared(nn.Module):
         return self.last(self.side(x) + self.relu(self.norm(x)))
 
 
+@pytest.mark.slow
 def test_an_input_that_is_packed_already(worked):
     assert both(ready(Shared()), photos())
     assert worked.count("NormWork alone") == 2 and "NormWork encode" not in worked
@@ -163,6 +165,7 @@ def test_a_result_of_which_only_the_mask_is_kept(worked):
     assert worked == ["ReluWork encode", "ReluWork alone"] * 2
 
 
+@pytest.mark.slow
 def test_other_sizes_in_between(worked):
     """A last batch that fills groups badly goes the plain way, and the next one does not."""
     model = ready(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1)))
@@ -179,6 +182,7 @@ def test_other_sizes_in_between(worked):
     assert worked == ["NormWork encode", "ReluWork encode"]
 
 
+@pytest.mark.slow
 def test_an_error_in_between_leaves_nothing_behind(worked, monkeypatch):
     model = ready(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1)))
     other = copy.deepcopy(model)
@@ -198,6 +202,7 @@ def test_an_error_in_between_leaves_nothing_behind(worked, monkeypatch):
     assert agree(got[:-3], expected[:-3])  # the interrupted step moved the counter of batches
 
 
+@pytest.mark.slow
 def test_steps_in_which_the_policy_collects(worked):
     model = ready(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1)))
     handle = attach(model, Comet(every=2))
@@ -205,6 +210,7 @@ def test_steps_in_which_the_policy_collects(worked):
     assert handle.history and worked.count("NormWork encode") == 2
 
 
+@pytest.mark.slow
 def test_work_while_another_layer_is_learnt_anew(worked):
     """What the batch norm saves is held until ReLU saves: the graph behind that is read before the work is done."""
     model = ready(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1)))

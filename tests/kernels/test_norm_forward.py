@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SEED = 0x9E3779B97F4A7C15 >> 1
 EPS, MOMENTUM = 1e-5, 0.1
-SIZES = [(4, 8, 16, 16), (5, 24, 23, 23), (4, 72, 16, 16)]
+SIZES = [(4, 8, 16, 16), *(pytest.param(size, marks=pytest.mark.slow) for size in ((5, 24, 23, 23), (4, 72, 16, 16)))]
 """A whole number of groups, a last one that is not full, channels for two programs of which one is not full."""
 
 
