@@ -101,7 +101,7 @@ def both(model: nn.Module, x: torch.Tensor, policy=TWO_BITS, steps: int = 3) -> 
     return agree(results(model, x, steps), results(other, x, steps))
 
 
-@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("inplace", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_as_with_plain_hooks(inplace, worked):
     model = ready(
         nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace), nn.Conv2d(16, 4, 1))

@@ -143,6 +143,7 @@ def train(policy: Division | None, steps: int, autocast: bool = False) -> tuple[
     return losses, model
 
 
+@pytest.mark.slow
 def test_a_residual_network_trains() -> None:
     plain, _ = train(None, 40)
     ours, _ = train(Division(), 40)
@@ -150,6 +151,7 @@ def test_a_residual_network_trains() -> None:
     assert sum(ours[-5:]) < min(1.5 * sum(plain[-5:]), 5 * 0.4 * ours[0])
 
 
+@pytest.mark.slow
 def test_a_residual_network_trains_under_autocast() -> None:
     ours, model = train(Division(), 40, autocast=True)
     assert sum(ours[-5:]) < 5 * 0.4 * ours[0]

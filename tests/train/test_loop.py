@@ -89,6 +89,7 @@ def test_the_mean_loss_of_an_epoch_is_that_of_its_steps(tmp_path):
     assert found[-1]["train_loss"] == pytest.approx(sum(steps) / len(steps))
 
 
+@pytest.mark.slow
 def test_the_same_settings_give_the_same_run(tmp_path):
     for name in ("one", "other"):
         train(settings(tmp_path / name))
@@ -117,6 +118,7 @@ def test_ctrl_c_saves_and_the_resumed_run_ends_bit_for_bit_as_if_nothing_had_hap
     assert lines(tmp_path / "whole", "layers.jsonl") == lines(tmp_path / "part", "layers.jsonl")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [
@@ -148,6 +150,7 @@ def test_tokens_train_and_resume(tmp_path, monkeypatch):
     assert same_weights(tmp_path / "whole", tmp_path / "part")
 
 
+@pytest.mark.slow
 def test_accumulated_parts_give_the_gradient_of_the_whole_batch(tmp_path):
     more = [
         "--policy",
@@ -169,6 +172,7 @@ def test_accumulated_parts_give_the_gradient_of_the_whole_batch(tmp_path):
         torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_fp16_scales_its_gradients(tmp_path):
     result = train(settings(tmp_path / "run", "--precision", "fp16", "--epochs", "4"))
     state = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
@@ -214,6 +218,7 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path):
     assert all(torch.equal(before[name], value) for name, value in weights(tmp_path / "run").items())
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path):
     train(settings(tmp_path / "whole"))
     shutil.copytree(tmp_path / "whole", tmp_path / "part")
