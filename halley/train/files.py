@@ -100,7 +100,7 @@ class Files:
             self.loader = self.start(device)
         loaded = iter(self.loader)
         if first and self.workers:
-            atexit.register(end_workers, weakref.ref(loaded))
+            atexit.register(weakref.finalize(self, end_workers, loaded))
         return self.received(loaded, self.turn, device)
 
     def requested(self, plan: Plan) -> list[Request]:
@@ -121,11 +121,11 @@ class Files:
             yield self.view.normalise(pixels.permute(0, 3, 1, 2).contiguous()), labels
 
 
-def end_workers(loaded: weakref.ref[Any]) -> None:
-    """At the end of the program, where multiprocessing would send SIGTERM, which workers ignore, and wait for ever."""
-    found = loaded()
-    if found is not None:
-        found._shutdown_workers()
+def end_workers(loaded: Any) -> None:
+    """When their source goes, or the program ends. Whoever calls this keeps `loaded` alive until then: were it
+    collected in a cycle with its queues, these would close first and no worker would hear that it is to end; the
+    collector would wait for each, and multiprocessing, whose SIGTERM they ignore, for ever."""
+    loaded._shutdown_workers()
 
 
 def be_quiet(_: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 import pickle
@@ -587,6 +588,18 @@ def test_workers_and_epochs_do_not_change_a_bit(tmp_path):
     next(batches(others.train, 4, seed=5, epoch=7))  # left in the middle, as the last epoch of a training may be
     assert all(same(taken(others.train, 4, epoch=epoch), expected[epoch]) for epoch in range(3))
     assert same(taken(others.validation, 1, train=False), taken(alone.validation, 1, train=False))
+
+
+def test_workers_end_with_their_source_also_as_part_of_a_cycle(tmp_path):
+    """Collected together with their queues, these would be closed before the workers are told to end."""
+    source = folder_sets(image_folder(tmp_path / "f"), size=16, workers=2).train
+    next(batches(source, 2, seed=0))
+    workers = source.loader._iterator._workers
+    cycle = [source, source.loader._iterator]
+    cycle.append(cycle)
+    del source, cycle
+    gc.collect()
+    assert len(workers) == 2 and not any(worker.is_alive() for worker in workers)
 
 
 @pytest.mark.slow
