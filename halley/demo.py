@@ -80,9 +80,19 @@ def act_one(image: int, batch: int) -> dict[str, Any]:
         note(f"  {label(method)} with {megabytes(cap)} of memory ...")
         with Child(Task(**{**task.__dict__, "cap": cap})) as child:
             answer = child.ask(trial=batch)
-        found[method]["capped"] = words = "trains" if answer.get("fits") else answer.get("error") or answer["failed"]
+        found[method]["capped"] = words = outcome(answer)
         note(f"  {label(method)} with {megabytes(cap)} of memory: {words}")
     return {**found, "cap_bytes": cap}
+
+
+def outcome(answer: dict[str, Any]) -> str:
+    """How a trial under a cap ended that had trained without one; the libraries that do not check what malloc gives
+    them take the process with them."""
+    if answer.get("fits"):
+        return "trains"
+    if answer.get("out_of_memory") or answer.get("died"):
+        return f"out of memory ({answer.get('error', answer['failed'])})"
+    return answer["failed"]
 
 
 def act_two(epochs: int, seed: int, out: Path) -> dict[str, Any]:
@@ -166,7 +176,7 @@ def memory_section(found: dict[str, Any], image: int, batch: int) -> Section:
 
 
 def short(words: str) -> str:
-    return words if words == "trains" else "out of memory"
+    return words.partition(" (")[0]
 
 
 def accuracy_section(found: dict[str, Any]) -> Section:

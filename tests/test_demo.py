@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from halley.cli import main
+from halley.demo import outcome
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +42,16 @@ def test_under_a_cap_between_the_peaks_only_the_compressed_training_goes_on(resu
     photos = results["photos"]
     assert photos["default"]["peak_added_bytes"] < photos["cap_bytes"] < photos["plain"]["peak_added_bytes"]
     assert photos["default"]["capped"] == "trains"
-    assert "allocate" in photos["plain"]["capped"]
+    # In brackets: torch's words, oneDNN's, or how the process died.
+    assert photos["plain"]["capped"].startswith("out of memory (")
+
+
+def test_what_a_trial_under_a_cap_tells():
+    assert outcome({"fits": True, "step_ms": 1.0}) == "trains"
+    exhausted = {"out_of_memory": True, "failed": "out of memory", "error": "RuntimeError: no"}
+    assert outcome(exhausted) == "out of memory (RuntimeError: no)"
+    assert outcome({"failed": "killed by SIGSEGV", "died": True}) == "out of memory (killed by SIGSEGV)"
+    assert outcome({"failed": "ValueError: other"}) == "ValueError: other"
 
 
 def test_the_second_act_trains_both_on_the_same_digits(results):
