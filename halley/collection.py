@@ -177,7 +177,10 @@ class Passing:
 def invstd_of(node: Any) -> Tensor | None:
     """1 / standard deviation of the channels of a batch norm's input, as its node has kept it; empty in evaluation."""
     kept = getattr(node, "kept", None)
-    return getattr(node, "_saved_result2", None) if kept is None else kept[1]
+    if kept is None:
+        return getattr(node, "_saved_result2", None)
+    mean, invstd = kept[:2]
+    return mean[1] if invstd is None else invstd  # computed while packing, both are rows of one tensor
 
 
 class Collection:

@@ -478,7 +478,7 @@ def norm(
         functional._verify_batch_size(x.size())  # type: ignore[attr-defined]
     mean, var = (buffers["running_mean"], buffers["running_var"]) if running or not module.training else (None, None)
     plan = work = None
-    if forward is not None and x.dtype.itemsize == 2:
+    if forward is not None and x.dtype.itemsize == 2 and not x.data_ptr() & 3:
         plan = kernels("gpu_norm_forward").forward_plan(x.shape, x.stride(), x.dtype, x.device)
     if forward is None:
         return function(x, weight, bias, mean, var, momentum, module.eps, None)

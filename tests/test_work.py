@@ -17,6 +17,7 @@ from halley import capture, fused, kernels
 from halley.capture import Work
 from halley.codecs import GroupQuant
 from halley.policies import Comet, Fixed
+from halley.policies.comet import Following
 from halley.sites import Site
 
 pytest.importorskip("triton")
@@ -202,12 +203,36 @@ def test_an_error_in_between_leaves_nothing_behind(worked, monkeypatch):
     assert agree(got[:-3], expected[:-3])  # the interrupted step moved the counter of batches
 
 
+class Between(nn.Module):
+    """Gives its input on at an address that is not one of 32-bit words."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.permute(0, 2, 3, 1).reshape(-1)
+        y = torch.cat([flat[:1], flat])[1:].view(*x.shape[:1], *x.shape[2:], x.shape[1]).permute(0, 3, 1, 2)
+        assert y.data_ptr() & 3 == 2
+        return y
+
+
+def test_inputs_that_are_not_aligned_are_packed_after_the_work(worked):
+    model = ready(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), Between(), nn.BatchNorm2d(16), nn.Conv2d(16, 4, 1)))
+    assert both(model, photos())
+    assert not worked
+
+
 @pytest.mark.slow
-def test_steps_in_which_the_policy_collects(worked):
+def test_steps_in_which_the_policy_collects(worked, monkeypatch):
     model = ready(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1)))
-    handle = attach(model, Comet(every=2))
-    results(model, photos(), 3)
-    assert handle.history and worked.count("NormWork encode") == 2
+    other = copy.deepcopy(model)
+    seen = []
+    least = Following._least
+    monkeypatch.setattr(Following, "_least", lambda self, norms: seen.append(norms) or least(self, norms))
+    for device, trained in ((DEVICE, model), ("none", other)):
+        handle = attach(trained, Comet(every=2), device)
+        results(trained, photos(), 3)
+        assert handle.history
+    assert worked.count("NormWork encode") == 2
+    (fused_ratio,), (plain_ratio,) = ([ratio for _, _, ratio in norms] for norms in seen)
+    assert fused_ratio == pytest.approx(plain_ratio, rel=0.05)  # what a coarse input spoils of the gradient given on
 
 
 @pytest.mark.slow
