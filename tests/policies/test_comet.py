@@ -19,6 +19,8 @@ from torch.optim import Optimizer
 
 import halley
 from halley.codecs import ErrorBounded, GroupQuant
+from halley.collection import Probe
+from halley.packed import flatten
 from halley.policies import Comet, comet
 from halley.policies.comet import Following
 from halley.theory import error_std
@@ -964,6 +966,34 @@ def test_a_part_of_a_large_input_tells_the_whole(rounding: str, monkeypatch: pyt
         assert rows
         for row in rows:
             assert row["in_force_measured"] == pytest.approx(row["in_force_predicted"], rel=0.2), type(model)
+
+
+@pytest.mark.parametrize("codec", [GroupQuant(bits=2), ErrorBounded(0.05, "rel")], ids=["rate", "bound"])
+@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
+def test_what_is_kept_of_an_error_is_small_and_tells_it(codec, memory) -> None:
+    """And cuDNN does not try algorithms for it."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 32, 16, 16, generator=generator).relu().contiguous(memory_format=memory)
+    flat, layout = flatten(x)
+    packed = codec.encode_flat(flat, layout, 3)
+    probe = Probe(flat, layout, packed, 3, whole=True)
+    assert probe.error.nbytes < 0.6 * x.numel()
+    g = torch.randn(8, 24, 16, 16, generator=generator)
+    settings = []
+
+    def weight_gradient(g: Tensor, e: Tensor) -> Tensor:
+        settings.append(torch.backends.cudnn.benchmark)
+        return torch.einsum("nohw,nihw->oi", g, e)
+
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        measured = probe.measure(g, weight_gradient)
+        assert settings == [False] and torch.backends.cudnn.benchmark
+    finally:
+        torch.backends.cudnn.benchmark = before
+    exact = weight_gradient(g, layout.restore(packed.decode_flat()) - x).square().mean()
+    assert measured.item() == pytest.approx(exact.item(), rel=0.1)
 
 
 def test_a_weight_used_twice_may_err_less_each_time() -> None:
