@@ -1,6 +1,8 @@
 """What is alive at the peak of a training step: which operation it falls into, and the blocks that are there then.
 
-python3 benchmarks/peak_memory.py [--batch 256] [--precision fp32|bf16] [--plain] [--csv FILE]
+python3 benchmarks/peak_memory.py [--batch 256] [--precision fp32|bf16] [--plain | --collect] [--csv FILE]
+
+With --collect the policy collects in every step, also in the one that is looked at.
 """
 
 from __future__ import annotations
@@ -77,6 +79,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--collect", action="store_true")
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
     half = args.precision == "bf16"
@@ -86,7 +89,9 @@ def main() -> None:
     if half:
         model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
-    if not args.plain:
+    if args.collect:
+        halley.attach(model, halley.policies.Comet(every=1), optimizer)
+    elif not args.plain:
         halley.attach(model, halley.policies.Fixed(halley.codecs.GroupQuant(bits=2)))
 
     def step(marks: Marks | None = None) -> None:

@@ -1,6 +1,7 @@
 """Where the time of a training step goes on a GPU: ResNet-50, step and host time, and the kernels' own time by kind.
 
-python3 benchmarks/step_kernels.py [--batch 256] [--precision fp32|bf16] [--method plain|packed|default] [--compile]
+python3 benchmarks/step_kernels.py [--batch 256] [--precision fp32|bf16] [--method plain|packed|bounded|default]
+        [--compile] [--top 20]
 """
 
 from __future__ import annotations
@@ -49,9 +50,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--method", choices=("plain", "packed", "default"), default="packed")
+    parser.add_argument("--method", choices=("plain", "packed", "bounded", "default"), default="packed")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--top", type=int, default=0, help="also that many kernels by name, with calls in a step")
     args = parser.parse_args()
     half = args.precision == "bf16"
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
@@ -63,6 +65,8 @@ def main() -> None:
     run = torch.compile(model, fullgraph=True) if args.compile else model
     if args.method == "packed":
         halley.attach(run, halley.policies.Fixed(halley.codecs.GroupQuant(bits=2)), optimizer)
+    elif args.method == "bounded":
+        halley.attach(run, halley.policies.Fixed(halley.codecs.ErrorBounded(0.01, "rel")), optimizer)
     elif args.method == "default":
         halley.attach(run, optimizer=optimizer)
 
@@ -97,6 +101,9 @@ def main() -> None:
     for name, ms in sorted(total.items(), key=lambda item: -item[1]):
         print(f"  {name:28} {ms:8.2f} ms")
     print(f"  {'together':28} {sum(total.values()):8.2f} ms")
+    events = [event for event in profiler.key_averages() if not event.key.startswith("Optimizer")]
+    for event in sorted(events, key=lambda event: -event.self_device_time_total)[: args.top]:
+        print(f"  {event.self_device_time_total / 3e3:8.2f} ms {event.count / 3:6.0f} x  {event.key[:110]}")
 
 
 if __name__ == "__main__":
