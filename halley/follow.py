@@ -154,9 +154,10 @@ class Follower:
         return self.updates + (self.optimizer is not None)
 
     def due(self, step: int) -> bool:
-        """Whether a step is a collection step: 10, 20, 40, ... and then every `every`."""
+        """Whether a step is a collection step: 1, 10, 20, 40, ... and then every `every`."""
         doubled = step // FIRST
-        return step % self.every == 0 or (step < self.every and step % FIRST == 0 and doubled & (doubled - 1) == 0)
+        early = step == 1 or (step < self.every and step % FIRST == 0 and doubled & (doubled - 1) == 0)
+        return early or step % self.every == 0
 
     def near(self, step: int) -> bool:
         """Whether a collection step comes soon, from `step` on, so that gradients are averaged."""

@@ -174,7 +174,9 @@ class Following:
 
     def assess(self, step: Step) -> bool:
         """A collection step is over: new settings from what was collected. False if its gradients were of no use."""
-        readings = [r for r in step.collection.readings if r.power is not None]
+        # What needs no momentum does not wait for the tenth step: coarse inputs of batch norms can spoil the first.
+        early = step.number == 1 and self.comet.every > 1
+        readings = [r for r in step.collection.readings if r.power is not None and not early]
         momenta = [step.momentum(r.weight) for r in readings]
         passings = step.collection.passings if self.comet.stochastic else []
         stats = list({id(s): s for _, s in step.collection.sites.values()}.values())
@@ -191,15 +193,20 @@ class Following:
         seen = {id(s): Seen(s, row) for s, row in zip(stats, numbers[1 + len(readings) :], strict=False)}
         # Without readings there is nothing to wait for; with readings but without gradients backward is yet to come.
         usable = bool(readings) or not step.collection.readings
+        ratios = [row[0] for row in numbers[len(numbers) - len(passings) :]]
         by_weight: set[str] = set()
+        if early:
+            usable = math.isfinite(after) or not step.collection.readings
+            for r in step.collection.readings:
+                by_weight.add(r.site.place)
+                self.settings.setdefault(r.site.place, Setting(self.choose(r.site)))
         for r, m, row in zip(readings, momenta, numbers[1:], strict=False):
             if m is not None and id(r.stats) in seen:
                 by_weight.add(r.site.place)
                 allowed = self.comet.tolerance / (step.spread * math.sqrt(r.uses))
                 usable &= self._assess_weight(step.number, r, seen[id(r.stats)], Gradient(*row), allowed, scale)
-        ratios = numbers[len(numbers) - len(passings) :]
         least = self._least(
-            [(p.site.place, seen[id(p.stats)], row[0]) for p, row in zip(passings, ratios, strict=True)]
+            [(p.site.place, seen[id(p.stats)], ratio) for p, ratio in zip(passings, ratios, strict=True)]
         )
         for place, (site, s) in step.collection.sites.items():
             if place not in by_weight:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -135,3 +136,46 @@ def test_norms_of_other_kinds(kind):
     rows = [row for row in handle.history if row["operation"].endswith("BatchNorm")]
     assert rows and all(row["bits"] in (2, 4, 8) for row in rows)
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+def first_steps(overflow: str | None = None) -> tuple[list[dict], list[float]]:
+    """What the default policy decided in the first steps, and how far the first weight's gradient was from the exact.
+
+    With an overflow the first gradients are infinite: the optimizer's step is left out, or made with zeros.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(Straight(relu=False), Straight(relu=False).layers[1:])
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0, momentum=0.9)
+    handle = halley.attach(model, optimizer=optimizer)
+    x = torch.randn(8, 3, 8, 8)
+    plain(x).square().mean().backward()
+    exact = next(plain.parameters()).grad
+    errors = []
+    for step in range(4 if overflow else 3):
+        optimizer.zero_grad()
+        if overflow and step == 0:
+            (model(x).square().mean() * math.inf).backward()
+            for p in model.parameters():
+                p.grad.zero_()
+        else:
+            model(x).square().mean().backward()
+            errors.append(float((next(model.parameters()).grad - exact).norm() / exact.norm()))
+        if overflow != "skipped" or step > 0:
+            optimizer.step()
+    return handle.history, errors
+
+
+@pytest.mark.parametrize("overflow", [None, "skipped"])
+def test_norms_do_not_wait_for_the_tenth_step(overflow):
+    """Weights do: their momentum has yet to come about."""
+    history, errors = first_steps(overflow)
+    assert {(row["step"], row["operation"]) for row in history} == {(1, "NativeBatchNorm")}
+    assert len(history) == 8 and max(row["bits"] for row in history) > 2
+    assert errors[1] < 0.5 * errors[0] and errors[2] < 0.5 * errors[0]
+
+
+def test_a_first_step_of_no_use_is_made_up_for_in_the_next():
+    history, errors = first_steps("zeroed")
+    assert {row["step"] for row in history if row["operation"] == "Convolution"} == {2}
+    assert errors[1] < 0.5 * errors[0]
