@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch._C import _autograd
 
 from halley.cells import LATE, Cell, Record, Saved, Unknown, satisfies
-from halley.codecs import Codec, Lossless, Mask, Sign, Window
+from halley.codecs import Between, Codec, Lossless, Mask, Sign, Window
 from halley.codecs.base import Hint, mix
 from halley.codecs.late import settle_all
 from halley.collection import Collection
 from halley.follow import Follower
 from halley.packed import Layout, Packed, check_version, flatten, layout_of, run_of
 from halley.report import StepLog
-from halley.sites import KNOWN, Site, matches, need_of, needs_weight_gradient, operation_name, signature
+from halley.sites import KNOWN, Site, limits_of, matches, need_of, needs_weight_gradient, operation_name, signature
 
 SMALL = 16384
 """Tensors of fewer bytes than this pass through as they are."""
@@ -382,6 +382,9 @@ class Capture:
             if codec is None:
                 return self._pass(t)
         layout, length = layout_of(t.shape, t.stride())
+        if site.need == "range":
+            record = Record(site, forward.count(t.untyped_storage()))
+            return self._alone(Saved(self, site, t, layout, None), record, codec, forward, t, length)
         cell = self._cell(site, t, layout, length, forward)
         saved = Saved(self, site, t, layout, cell)
         first = cell.record.site
@@ -397,6 +400,16 @@ class Capture:
         if packed is None or packed.codec is not cell.wanted or forward.collection is not None:
             if not cell.waiting:
                 self._encode(cell, saved, forward, t, length, work)
+        return saved
+
+    def _alone(
+        self, saved: Saved, record: Record, codec: Codec, forward: Forward, t: Tensor, length: int | None = None
+    ) -> Saved:
+        """Packs `t` for one reader, whoever else saves its memory: together they would need more."""
+        forward.records.append(record)
+        saved.cell = cell = Cell(mix(forward.step, record.site.number, self.rank), record)
+        cell.ask(codec, True)
+        self._encode(cell, saved, forward, t, length)
         return saved
 
     def _shape(self, t: Tensor, site: Site, frame: Frame) -> Saved:
@@ -417,6 +430,9 @@ class Capture:
             codec = MASK
         elif need == "sign":
             codec = SIGN
+        elif need == "range":
+            limits = limits_of(site.operation, None if frame is None else frame.layer.owner())
+            codec = self.policy.choose(site) if limits is None else Between(*limits)
         elif need == "exact":
             if site.stays:
                 return None
@@ -536,6 +552,10 @@ class Capture:
                 cell.record.saved_bytes = 0
             if not cell.wanted:
                 cell.record.packed_bytes = cell.record.saved_bytes
+        elif site.need == "range":
+            record = Record(site, cell.record.saved_bytes if cell.record.site is site else 0)
+            cell.record.saved_bytes -= record.saved_bytes
+            self._alone(saved, record, codec, self.forward, held)
         else:
             cell.ask(codec, site.need != "mask")
             if cell.record.site is not site:

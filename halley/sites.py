@@ -11,10 +11,11 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from halley.codecs import Between
 from halley.codecs.base import Hint
 from halley.kernels import FLOATS
 
-Need = Literal["weight", "shape", "mask", "sign", "exact", "attention", "logprob", "lossy"]
+Need = Literal["weight", "shape", "mask", "sign", "range", "exact", "attention", "logprob", "lossy"]
 
 SHAPE_ONLY = {
     ("MaxPool2DWithIndices", "self"),
@@ -179,6 +180,18 @@ def is_polynomial(node: Any) -> bool:
     return node is not None and node.name() == "PowBackward0" and node._saved_exponent in POLYNOMIAL
 
 
+def limits_of(operation: str, module: nn.Module | None) -> tuple[float, float] | None:
+    """Between which values of its input an operation of `module` passes gradients on unchanged, and elsewhere none.
+
+    Only layers tell: numbers that somebody gives to a function may be others in the next step.
+    """
+    if operation == "Hardsigmoid":
+        return (-3.0, 3.0)
+    if operation == "Hardtanh" and isinstance(module, nn.Hardtanh) and type(module).forward is nn.Hardtanh.forward:
+        return (float(module.min_val), float(module.max_val))
+    return None
+
+
 def need_of(site: Site, node: Any, module: nn.Module | None, weight: bool, computed: bool) -> Need:
     """What the reader `node` needs of the tensor saved at `site`.
 
@@ -205,6 +218,9 @@ def need_of(site: Site, node: Any, module: nn.Module | None, weight: bool, compu
         return "mask"
     if (operation, slot) in SIGN_ONLY:
         return "sign"
+    limits = limits_of(operation, module)
+    if limits is not None and Between(*limits).takes(dtype):
+        return "range"
     if operation == "LogSoftmax":
         return "logprob"
     if any(word in operation for word in EXACT_WORDS) or "logsumexp" in slot:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import halley
 from halley import capture as capture_module
 from halley.capture import SMALL
-from halley.codecs import ErrorBounded, GroupQuant, Mask
+from halley.codecs import Between, ErrorBounded, GroupQuant, Mask
 from halley.policies import Fixed
 from tests.integration.test_end_to_end import saved_in
 from tests.models import MODELS, resnet
@@ -339,6 +339,82 @@ def test_a_leaky_relu_gets_exact_signs_and_costs_one_bit(codec) -> None:
             assert clean == 3 or model.scale.grad[:clean].isnan().all()
         (row,) = [row for row in handle.report().layers if row.operation == "LeakyRelu"]
         assert shared or row.packed_bytes == 64 * 1024 // 8
+
+
+class Gated(nn.Module):
+    """An activation between two layers; the first bias sees its gates, and nothing that is lossy."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.activation, self.last = nn.Linear(64, 64), activation, nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.activation(self.first(x)))
+
+
+def gates_agree(activation: nn.Module, policy=None, between=None, dtype: torch.dtype = torch.float32) -> list:
+    """Rows of the activation, after steps in which the first bias had the gradient that plain autograd gives it."""
+    model = Gated(activation).to(dtype)
+    plain = copy.deepcopy(model)
+    handle = halley.attach(model, policy or Fixed(GroupQuant(bits=2)))
+    for step in range(3):
+        x = 3 * torch.randn(512, 64, generator=torch.Generator().manual_seed(step)).to(dtype)
+        for m in (plain, model):
+            if between is not None:
+                between(m, step)
+            m.zero_grad()
+            m(x).square().mean().backward()
+        assert torch.equal(plain.first.bias.grad, model.first.bias.grad), step
+    return [row for row in handle.report().layers if row.operation.startswith("Hard")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "activation", [nn.ReLU6(), nn.ReLU6(inplace=True), nn.Hardtanh(-0.5, 0.25), nn.Hardsigmoid()], ids=str
+)
+def test_relu6_and_its_kin_get_exact_gates_and_cost_one_bit(activation, dtype) -> None:
+    (row,) = gates_agree(activation, dtype=dtype)
+    assert row.codec == "Between" and row.packed_bytes == 512 * 64 // 8
+
+
+def test_limits_may_move_from_step_to_step() -> None:
+    def move(model: Gated, step: int) -> None:
+        model.activation.max_val = (1.0, 0.5, 2.0)[step]
+
+    (row,) = gates_agree(nn.Hardtanh(0.0, 1.0), between=move)
+    assert row.codec == "Between"
+
+
+class Capped(nn.Module):
+    cap = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.hardtanh(x, 0.0, self.cap)
+
+
+def test_limits_that_nobody_can_be_asked_for_or_no_float_has_leave_the_choice_to_the_policy() -> None:
+    def move(model: Gated, step: int) -> None:
+        model.activation.cap = (1.0, 0.5, 2.0)[step]
+
+    (row,) = gates_agree(Capped(), EXACT, move)
+    assert row.codec == "ErrorBounded"
+    for activation in (nn.Hardtanh(-0.3, 0.7), nn.Hardtanh(-math.inf, 1.0)):
+        (row,) = gates_agree(activation, EXACT)
+        assert row.codec == "ErrorBounded"
+
+
+def test_what_lies_between_limits() -> None:
+    codec = Between(-1.0, 2.0)
+    x = torch.tensor([-math.inf, -2.0, -1.0, -0.5, 0.0, 1.9, 2.0, 9.0, math.inf, math.nan])
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        assert codec.takes(dtype)
+        got = codec.encode(x.to(dtype)).decode()
+        assert got.dtype == dtype and got.tolist() == [-1.0] * 3 + [0.5] * 3 + [-1.0] * 3 + [0.5]
+    assert not codec.takes(torch.int64) and not Between(0.0, 0.1).takes(torch.float32)
+    assert not Between(1.0, 1.0 + 2**-7).takes(torch.bfloat16)  # the type has nothing between them
+    assert Between(0.0, 6.0).covers(Between(0.0, 6.0)) and not Between(0.0, 6.0).covers(codec)
+    assert codec.encode(torch.empty(0, 3)).decode().shape == (0, 3)
 
 
 def test_what_nobody_could_be_asked_about_keeps_its_values() -> None:

@@ -5,8 +5,9 @@ from halley.codecs.dualprecision import DualPrecision
 from halley.codecs.errorbounded import ErrorBounded
 from halley.codecs.groupquant import GroupQuant
 from halley.codecs.logprob import LogProb
-from halley.codecs.lossless import Keep, Lossless, Mask, Sign, Window
+from halley.codecs.lossless import Between, Keep, Lossless, Mask, Sign, Window
 
 __all__ = [
-    "Codec", "DualPrecision", "ErrorBounded", "GroupQuant", "Keep", "LogProb", "Lossless", "Mask", "Sign", "Window",
+    "Between", "Codec", "DualPrecision", "ErrorBounded", "GroupQuant", "Keep", "LogProb", "Lossless", "Mask", "Sign",
+    "Window",
 ]  # fmt: skip

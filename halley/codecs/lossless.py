@@ -1,7 +1,8 @@
-"""Lossless and its kin: booleans, masks and signs at one bit, integers at the narrowest width, floats bit for bit."""
+"""Lossless and its kin: masks, signs and ranges at one bit, integers at the narrowest width, floats bit for bit."""
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -44,6 +45,19 @@ class SignPacked(BitsPacked):
     def decode_flat(self, mask: bool = False) -> Tensor:
         positive = operations(self.parts[0]).bits_decode(self.parts[0], 1, self.numel)
         return positive.bool() if mask else positive.to(self.dtype).mul_(2).sub_(1)
+
+
+class BetweenPacked(BitsPacked):
+    """A bit each: the lower limit, or the middle."""
+
+    __slots__ = ()
+    codec: Between
+
+    def decode_flat(self, mask: bool = False) -> Tensor:
+        outside = operations(self.parts[0]).bits_decode(self.parts[0], 1, self.numel)
+        low, middle = self.codec.low, self.codec.middle
+        values = outside.to(self.dtype).mul_(low - middle).add_(middle)
+        return values != 0 if mask else values
 
 
 class RawPacked(Packed):
@@ -216,6 +230,39 @@ class Sign(Codec):
 
     def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
         return pack_bits(self, flat > 0, layout, flat.dtype, 1, kind=SignPacked)
+
+
+@functools.cache
+def are_numbers(values: tuple[float, ...], dtype: torch.dtype) -> bool:
+    """Whether a type has these values exactly."""
+    return torch.tensor(values, dtype=torch.float64).to(dtype).tolist() == list(values) and math.isfinite(sum(values))
+
+
+@dataclass(frozen=True, repr=False)
+class Between(Codec):
+    """Keeps only whether each value lies between two others: enough for the backward of ReLU6, hard tanh and hard
+    sigmoid. `decode` gives what lies in the middle, and the lower limit for values outside. NaN counts as inside.
+    """
+
+    low: float
+    high: float
+    keeps_zeros = False
+
+    @property
+    def middle(self) -> float:
+        return (self.low + self.high) / 2
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Only where limits, middle and half the width are numbers of that type: all else is a matter of rounding."""
+        return dtype in FLOATS and are_numbers((self.low, self.middle, self.high, self.low - self.middle), dtype)
+
+    def covers(self, other: Codec) -> bool:
+        return self == other
+
+    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
+        outside = flat <= self.low
+        outside |= flat >= self.high
+        return pack_bits(self, outside, layout, flat.dtype, 1, kind=BetweenPacked)
 
 
 @dataclass(frozen=True, repr=False)
