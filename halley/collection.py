@@ -160,16 +160,19 @@ class Passing:
 
     With x normalised to h, and mean(h) = 0, mean(h^2) = 1 over the m values of a channel, the input's gradient is
     proportional to g - mean(g) - h * mean(g h). An error e of h of mean square k adds e * mean(g h) + h * mean(g e) to
-    it, of mean square k * (mean(g h)^2 + mean(g^2) / m).
+    it, of mean square k * (mean(g h)^2 + mean(g^2) / m), and e * mean(g e), of mean square k^2 * mean(g^2) / m.
     """
 
-    def __init__(self, site: Site, stats: Stats, apart: bool) -> None:
+    def __init__(self, site: Site, stats: Stats, mixed: float) -> None:
         self.site = site
         self.stats = stats
-        self.apart = apart
-        """Whether no group has values of several channels."""
+        self.mixed = mixed
+        """The share of values that are in groups with those of other channels."""
         self.ratio: Tensor | None = None
-        """Mean square of the error over that of the gradient, for an error of the input of mean square 1."""
+        """Mean square of the error over that of the gradient, for an error of the input of mean square 1: its part in
+        proportion to that,"""
+        self.square: Tensor | None = None
+        """and the part in proportion to its square."""
 
     def gradient(self, invstd: Tensor, given: tuple[Tensor | None, ...], g: Tensor | None) -> None:
         """Backward has computed the gradients of input, weight and bias from `g`."""
@@ -182,13 +185,25 @@ class Passing:
         power, passed = (torch.linalg.vector_norm(t, dim=over, dtype=kind).square() / count for t in (g, grad_x))
         along, middle = grad_weight.to(kind) / count, grad_bias.to(kind) / count
         own = power - along.square() - middle.square()
-        wrong = along.square() + power / count
         # What is left of a gradient that is nearly all mean or along h is too small to tell.
-        share = wrong / own.clamp_min(1e-3 * power)
-        # A group's values have one error: that of a channel is in proportion to its values only if groups are its own.
+        share = passed / own.clamp_min(1e-3 * power)
+        # A group's values have one error: only where groups have one channel is it in proportion to its values.
         inverse = invstd.to(kind).square()
-        scale = 1 / inverse.reciprocal().mean() if self.apart else inverse
-        self.ratio = torch.nan_to_num(passed * share * scale).sum() / passed.sum()
+        scale = self.mixed * inverse + (1 - self.mixed) / inverse.reciprocal().mean()
+        second = scale * share * power / count
+        self.ratio = torch.nan_to_num(scale * share * along.square() + second).sum() / passed.sum()
+        self.square = torch.nan_to_num(scale * second).sum() / passed.sum()
+
+
+def mixed(packed: Packed, layout: Layout) -> float:
+    """The share of the values of a batch norm's input that are in groups with those of other channels."""
+    plane, group = math.prod(layout.size[2:]), getattr(packed.codec, "group", ERRORS.group)
+    if getattr(packed, "stride", 1) > 1:
+        return 0.0
+    if layout.last or plane < group:
+        return 1.0
+    # One group for each plane reaches beyond it, but for those that end where the plane does.
+    return (group - math.gcd(plane, group)) / plane
 
 
 def invstd_of(node: Any) -> Tensor | None:
@@ -286,10 +301,8 @@ class Collection:
         return reading
 
     def _pass(self, node: Any, saved: Saved) -> None:
-        stats, size = self._stats[id(saved.cell)][1], saved.layout.size
-        plane = math.prod(size[2:])
-        apart = getattr(stats.packed, "stride", 1) > 1 or (not saved.layout.last and plane >= 128)
-        passing = Passing(saved.site, stats, apart)
+        stats = self._stats[id(saved.cell)][1]
+        passing = Passing(saved.site, stats, mixed(stats.packed, saved.layout))
 
         def hook(given: tuple[Tensor | None, ...], gradients: tuple[Tensor | None, ...]) -> None:
             invstd = invstd_of(node)

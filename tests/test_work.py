@@ -232,8 +232,8 @@ def test_steps_in_which_the_policy_collects(worked, monkeypatch):
         assert handle.history
     assert worked.count("NormWork encode") == 2
     assert len(seen) == 4  # after the first and the second step of each
-    (fused_ratio,), (plain_ratio,) = ([ratio for _, _, ratio in norms] for norms in seen[1::2])
-    assert fused_ratio == pytest.approx(plain_ratio, rel=0.05)  # what a coarse input spoils of the gradient given on
+    (found,), (expected,) = ([figures for _, _, *figures in norms] for norms in seen[1::2])
+    assert found == pytest.approx(expected, rel=0.05)  # what a coarse input spoils of the gradient given on
 
 
 @pytest.mark.slow

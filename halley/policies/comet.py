@@ -41,6 +41,9 @@ NORM_PASSED = 0.12
 POINT_ERROR = 0.25
 """The same for other inputs, such as SiLU's: a function's slope at a wrong place is wrong on average, too."""
 BITS = (2, 4, 8)
+SPARE = 0.01
+"""By how much of all bytes the smallest inputs of weights may grow together to have the most bits. The last layer's is
+one of them: what it has in common for all samples cancels in the gradient, and errors do not."""
 FINEST = 1024
 """No bound is finer than the standard deviation over this, and none coarser than the standard deviation."""
 PROBED = 16 * PROBE
@@ -176,6 +179,7 @@ class Following:
         """A collection step is over: new settings from what was collected. False if its gradients were of no use."""
         # What needs no momentum does not wait for the tenth step: coarse inputs of batch norms can spoil the first.
         early = step.number == 1 and self.comet.every > 1
+        small = self._small(step.collection) if self.comet.stochastic else set()
         readings = [r for r in step.collection.readings if r.power is not None and not early]
         momenta = [step.momentum(r.weight) for r in readings]
         passings = step.collection.passings if self.comet.stochastic else []
@@ -185,7 +189,7 @@ class Following:
                 [step.after, step.at_step],
                 *([r.power, r.absolute, r.sums, r.measured, m] for r, m in zip(readings, momenta, strict=True)),
                 *([s.share, s.std, *(n for pair in s.errors.values() for n in pair)] for s in stats),
-                *([p.ratio] for p in passings),
+                *([p.ratio, p.square] for p in passings),
             ]
         )
         after, at_step = numbers[0]
@@ -193,20 +197,22 @@ class Following:
         seen = {id(s): Seen(s, row) for s, row in zip(stats, numbers[1 + len(readings) :], strict=False)}
         # Without readings there is nothing to wait for; with readings but without gradients backward is yet to come.
         usable = bool(readings) or not step.collection.readings
-        ratios = [row[0] for row in numbers[len(numbers) - len(passings) :]]
+        passed = numbers[len(numbers) - len(passings) :]
         by_weight: set[str] = set()
         if early:
             usable = math.isfinite(after) or not step.collection.readings
             for r in step.collection.readings:
                 by_weight.add(r.site.place)
-                self.settings.setdefault(r.site.place, Setting(self.choose(r.site)))
+                codec = r.stats.trials[-1] if r.site.place in small else self.choose(r.site)
+                self.settings.setdefault(r.site.place, Setting(codec))
         for r, m, row in zip(readings, momenta, numbers[1:], strict=False):
             if m is not None and id(r.stats) in seen:
                 by_weight.add(r.site.place)
                 allowed = self.comet.tolerance / (step.spread * math.sqrt(r.uses))
-                usable &= self._assess_weight(step.number, r, seen[id(r.stats)], Gradient(*row), allowed, scale)
+                fewest = len(BITS) - 1 if r.site.place in small else 0
+                usable &= self._assess_weight(step.number, r, seen[id(r.stats)], Gradient(*row), allowed, scale, fewest)
         least = self._least(
-            [(p.site.place, seen[id(p.stats)], ratio) for p, ratio in zip(passings, ratios, strict=True)]
+            [(p.site.place, seen[id(p.stats)], one, two) for p, (one, two) in zip(passings, passed, strict=True)]
         )
         for place, (site, s) in step.collection.sites.items():
             if place not in by_weight:
@@ -216,10 +222,25 @@ class Following:
         self._know_layers()
         return usable
 
+    def _small(self, collection: Collection) -> set[str]:
+        """The places of the smallest inputs of weights, as many as may have the most bits."""
+        sizes = {id(stats): stats.values for _, stats in collection.sites.values()}
+        left = SPARE * BITS[0] * sum(sizes.values())
+        found: set[str] = set()
+        for values, place in sorted({(r.stats.values, r.site.place) for r in collection.readings}):
+            left -= (BITS[-1] - BITS[0]) * values
+            if left < 0:
+                break
+            found.add(place)
+        return found
+
     def _assess_weight(
-        self, step: int, r: Reading, seen: Seen, gradient: Gradient, allowed: float, scale: float
+        self, step: int, r: Reading, seen: Seen, gradient: Gradient, allowed: float, scale: float, fewest: int
     ) -> bool:
-        """The setting of an input that a weight's gradient is computed from. False if the figures are of no use."""
+        """The setting of an input that a weight's gradient is computed from. False if the figures are of no use.
+
+        `fewest`: the first of the numbers of bits that may be chosen.
+        """
         tolerated = allowed * gradient.momentum / scale if scale > 0 else math.nan
         figures = (gradient.power, gradient.sums, tolerated, seen.std, *seen.errors[seen.codec])
         if not all(math.isfinite(figure) for figure in figures):
@@ -236,6 +257,7 @@ class Following:
             found = [self.predict(r, gradient, *seen.errors[codec]) for codec in seen.trials]
             predicted = [std * setting.gain.value for std in found]
             choice = next((i for i, std in enumerate(predicted) if std <= tolerated), len(BITS) - 1)
+            choice = max(choice, fewest)
             setting.codec, expected = seen.trials[choice], predicted[choice]
         else:
             unit = now / seen.bound if now > 0 else self.predict(r, gradient, seen.share / 3, 0.0)
@@ -275,15 +297,15 @@ class Following:
             setting.codec = ErrorBounded(clamp(min(relative, 2 * SPREAD) * seen.std, seen.std), seed=self.comet.seed)
         self._note(step, site, setting, seen)
 
-    def _least(self, norms: list[tuple[str, Seen, float]]) -> dict[str, int]:
-        """How many of the fewest bits are too few for which batch norms: they come with the ratio of `Passing`.
+    def _least(self, norms: list[tuple[str, Seen, float, float]]) -> dict[str, int]:
+        """How many of the fewest bits are too few for which batch norms: they come with the figures of `Passing`.
 
         More bits go to those that spoil most of what they give on for each byte, until it is little enough together.
         """
         least, total = {}, 0.0
         steps: list[tuple[float, float, int, str]] = []
-        for place, seen, ratio in norms:
-            spoilt = [ratio * seen.errors[codec][0] for codec in seen.trials]
+        for place, seen, ratio, square in norms:
+            spoilt = [ratio * error + square * error**2 for error in (seen.errors[codec][0] for codec in seen.trials)]
             if all(math.isfinite(error) for error in spoilt):
                 least[place] = 0
                 total += spoilt[0]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import halley
 from halley.codecs import GroupQuant
-from halley.collection import Passing, Stats
+from halley.collection import Passing, Stats, mixed
 from halley.packed import flatten
 from halley.policies import Comet, comet
 from halley.sites import Site
@@ -43,7 +43,7 @@ def test_the_prediction_is_the_measured_error(apart, along):
     g = torch.randn_like(x) + along * h + 0.2
     weight = torch.rand(channels) + 0.5
     right = backward(x, g, mean, invstd, weight)
-    passing = Passing(Site("layer", 0, ()), stats_of(x), apart)
+    passing = Passing(Site("layer", 0, ()), stats_of(x), 0.0 if apart else 1.0)
     passing.gradient(invstd, right, g)
     assert passing.ratio is not None
     small = 0.01 * (spread if apart else 1.0)
@@ -57,9 +57,43 @@ def test_the_prediction_is_the_measured_error(apart, along):
     assert math.isclose(measured, passing.ratio * size, rel_tol=0.15)
 
 
+@pytest.mark.parametrize("size", [24, 8])
+def test_groups_that_reach_into_a_channel_of_little_spread(size):
+    """24 x 24 values are four and a half groups: half a group of a quiet channel lies with its loud neighbour's."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 6, size, size) * torch.tensor([10, 10, 0.01, 10, 10, 10.0]).view(1, -1, 1, 1)
+    var, mean = torch.var_mean(x, [0, 2, 3], correction=0)
+    invstd = (var + 1e-5).rsqrt()
+    g, weight = torch.randn_like(x), torch.ones(6)
+    right = backward(x, g, mean, invstd, weight)
+    flat, layout = flatten(x)
+    codec = GroupQuant(bits=2)
+    packed = [codec.encode_flat(flat, layout, key) for key in range(30)]
+    stats = Stats(flat, layout, packed[0], [codec], 0)
+    passing = Passing(Site("layer", 0, ()), stats, mixed(packed[0], layout))
+    passing.gradient(invstd, right, g)
+    wrong = [backward(layout.restore(p.decode_flat()), g, mean, invstd, weight)[0] for p in packed]
+    measured = torch.stack([(w - right[0]).square().sum() / right[0].square().sum() for w in wrong]).mean()
+    error = stats.errors[codec][0]
+    predicted = passing.ratio * error + passing.square * error**2
+    assert 0.5 < predicted / measured < 2
+
+
+def test_the_share_of_values_in_mixed_groups():
+    codec = GroupQuant(bits=2)
+
+    def share(shape: tuple[int, ...], memory: torch.memory_format = torch.contiguous_format) -> float:
+        flat, layout = flatten(torch.randn(shape).contiguous(memory_format=memory))
+        return mixed(codec.encode_flat(flat, layout), layout)
+
+    assert share((4, 16, 16, 16)) == 0.0 and share((4, 16, 8, 8)) == 1.0
+    assert share((4, 16, 24, 24)) == pytest.approx(64 / 576)  # every second plane ends with a group
+    assert share((4, 16, 8, 8), torch.channels_last) == 0.0 and share((1, 16, 2, 2), torch.channels_last) == 1.0
+
+
 def test_frozen_norms_and_gradients_that_are_not_there_tell_nothing():
     x = torch.randn(4, 8, 16, 16)
-    passing = Passing(Site("layer", 0, ()), stats_of(x), True)
+    passing = Passing(Site("layer", 0, ()), stats_of(x), 0.0)
     passing.gradient(torch.ones(8), (x, None, None), x)
     passing.gradient(torch.ones(8), (None, torch.ones(8), torch.ones(8)), x)
     passing.gradient(torch.ones(8), (x, torch.ones(8), torch.ones(8)), None)
