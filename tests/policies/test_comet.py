@@ -1013,3 +1013,36 @@ def test_a_weight_used_twice_may_err_less_each_time() -> None:
         assert len(rows) == times
         for row in rows:
             assert row["tolerated"] == pytest.approx(0.2 * row["momentum"] / math.sqrt(times))
+
+
+# -- the smallest inputs -----------------------------------------------------------------------------------------------
+
+
+class Pooled(nn.Module):
+    """Large inputs of convolutions, and a small one of the last layer, nearly the same for all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 64, 3, padding=1), nn.Conv2d(64, 64, 3, padding=1)
+        self.last = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.second(self.first(x).relu()).relu().mean([2, 3]) + 1)
+
+
+@pytest.mark.parametrize(("spare", "bits"), [(0.01, 8), (0.0, 2)])
+def test_the_smallest_inputs_have_the_most_bits_from_the_second_step_on(spare, bits, monkeypatch) -> None:
+    monkeypatch.setattr(comet, "SPARE", spare)
+    torch.manual_seed(0)
+    model = Pooled()
+    optimizer = sgd(model, 0.0)
+    handle = halley.attach(model, Comet(sigma=1e3), optimizer)  # nothing else asks for more than two
+    x, y = torch.randn(64, 3, 32, 32), torch.randint(10, (64,))
+    for step in range(10):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        rows = {row.layer: row.bound for row in handle.report().layers if row.codec == "GroupQuant"}
+        assert rows["first"] == "2 bits" and rows["last"] == f"{bits if step else 2} bits"
+    rows = [row for row in handle.history if row["step"] == 10]
+    assert {row["layer"]: row["bits"] for row in rows} == {"first": 2, "second": 2, "last": bits}
