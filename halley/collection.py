@@ -58,7 +58,10 @@ def wide(x: Tensor) -> Tensor:
 
 
 class Stats:
-    """One piece of saved memory as it was when it was packed. The numbers are 0-dim tensors until they are fetched."""
+    """One piece of saved memory as it was when it was packed. The numbers are 0-dim tensors until they are fetched.
+
+    What was packed is not held: it goes when backward has read it.
+    """
 
     def __init__(self, flat: Tensor, layout: Layout, packed: Packed, trials: Iterable[Codec], key: int) -> None:
         values, shape = sample(flat, layout)
@@ -67,7 +70,7 @@ class Stats:
         self.trials = tuple(trials)
         self.share = torch.count_nonzero(values) / values.numel()
         self.std = exact.std(correction=0)
-        self.packed = packed
+        self.codec = packed.codec
         self.errors: dict[Codec, tuple[Tensor, Tensor]] = {}
         """For each codec tried, and the one in force: mean square and mean of its error, zeros included."""
         for codec in dict.fromkeys([*self.trials, packed.codec]):
@@ -230,7 +233,7 @@ class Collection:
         self.passings: list[Passing] = []
         self.after: Tensor | None = None
         """Norm of the gradients after the last backward."""
-        self._stats: dict[int, tuple[Cell, Stats]] = {}
+        self._stats: dict[int, tuple[Cell, Stats, Packed]] = {}
         self._probes: dict[int, Probe] = {}
 
     def saved(self, saved: Saved, cell: Cell, flat: Tensor) -> None:
@@ -240,8 +243,8 @@ class Collection:
         if self.batches > 1 or packed is None or site.need != "lossy":
             return
         known = self._stats.get(id(cell))
-        if known is None or known[1].packed is not packed:
-            known = self._stats[id(cell)] = (cell, Stats(flat, layout, packed, self.trials, cell.key))
+        if known is None or known[2] is not packed:
+            known = self._stats[id(cell)] = (cell, Stats(flat, layout, packed, self.trials, cell.key), packed)
             self._probes.pop(id(cell), None)
         self.sites[site.place] = (site, known[1])
         if site.place in self.probes:
@@ -301,14 +304,16 @@ class Collection:
         return reading
 
     def _pass(self, node: Any, saved: Saved) -> None:
-        stats = self._stats[id(saved.cell)][1]
-        passing = Passing(saved.site, stats, mixed(stats.packed, saved.layout))
+        _, stats, packed = self._stats[id(saved.cell)]
+        invstd = invstd_of(node)
+        if invstd is None:
+            return
+        passing = Passing(saved.site, stats, mixed(packed, saved.layout))
 
+        # Hooks must not hold nodes: a circle through the graph is not found before the graph behind it is gone.
         def hook(given: tuple[Tensor | None, ...], gradients: tuple[Tensor | None, ...]) -> None:
-            invstd = invstd_of(node)
-            if invstd is not None:
-                with torch.no_grad():
-                    passing.gradient(invstd, given, gradients[0])
+            with torch.no_grad():
+                passing.gradient(invstd, given, gradients[0])
 
         node.register_hook(hook)
         self.passings.append(passing)

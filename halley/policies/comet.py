@@ -413,7 +413,7 @@ class Seen:
         self.share, self.std = row[:2]
         pairs = zip(row[2::2], row[3::2], strict=True)
         self.errors: dict[Codec, tuple[float, float]] = dict(zip(stats.errors, pairs, strict=True))
-        self.codec = stats.packed.codec
+        self.codec = stats.codec
         self.trials = list(stats.trials)
         self.values = stats.values
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import halley
+from halley.cells import Cell
 from halley.codecs import GroupQuant
-from halley.collection import Passing, Stats, mixed
-from halley.packed import flatten
+from halley.collection import Passing, Reading, Stats, mixed
+from halley.packed import Packed, flatten
 from halley.policies import Comet, comet
 from halley.sites import Site
 
@@ -213,3 +215,22 @@ def test_a_first_step_of_no_use_is_made_up_for_in_the_next():
     history, errors = first_steps("zeroed")
     assert {row["step"] for row in history if row["operation"] == "Convolution"} == {2}
     assert errors[1] < 0.5 * errors[0]
+
+
+@pytest.mark.parametrize("every", [1, 1000])
+def test_nothing_of_a_collection_step_outlives_it(every):
+    """Not even until garbage is collected, which frees a graph that hangs on its own hooks one node at a time."""
+    model = Straight(relu=True)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
+    handle = halley.attach(model, Comet(every=every), optimizer)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            model(torch.randn(8, 3, 16, 16)).square().mean().backward()
+            optimizer.step()
+        kinds = (Passing, Reading, Stats, Packed, Cell)
+        alive = [o for o in gc.get_objects() if issubclass(type(o), kinds)]
+    finally:
+        gc.enable()
+    assert handle.history and not alive
