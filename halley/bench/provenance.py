@@ -36,11 +36,17 @@ def version(package: str) -> str:
         return ""
 
 
+def program() -> list[str]:
+    """What was called: a script of the project's benchmarks, or the command."""
+    script = Path(sys.argv[0])
+    return ["python3", f"benchmarks/{script.name}"] if script.parent.name == "benchmarks" else ["halley"]
+
+
 def provenance() -> dict[str, str | int | float]:
     """The columns that every row of a published CSV carries."""
     return {
         "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["halley", *sys.argv[1:]]),
+        "command": shlex.join([*program(), *sys.argv[1:]]),
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "load_before": LOAD_BEFORE,

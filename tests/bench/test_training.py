@@ -12,6 +12,7 @@ import pytest
 from halley.bench import UsageError, children
 from halley.bench.children import Child
 from halley.bench.plots import spread
+from halley.bench.provenance import provenance
 from halley.bench.steps import Task
 from halley.bench.terminal import progress, table, times
 from halley.bench.training import measure_row, parse_bytes
@@ -144,3 +145,16 @@ def test_names_beside_a_plot_keep_their_order_and_a_gap():
     ordered = sorted(found)
     assert all(b - a >= 0.1 - 1e-9 for a, b in zip(ordered, ordered[1:], strict=False))
     assert found[4] == 0 and found[2] > found[3] and max(found) <= 1
+
+
+@pytest.mark.parametrize(
+    ("called", "expected"),
+    [
+        ("benchmarks/cpu_step.py", "python3 benchmarks/cpu_step.py --csv f.csv"),
+        ("/anywhere/bin/halley", "halley --csv f.csv"),
+        ("/anywhere/halley/__main__.py", "halley --csv f.csv"),
+    ],
+)
+def test_the_command_is_the_one_that_was_given(called, expected, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [called, "--csv", "f.csv"])
+    assert provenance()["command"] == expected
