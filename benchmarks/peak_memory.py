@@ -78,8 +78,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--plain", action="store_true")
-    parser.add_argument("--collect", action="store_true")
+    method = parser.add_mutually_exclusive_group()
+    method.add_argument("--plain", action="store_true")
+    method.add_argument("--collect", action="store_true")
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
     half = args.precision == "bf16"

@@ -2,10 +2,11 @@
 
 Half of what a convolutional network saves are inputs of batch norms. Plain hooks decode such an input to memory, where
 batch norm's backward reads it twice; for ReLU they write a mask that is read once. Here a layer's call goes to an
-autograd function that runs the same forward operation and saves the same tensor through the same hooks, and whose
-backward decodes in registers (kernels/gpu_norm.py, gq_gate). A convolution has to decode its input to memory, but
-computes the weight's gradient first and lets go of the input before its gradient, which is as large, needs memory.
-Wherever that is not possible, it computes what plain autograd would.
+autograd function that saves the same tensor through the same hooks, and whose backward decodes in registers
+(kernels/gpu_norm.py, gq_gate). Forward runs the same operation, or, for 16-bit values in channels_last memory, is
+computed while what it saves is packed (`Work`; kernels/gpu_norm_forward.py). A convolution has to decode its input to
+memory, but computes the weight's gradient first and lets go of the input before its gradient, which is as large, needs
+memory. Wherever that is not possible, it computes what plain autograd would.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -212,7 +213,8 @@ class Following:
                 fewest = len(BITS) - 1 if r.site.place in small else 0
                 usable &= self._assess_weight(step.number, r, seen[id(r.stats)], Gradient(*row), allowed, scale, fewest)
         least = self._least(
-            [(p.site.place, seen[id(p.stats)], one, two) for p, (one, two) in zip(passings, passed, strict=True)]
+            (p.site.place, seen[id(p.stats)], ratio, square)
+            for p, (ratio, square) in zip(passings, passed, strict=True)
         )
         for place, (site, s) in step.collection.sites.items():
             if place not in by_weight:
@@ -297,7 +299,7 @@ class Following:
             setting.codec = ErrorBounded(clamp(min(relative, 2 * SPREAD) * seen.std, seen.std), seed=self.comet.seed)
         self._note(step, site, setting, seen)
 
-    def _least(self, norms: list[tuple[str, Seen, float, float]]) -> dict[str, int]:
+    def _least(self, norms: Iterable[tuple[str, Seen, float, float]]) -> dict[str, int]:
         """How many of the fewest bits are too few for which batch norms: they come with the figures of `Passing`.
 
         More bits go to those that spoil most of what they give on for each byte, until it is little enough together.
