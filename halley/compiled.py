@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import operator
 import warnings
 import weakref
 import zlib
@@ -227,6 +228,8 @@ class Compiled:
         writer = Writer(pair, graph)
         for node, packing in packings.items():
             writer.write(node, packing)
+        if writer.measured:
+            rewrites.update_early(forward.graph)
         pair.finish()
         forward.recompile()
         backward.recompile()
@@ -306,6 +309,8 @@ class Writer:
         self.pair = pair
         self.graph = graph
         self.packed = 0
+        self.measured = False
+        """Whether an encoder computes statistics."""
         self._seed: tuple[Node, Node] | None = None
 
     def write(self, node: Node, packing: Packing) -> None:
@@ -335,7 +340,9 @@ class Writer:
         stride = stride_of(t, codec.group, order)
         rate = (codec.bits, codec.group, stride, codec.signs)
         settings = (order, site.number, codec.seed, *rate)
-        packed = self._after(node, torch.ops.halley.site_encode.default, (node, forward, *settings))
+        # Inductor is to store it once, and not once for the encoder and once for the others.
+        node.meta["inductor_realize_to_strides"] = True
+        packed = self._encoded(node, (node, forward, *settings), rewrites.measured_by_encoder(t, *rate))
 
         def restore(data: Node) -> Node:
             arguments = (data, backward, *self._layout(node), t.dtype, *settings)
@@ -358,6 +365,27 @@ class Writer:
         for reader in list(restored.users):
             if rewrites.parts(reader, restored):
                 self._part(reader, node)
+        return packed
+
+    def _encoded(self, node: Node, arguments: tuple[Any, ...], measures: bool) -> Node:
+        """The codes of `node`; an encoder that `measures` gives batch norm its statistics too."""
+        norms = rewrites.statistics_of(node) if measures else []
+        if not norms:
+            return self._after(node, torch.ops.halley.site_encode.default, arguments)
+        self.measured = True
+        made = self._after(node, torch.ops.halley.site_encode_moments.default, arguments)
+        for norm in norms:
+            # These nodes may be saved themselves, so they stay and read another one.
+            for reader in list(norm.users):
+                place = 1 + reader.args[1]  # type: ignore[operator]
+                reader.args, reader.meta["val"] = (made, place), value(made)[place]
+            wide = norm.all_input_nodes[0]
+            self.pair.forward.erase_node(norm)
+            if not wide.users and wide not in self.pair.saved:
+                self.pair.forward.erase_node(wide)
+        with self.pair.forward.inserting_after(made):
+            packed = self.pair.forward.create_node("call_function", operator.getitem, (made, 0), name="site_codes")
+        packed.meta["val"] = value(made)[0]
         return packed
 
     def _norm(self, norm: rewrites.Norm, data: tuple[Node, Node], settings: tuple[int, ...]) -> None:

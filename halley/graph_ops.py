@@ -29,6 +29,8 @@ SCHEMAS = {
     "forward_seed": "(int graph) -> Tensor",
     "site_encode": "(Tensor x, Tensor seed, int[] order, int site, int salt, int bits, int group, int stride,"
     " bool signs) -> Tensor",
+    "site_encode_moments": "(Tensor x, Tensor seed, int[] order, int site, int salt, int bits, int group, int stride,"
+    " bool signs) -> (Tensor, Tensor, Tensor)",
     "site_decode": "(Tensor data, Tensor seed, SymInt[] size, SymInt[] strides, ScalarType dtype, int[] order,"
     " int site, int salt, int bits, int group, int stride, bool signs) -> Tensor",
     "site_mask": "(Tensor data, SymInt[] size, SymInt[] strides, ScalarType dtype, int[] order, int bits, int group,"
@@ -102,6 +104,27 @@ def site_encode(
     """A saved tensor as GroupQuant keeps it."""
     flat = run_of(x, order)
     return operations(flat).gq_encode(flat, bits, group, seed_at(seed, site, salt), stride, signs)
+
+
+def site_encode_moments(
+    x: Tensor, seed: Tensor, order: list[int], site: int, salt: int, bits: int, group: int, stride: int, signs: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`site_encode`; variance and mean of x's channels, as `var_mean` in fp32 gives them."""
+    if in_order(x.shape, x.stride(), order):
+        return encode_moments(x, seed, site, salt, bits, group, stride, signs)
+    return site_encode(x, seed, order, site, salt, bits, group, stride, signs), *moments(x)
+
+
+def moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Variance and mean of each channel."""
+    over = [d for d in range(x.dim()) if d != 1]
+    var, mean = torch.var_mean(x.float(), over, correction=0)
+    return var.view(line_of(x)), mean.view(line_of(x))
+
+
+def line_of(x: Tensor) -> list[Any]:
+    """The size of one number for each channel."""
+    return [x.shape[d] if d == 1 else 1 for d in range(x.dim())]
 
 
 def site_decode(
@@ -192,6 +215,27 @@ def encode_into(
         plan.encode(x, drawn, out)
     else:
         out.copy_(operations(x).gq_encode(flat_of(x), bits, group, drawn, stride, signs))
+
+
+def encode_moments(
+    x: Tensor, seed: Tensor, site: int, salt: int, bits: int, group: int, stride: int, signs: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`site_encode_moments`, in memory of its own: the codes outlive the graph."""
+    drawn, plan = seed_at(seed, site, salt), plan_of(x, x.dtype, bits, group, stride, signs)
+    if plan is None:
+        return operations(x).gq_encode(flat_of(x), bits, group, drawn, stride, signs), *moments(x)
+    forward = None
+    if plan.statistics is not None and group == GROUP and not x.data_ptr() & 3:
+        from halley.kernels.gpu_norm_forward import forward_plan
+
+        forward = forward_plan(tuple(x.shape), x.stride(), x.dtype, x.device)
+    if plan.statistics is None or forward is None:
+        return plan.codes(x, drawn), *moments(x)
+    parts = torch.empty(forward.parts, dtype=torch.float32, device=x.device)
+    data = plan.encode_beside(plan.statistics, x, parts, drawn)
+    var, mean = (torch.empty(line_of(x), dtype=torch.float32, device=x.device) for _ in range(2))
+    forward.measure(parts, mean, var)
+    return data, var, mean
 
 
 def decode_into(
@@ -300,11 +344,20 @@ def _conv_input_grad_fake(grad: Tensor, weight: Tensor, size: Any, strides: Any,
     return torch.ops.aten.convolution_backward(grad, x, weight, None, *settings, [True, False, False])[0]
 
 
-_FAKES: dict[str, Callable[..., Tensor]] = {
+def _encode_fake(x: Tensor, seed: Tensor, order: Any, site: int, salt: int, bits: int, group: int, stride: int,
+                 signs: bool) -> Tensor:  # fmt: skip
+    return x.new_empty(gq_sizes(x.numel(), bits, group, x.dtype, stride)[2], dtype=torch.uint8)
+
+
+def _encode_moments_fake(x: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
+    var, mean = (x.new_empty(line_of(x), dtype=torch.float32) for _ in range(2))
+    return _encode_fake(x, *settings), var, mean
+
+
+_FAKES: dict[str, Callable[..., Any]] = {
     "forward_seed": lambda graph: torch.empty(2, dtype=torch.int64, device="cpu"),
-    "site_encode": lambda x, seed, order, site, salt, bits, group, stride, signs: x.new_empty(
-        gq_sizes(x.numel(), bits, group, x.dtype, stride)[2], dtype=torch.uint8
-    ),
+    "site_encode": _encode_fake,
+    "site_encode_moments": _encode_moments_fake,
     "site_decode": lambda data, seed, size, strides, dtype, *rest: _restored(size, strides, dtype, data),
     "site_mask": lambda data, size, strides, *rest: _restored(size, strides, torch.bool, data),
     "site_gate": lambda grad, *rest: torch.empty_like(grad),

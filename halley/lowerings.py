@@ -22,6 +22,7 @@ DIRECT_ON = {"cuda"}
 # Operator -> the function, and which of the operator's arguments it takes; tensors come first.
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., tuple[Any, ...]]]] = {
     "site_encode": (graph_ops.encode_into, lambda x, seed, order, *rest: (x, seed, *rest)),
+    "site_encode_moments": (graph_ops.encode_moments, lambda x, seed, order, *rest: (x, seed, *rest)),
     "site_decode": (graph_ops.decode_into, lambda data, seed, size, strides, dtype, order, *rest: (data, seed, *rest)),
     "site_mask": (graph_ops.mask_into, lambda data, size, strides, dtype, order, *rest: (data, dtype, *rest)),
     "site_gate": (graph_ops.gate_into, lambda *arguments: arguments),
@@ -29,8 +30,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., tuple[Any, ...]]]] 
     "norm_apply": (graph_ops.norm_apply_into, lambda *arguments: arguments),
     "conv_input_grad": (graph_ops.conv_input_grad, lambda *arguments: arguments),
 }
-ALLOCATING = {"conv_input_grad"}
-"""Functions that give their result."""
+ALLOCATING = {"conv_input_grad", "site_encode_moments"}
+"""Functions that give their result, or several."""
 _done: list[bool] = []
 
 
@@ -49,26 +50,32 @@ def _install(name: str) -> None:
 
     operator = getattr(torch.ops.halley, name).default
     function, choose = FUNCTIONS[name]
-    kind = ir.ExternKernelAlloc if name in ALLOCATING else ir.ExternKernelOut
+    kind: Any = ir.ExternKernelAlloc if name in ALLOCATING else ir.ExternKernelOut
     plain = lowering.fallback_handler(operator, add_to_fallback_set=False)
     setattr(extern_kernels, f"halley_{name}", function)
 
     def lowered(*arguments: Any) -> Any:
         node = V.graph.current_node
-        values = [node.meta["val"], *(a.meta["val"] for a in node.all_input_nodes)]
+        made = node.meta["val"]
+        alone = isinstance(made, Tensor)
+        results = [made] if alone else list(made)
+        values = [*results, *(a.meta["val"] for a in node.all_input_nodes)]
         if config.triton.cudagraphs or V.graph.cpp_wrapper or not takes(values):
             return plain(*arguments)
         chosen = choose(*arguments)
         tensors = [ir.ExternKernel.realize_input(a) for a in chosen if isinstance(a, ir.IRNode)]
-        return ir.TensorBox.create(
-            kind(
-                layout=ir.FallbackKernel.tensor_to_layout(node.meta["val"]),
-                inputs=tensors,
-                constant_args=chosen[len(tensors) :],
-                python_kernel_name=f"extern_kernels.halley_{name}",
-                op_overload=operator,
-            )
+        layouts = [ir.FallbackKernel.tensor_to_layout(t) for t in results]
+        call = kind(
+            layout=layouts[0] if alone else ir.MultiOutputLayout(device=results[0].device),
+            inputs=tensors,
+            constant_args=chosen[len(tensors) :],
+            python_kernel_name=f"extern_kernels.halley_{name}",
+            op_overload=operator,
         )
+        if alone:
+            return ir.TensorBox.create(call)
+        call.outputs = [ir.MultiOutput(layout, call, [(tuple, i)]) for i, layout in enumerate(layouts)]
+        return [ir.TensorBox.create(part) for part in call.outputs]
 
     lowering.register_lowering(operator, type_promotion_kind=None)(lowered)
     # Else each reader of a value that is not yet in memory would write it there for itself.
@@ -77,7 +84,7 @@ def _install(name: str) -> None:
 
 
 def takes(values: list[Any]) -> bool:
-    """Whether a function serves tensors like these: its result comes first."""
+    """Whether a function serves tensors like these: its results come first."""
     tensors = [t for t in values if isinstance(t, Tensor)]
     return tensors[0].device.type in DIRECT_ON and all(map(fills_memory, tensors))
 

@@ -1,4 +1,6 @@
-"""Rewrites a backward graph so that less of what was packed has to be restored, and for less long.
+"""Rewrites graphs so that less of what was packed has to be restored, and for less long, and less is read twice.
+
+In the forward graph an encoder that reads the input of a batch norm computes its statistics too.
 
 Half of what a convolutional network saves are inputs of batch norms: their backward reads codes. ReLU's backward takes
 its mask from the codes. A convolution computes its weight's gradient first, after which its restored input is let go of
@@ -13,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from halley.fused import LARGE_CONV, SMALLEST, read_format
-from halley.graphs import bytes_of, hint, name_of, value
+from halley.graphs import bytes_of, hint, name_of, operation_of, value
 from halley.kernels import implementation
 from halley.packed import FORMATS
 
@@ -88,6 +90,55 @@ def _norm_behind(x: Node) -> Norm:
     return Norm(raw, mean, invstd, other(gain, [invstd]), result, weights, total)
 
 
+def statistics_of(x: Node) -> list[Node]:
+    """The nodes of a forward graph that compute variance and mean of x's channels in fp32, as batch norm does."""
+    wide = [node for node in x.users if name_of(node.target) in CASTS and value(node).dtype == torch.float32]
+    return [node for cast in wide for node in cast.users if measures(node, cast)]
+
+
+def measures(node: Node, x: Node) -> bool:
+    """Whether a node gives variance and mean over all dimensions of x but the second, which stay as one element."""
+    dims, settings = node.args[1:2], {**node.kwargs}
+    if name_of(node.target) != "var_mean" or len(node.args) > 2 or not dims or not isinstance(dims[0], list | tuple):
+        return False
+    count = value(x).dim()
+    alike = sorted(d % count for d in dims[0]) == [d for d in range(count) if d != 1]
+    return alike and settings == {"correction": 0, "keepdim": True}
+
+
+def measured_by_encoder(t: Tensor, bits: int, group: int, stride: int, signs: bool) -> bool:
+    """Whether there are kernels that compute variance and mean of t's channels while they encode it."""
+    if t.device.type not in NORMS_ON or t.dtype.itemsize != 2 or signs or bytes_of(t) < SMALLEST or t.dim() < 4:
+        return False
+    if not isinstance(t.shape[1], int) or no_kernels(t.device):
+        return False
+    from halley.kernels import gpu, gpu_norm_forward
+
+    like = sized(t)
+    forward = gpu_norm_forward.forward_plan(tuple(like.shape), like.stride(), t.dtype, t.device)
+    plan = gpu.gq_plan(like.numel(), bits, group, t.dtype, stride, signs, t.device)
+    if forward is None or plan is None or group != forward.GROUP or stride != t.shape[1]:
+        return False
+    return plan.statistics is not None
+
+
+def update_early(graph: Graph) -> None:
+    """Moves updates of running statistics from the end of a forward graph to where these are computed.
+
+    There they share a kernel with what else is computed from the variance; inductor fuses nothing from afar.
+    """
+    for update in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        old, new = update.args[:2]
+        others = [user for user in old.users if user is not update]
+        if old.op == "placeholder" and name_of(new.target) == "add" and [name_of(n.target) for n in others] == ["mul"]:
+            if others[0] in new.all_input_nodes and "batch_norm" in operation_of(new):
+                new.append(update)
+
+
+def no_kernels(device: torch.device) -> bool:
+    return device.type == "cuda" and implementation("cuda").__name__.endswith("reference")
+
+
 def _of(node: Any, name: str) -> Node:
     if not isinstance(node, Node) or name_of(node.target) != name:
         raise Different
@@ -136,7 +187,7 @@ def reads_codes(norm: Norm, t: Tensor, bits: int, group: int, stride: int, signs
     form = FORMATS[t.dim()] if last else torch.contiguous_format
     if not all(sized(x).is_contiguous(memory_format=form) for x in (t, grad)):
         return False
-    if t.device.type == "cuda" and implementation("cuda").__name__.endswith("reference"):
+    if no_kernels(t.device):
         return False
     from halley.kernels import gpu_norm
 

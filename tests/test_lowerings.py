@@ -11,6 +11,7 @@ from torch._inductor.utils import run_and_get_code
 
 import halley
 from halley import lowerings, rewrites
+from halley.graphs import value
 from tests.test_compiled import TWO, compile, error, fresh, gradients, images, net  # noqa: F401
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,6 +58,58 @@ def test_functions_take_the_place_of_operators(everywhere: None, dynamic: bool) 
     assert error(expected, found) < 1e-3
     for name in CALLED:
         assert f"extern_kernels.halley_{name}(" in code and f"torch.ops.halley.{name}.default(" not in code
+
+
+def reads(line: str) -> str:
+    """The first argument of a call."""
+    return line.partition("extern_kernels.")[2].partition("(")[2].partition(",")[0]
+
+
+class Half(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = model()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(DEVICE, torch.bfloat16):
+            return self.net(x)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_statistics_come_from_encoders(everywhere: None, monkeypatch: pytest.MonkeyPatch, dynamic: bool) -> None:
+    x, found, codes = images().to(DEVICE, memory_format=torch.channels_last), [], []
+    distances: list[int] = []
+    update = rewrites.update_early
+
+    def spy(graph: torch.fx.Graph) -> None:
+        update(graph)
+        order = {node: i for i, node in enumerate(graph.nodes)}
+        copies = [node for node in order if node.target == torch.ops.aten.copy_.default]
+        distances.extend(order[node] - order[node.args[1]] for node in copies if value(node).dim() == 1)
+
+    monkeypatch.setattr(rewrites, "update_early", spy)
+    for on in (True, False):
+        if not on:
+            monkeypatch.setattr(rewrites, "measured_by_encoder", lambda *settings: False)
+        made = Half()
+        compiled = compile(made, backend="inductor", dynamic=dynamic)
+        halley.attach(compiled, TWO)
+        with torch._inductor.config.patch(force_disable_caches=True):
+            gradient, code = run_and_get_code(lambda compiled=compiled: gradients(compiled, x))
+        found.append(gradient)
+        codes.append(code[0])
+        found.append([t.float() for t in made.buffers()])
+        torch._dynamo.reset()
+    assert error(found[0], found[2]) < 1e-2 and error(found[1], found[3]) < 1e-4
+    assert codes[0].count("extern_kernels.halley_site_encode_moments(") == 2
+    assert "torch.ops.halley.site_encode_moments.default(" not in codes[0]
+    # Running statistics are written where they are computed.
+    assert distances == [1] * 4
+    # What is packed and read by a convolution is stored once.
+    called = [line for line in codes[0].splitlines() if "extern_kernels." in line]
+    encoded = [reads(line) for line in called if "halley_site_encode(" in line]
+    assert len(encoded) == 2 and encoded == [reads(line) for line in called if "extern_kernels.convolution(" in line]
+    assert "welford" in codes[1] and "welford" not in codes[0]
 
 
 def test_the_gradient_that_batch_norm_reads_twice_is_stored_once(everywhere: None) -> None:

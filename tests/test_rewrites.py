@@ -1,10 +1,11 @@
-"""Backward graphs that read codes and restore less: the same gradients, fewer decoders, and nothing elsewhere.
+"""Graphs that read codes, restore less and read less twice: the same gradients, and nothing elsewhere.
 
 The graphs are those that inductor would get, and are run as they are: no compiler is needed.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable
 
@@ -16,8 +17,12 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import Graph
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read by triton.jit when the kernels are imported
+
 import halley
-from halley import rewrites
+from halley import graph_ops, rewrites
+from halley.codecs import GroupQuant
 from halley.compiled import Compiled
 from halley.graphs import name_of
 from tests.test_compiled import TWO, compile, error, fresh, gradients, images, net, same  # noqa: F401
@@ -57,6 +62,20 @@ def backward(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     return seen
 
 
+@pytest.fixture
+def forward(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
+    """The forward graphs that were written."""
+    seen: list[Graph] = []
+    inline = Compiled.inline
+
+    def spy(self, forward, *rest):
+        inline(self, forward, *rest)
+        seen.append(forward.graph)
+
+    monkeypatch.setattr(Compiled, "inline", spy)
+    return seen
+
+
 def names(graph: Graph) -> Counter[str]:
     return Counter(name_of(node.target) for node in graph.nodes if node.op == "call_function")
 
@@ -89,19 +108,100 @@ def test_batch_norm_reads_codes(everywhere: None, backward: list[Graph], form: t
     assert after["sum"] == 1 and not after["mul"] and not after["sub"]
 
 
+class Half(nn.Module):
+    """In half precision."""
+
+    def __init__(self, channels: int = 16, form: torch.memory_format = LAST) -> None:
+        super().__init__()
+        self.net = net(channels).to(memory_format=form)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.net(x)
+
+
 def test_a_batch_norm_in_half_precision_reads_codes_of_its_input_as_it_was(everywhere: None, backward) -> None:
-    class Half(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = net().to(memory_format=LAST)
-
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                return self.net(x)
-
     plain, found = both(Half, images().to(memory_format=LAST), as_inductor_gets_it)
     assert names(backward[1])["norm_apply"] == 2
     assert error(plain, found) < 0.02
+
+
+def test_an_encoder_computes_the_statistics_of_the_batch_norm_that_reads_the_same(
+    everywhere: None, forward: list[Graph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, found = images().to(memory_format=LAST), []
+    for on in (True, False):
+        if not on:
+            monkeypatch.setattr(rewrites, "measured_by_encoder", lambda *settings: False)
+        model = Half()
+        compiled = compile(model, backend=as_inductor_gets_it)
+        halley.attach(compiled, TWO)
+        found.append([*gradients(compiled, x), *model.buffers()])
+        torch._dynamo.reset()
+    after, before = map(names, forward)
+    assert before["var_mean"] == 2 and not before["site_encode_moments"] and before["site_encode"] == 4
+    assert not after["var_mean"] and after["site_encode_moments"] == 2 and after["site_encode"] == 2
+    assert before["convert_element_type"] - after["convert_element_type"] == 2
+    # On a CPU the operator is what it stands for: the same bits.
+    assert same(*found)
+    order = list(forward[0].nodes)
+    for i, node in enumerate(order):
+        if name_of(node.target) == "site_encode_moments":
+            assert order[i - 1] is node.args[0] and name_of(order[i - 1].target) == "convolution"
+
+
+@pytest.mark.parametrize(
+    ("model", "policy"),
+    [
+        (lambda: net().to(memory_format=LAST), TWO),
+        (lambda: Half(12), TWO),
+        (lambda: Half(form=torch.contiguous_format), TWO),
+        (Half, halley.policies.Fixed(GroupQuant(bits=4, signs=True))),
+        (Half, halley.policies.Fixed(GroupQuant(bits=2, group=256))),
+    ],
+    ids=["fp32", "channels", "contiguous", "signs", "group"],
+)
+def test_statistics_of_others_stay_as_they_are(everywhere: None, forward: list[Graph], model, policy) -> None:
+    made = model()
+    form = LAST if next(made.parameters()).is_contiguous(memory_format=LAST) else torch.contiguous_format
+    compiled = compile(made, backend=as_inductor_gets_it)
+    halley.attach(compiled, policy)
+    gradients(compiled, images().to(memory_format=form))
+    assert names(forward[0])["var_mean"] == 2 and names(forward[0])["site_encode"] >= 3
+
+
+def test_small_inputs_are_not_measured(forward: list[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewrites, "NORMS_ON", {"cpu"})
+    compiled = compile(Half(), backend=as_inductor_gets_it)
+    halley.attach(compiled, TWO)
+    gradients(compiled, images().to(memory_format=LAST))
+    assert names(forward[0])["var_mean"] == 2
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("channels", "measured"), [(24, True), (12, False)])
+def test_kernels_measure_while_they_encode(monkeypatch: pytest.MonkeyPatch, channels: int, measured: bool) -> None:
+    """On a GPU, else in Triton's interpreter; where the kernels do not take a tensor, torch measures it."""
+    gpu = pytest.importorskip("halley.kernels.gpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def plan_of(like, dtype, bits, group, stride, signs):
+        return gpu.gq_plan(like.numel(), bits, group, dtype, stride, signs, like.device)
+
+    seen: list[object] = []
+    beside = gpu.GqPlan.encode_beside
+    monkeypatch.setattr(graph_ops, "plan_of", plan_of)
+    monkeypatch.setattr(gpu.GqPlan, "encode_beside", lambda *all: seen.append(all) or beside(*all))
+    x = (torch.randn(4, channels, 15, 17) * 2 + 20).to(device, torch.bfloat16).contiguous(memory_format=LAST)
+    settings = ([0, 2, 3, 1], 7, 0, 2, 128, channels, False)
+    seed = torch.tensor([3, 0])
+    data, var, mean = torch.ops.halley.site_encode_moments(x, seed, *settings)
+    assert len(seen) == measured
+    assert torch.equal(data, torch.ops.halley.site_encode(x, seed, *settings))
+    expected = torch.var_mean(x.double(), [0, 2, 3], correction=0, keepdim=True)
+    for got, wanted in zip((var, mean), expected, strict=True):
+        assert got.dtype == torch.float32 and got.shape == wanted.shape
+        assert (got / wanted - 1).abs().max() < 1e-5
 
 
 class Twice(nn.Module):
@@ -206,13 +306,18 @@ def test_operators_agree_with_their_fakes() -> None:
     sums = torch.ops.halley.norm_sums(grad, data, seed, line, line, line, *settings)
     weight = torch.randn(8, 16, 3, 3)
     conv = (torch.randn(4, 8, 12, 12), weight, x.shape, x.stride(), [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    encode = (seed, [0, 2, 3, 1], 7, 0, 2, 128, 16, False)
     calls = {
+        "site_encode_moments": (x.bfloat16(), *encode),
         "site_mask": (data, x.shape, x.stride(), x.dtype, [0, 2, 3, 1], 2, 128, 16, False),
         "site_gate": (grad, data, 2, 128, 16, False),
         "norm_sums": (grad, data, seed, line, line, line, *settings),
         "norm_apply": (grad, data, seed, sums, *settings),
         "conv_input_grad": conv,
     }
+    torch.library.opcheck(
+        torch.ops.halley.site_encode_moments.default, (x.contiguous().half(), *encode), test_utils=("test_schema",)
+    )
     for name, arguments in calls.items():
         arguments = tuple(list(a) if isinstance(a, torch.Size | tuple) else a for a in arguments)
         operator = getattr(torch.ops.halley, name).default

@@ -65,6 +65,10 @@ def test_norm(size, dtype, bits, offset):
     exact = x.double()
     over, shape = [0, 2, 3], (1, -1, 1, 1)
     var, mean = torch.var_mean(exact, over, correction=0)
+    alone = torch.empty(2, channels, device=DEVICE)
+    forward.measure(parts, alone[0], alone[1])
+    assert torch.equal(alone[0], kept[0])
+    assert (alone[1] / var - 1).abs().max() <= 1e-5
     invstd = 1 / (var + EPS).sqrt()
     assert (kept[0] - mean).abs().max() <= 1e-6 * exact.abs().max()
     assert (kept[1] / invstd - 1).abs().max() <= 1e-5
@@ -76,6 +80,19 @@ def test_norm(size, dtype, bits, offset):
     wanted = mean, var * pixels / (pixels - 1)
     for got, old, new in zip(running, before, wanted, strict=True):
         assert (got - (0.9 * old + 0.1 * new)).abs().max() <= 1e-5 * (1 + new.abs().max())
+
+
+def test_many_groups_are_merged_first(monkeypatch):
+    x = values((5, 24, 40, 23), torch.bfloat16, 20.0)
+    monkeypatch.setattr(gpu_norm_forward, "MANY", 8)
+    monkeypatch.setattr(gpu_norm_forward, "PARTS", 128)
+    forward, plan = gpu_norm_forward.ForwardPlan(x.numel() // 24, 24, x.dtype, x.device), plan_of(x, 2)
+    assert forward.parts == (2, 36, 24) and forward.merged == (2, 3, 24)
+    parts, found = torch.empty(forward.parts, device=DEVICE), torch.empty(2, 24, device=DEVICE)
+    plan.encode_beside(plan.statistics, x, parts, SEED)
+    forward.measure(parts, found[0], found[1])
+    var, mean = torch.var_mean(x.double(), [0, 2, 3], correction=0)
+    assert (found[0] / mean - 1).abs().max() <= 1e-6 and (found[1] / var - 1).abs().max() <= 1e-5
 
 
 def test_norm_without_running_statistics_and_with_values_that_are_not_numbers():
@@ -153,6 +170,9 @@ for dtype, name in ((tl.float16, "*fp16"), (tl.bfloat16, "*i16")):
 for running in (True, False):
     constants = {"RUNNING": running, "ROWS": 512, "CH": 8, "GROUP": 128}
     build(gpu_norm_forward.statistics_kernel, pointers, constants, num_warps=8)
+moments = dict.fromkeys(("parts", "mean", "var", "merged"), "*fp32")
+build(gpu_norm_forward.merge_kernel, moments, {"ROWS": 512, "CH": 8, "GROUP": 128}, num_warps=8)
+build(gpu_norm_forward.moments_kernel, moments, {"ROWS": 512, "CH": 8, "GROUP": 128}, num_warps=8)
 """
 
 
