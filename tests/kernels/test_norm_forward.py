@@ -87,7 +87,7 @@ def test_many_groups_are_merged_first(monkeypatch):
     monkeypatch.setattr(gpu_norm_forward, "MANY", 8)
     monkeypatch.setattr(gpu_norm_forward, "PARTS", 128)
     forward, plan = gpu_norm_forward.ForwardPlan(x.numel() // 24, 24, x.dtype, x.device), plan_of(x, 2)
-    assert forward.parts == (2, 36, 24) and forward.merged == (2, 3, 24)
+    assert forward.parts == 2 * 36 * 24 and forward.merged == (2, 3, 24)
     parts, found = torch.empty(forward.parts, device=DEVICE), torch.empty(2, 24, device=DEVICE)
     plan.encode_beside(plan.statistics, x, parts, SEED)
     forward.measure(parts, found[0], found[1])
