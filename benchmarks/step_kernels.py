@@ -1,7 +1,7 @@
 """Where the time of a training step goes on a GPU: ResNet-50, step and host time, and the kernels' own time by kind.
 
 python3 benchmarks/step_kernels.py [--batch 256] [--precision fp32|bf16] [--method plain|packed|bounded|default]
-        [--compile] [--top 20]
+        [--compile | --graphs] [--top 20]
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--method", choices=("plain", "packed", "bounded", "default"), default="packed")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--graphs", action="store_true", help="the same, with CUDA graphs")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--top", type=int, default=0, help="also that many kernels by name, with calls in a step")
     args = parser.parse_args()
@@ -62,7 +63,8 @@ def main() -> None:
     if half:
         model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
-    run = torch.compile(model, fullgraph=True) if args.compile else model
+    mode = "reduce-overhead" if args.graphs else None
+    run = torch.compile(model, fullgraph=True, mode=mode) if args.compile or args.graphs else model
     if args.method == "packed":
         halley.attach(run, halley.policies.Fixed(halley.codecs.GroupQuant(bits=2)), optimizer)
     elif args.method == "bounded":

@@ -225,7 +225,7 @@ class Compiled:
         pair.cut()
         packings = {node: self.choose(pair, node) for node in pair.saved if node in pair.data}
         graph = next(_numbers)
-        writer = Writer(pair, graph)
+        writer = Writer(pair, graph, packings)
         for node, packing in packings.items():
             writer.write(node, packing)
         if writer.measured:
@@ -305,13 +305,18 @@ NOTHING = (
 class Writer:
     """Writes encoders into a forward graph and decoders into its backward graph."""
 
-    def __init__(self, pair: Pair, graph: int) -> None:
+    def __init__(self, pair: Pair, graph: int, packings: dict[Node, Packing]) -> None:
         self.pair = pair
         self.graph = graph
+        self.rows: dict[torch.device, dict[Node, Coded]] = {}
+        """What needs a seed, in the order of the seeds, by device."""
+        for node, packing in packings.items():
+            if isinstance(packing, Coded):
+                self.rows.setdefault(value(node).device, {})[node] = packing
         self.packed = 0
         self.measured = False
         """Whether an encoder computes statistics."""
-        self._seed: tuple[Node, Node] | None = None
+        self._seeds: dict[torch.device, tuple[Node, Node]] = {}
 
     def write(self, node: Node, packing: Packing) -> None:
         t, record = value(node), packing.record
@@ -329,17 +334,18 @@ class Writer:
         record.packed_bytes = hint(value(made).numel())
 
     def mark(self) -> None:
-        """The forward graph tells that it ran by asking for its seed, whether or not something is rounded by chance."""
-        self.seed()
+        """The forward graph tells that it ran by asking for seeds, whether or not something is rounded by chance."""
+        if not self._seeds:
+            self.seeds(value(self.pair.saved[0]).device)
 
     def _coded(self, node: Node, packing: Coded) -> Node:
-        codec, site = packing.codec, packing.sites[0]
-        t = value(node)
-        forward, backward = self.seed()
+        codec, t = packing.codec, value(node)
+        forward, backward = self.seeds(t.device)
+        row = list(self.rows[t.device]).index(node)
         order = order_of(t)
         stride = stride_of(t, codec.group, order)
         rate = (codec.bits, codec.group, stride, codec.signs)
-        settings = (order, site.number, codec.seed, *rate)
+        settings = (order, row, *rate)
         # Inductor is to store it once, and not once for the encoder and once for the others.
         node.meta["inductor_realize_to_strides"] = True
         packed = self._encoded(node, (node, forward, *settings), rewrites.measured_by_encoder(t, *rate))
@@ -360,7 +366,7 @@ class Writer:
         )
         norm = rewrites.norm_behind(restored)
         if norm is not None and rewrites.reads_codes(norm, t, *rate):
-            self._norm(norm, (data, backward), (site.number, codec.seed, codec.bits, stride))
+            self._norm(norm, (data, backward), (row, codec.bits, stride))
             return packed
         for reader in list(restored.users):
             if rewrites.parts(reader, restored):
@@ -435,17 +441,17 @@ class Writer:
         made.meta["val"] = t
         return made
 
-    def seed(self) -> tuple[Node, Node]:
-        """The seed of the forward pass, in both graphs; it is the first tensor saved."""
-        if self._seed is None:
-            pair = self.pair
+    def seeds(self, device: torch.device) -> tuple[Node, Node]:
+        """The seeds of the forward pass on a device, in both graphs; they are the first tensor saved."""
+        if device not in self._seeds:
+            pair, rows = self.pair, self.rows.get(device, {}).values()
+            sites, salts = [row.sites[0].number for row in rows], [row.codec.seed for row in rows]
             last = pair.forward.find_nodes(op="placeholder")[-1]
             with pair.forward.inserting_after(last):
-                node = pair.forward.call_function(torch.ops.halley.forward_seed.default, (self.graph,))
-            with value(pair.saved[0]).fake_mode:
-                node.meta["val"] = torch.ops.halley.forward_seed(self.graph)
-            self._seed = (node, pair.save(node))
-        return self._seed
+                arguments = (self.graph, sites, salts, device, not self._seeds)
+                node = self._with_value(pair.forward.call_function(torch.ops.halley.forward_seeds.default, arguments))
+            self._seeds[device] = (node, pair.save(node))
+        return self._seeds[device]
 
     def _layout(self, node: Node) -> tuple[list[Any], list[Any]]:
         t, pair = value(node), self.pair

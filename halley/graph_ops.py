@@ -1,7 +1,8 @@
 """What compiled graphs call: packing, restoring, and gradients that read a saved tensor packed.
 
-Sizes are constants of a graph or symbols in it; step and rank are not: one small tensor on the host carries them from a
-forward pass to its backward pass.
+Sizes are constants of a graph or symbols in it; step and rank are not. From these a forward pass makes the seeds of all
+its sites, one small tensor on the device, which its backward pass reads too: kernels in a recorded CUDA graph round
+every step in another way.
 """
 
 from __future__ import annotations
@@ -26,22 +27,21 @@ graphs: dict[int, weakref.ref[Compiled]] = {}
 """Whose a forward graph is, by its number."""
 
 SCHEMAS = {
-    "forward_seed": "(int graph) -> Tensor",
-    "site_encode": "(Tensor x, Tensor seed, int[] order, int site, int salt, int bits, int group, int stride,"
-    " bool signs) -> Tensor",
-    "site_encode_moments": "(Tensor x, Tensor seed, int[] order, int site, int salt, int bits, int group, int stride,"
+    "forward_seeds": "(int graph, int[] sites, int[] salts, Device device, bool first) -> Tensor",
+    "site_encode": "(Tensor x, Tensor seeds, int[] order, int row, int bits, int group, int stride, bool signs)"
+    " -> Tensor",
+    "site_encode_moments": "(Tensor x, Tensor seeds, int[] order, int row, int bits, int group, int stride,"
     " bool signs) -> (Tensor, Tensor, Tensor)",
-    "site_decode": "(Tensor data, Tensor seed, SymInt[] size, SymInt[] strides, ScalarType dtype, int[] order,"
-    " int site, int salt, int bits, int group, int stride, bool signs) -> Tensor",
+    "site_decode": "(Tensor data, Tensor seeds, SymInt[] size, SymInt[] strides, ScalarType dtype, int[] order,"
+    " int row, int bits, int group, int stride, bool signs) -> Tensor",
     "site_mask": "(Tensor data, SymInt[] size, SymInt[] strides, ScalarType dtype, int[] order, int bits, int group,"
     " int stride, bool signs) -> Tensor",
     "site_gate": "(Tensor grad, Tensor data, int bits, int group, int stride, bool signs) -> Tensor",
     "mask_encode": "(Tensor x, int[] order) -> Tensor",
     "mask_decode": "(Tensor data, SymInt[] size, SymInt[] strides, ScalarType dtype, int[] order) -> Tensor",
-    "norm_sums": "(Tensor grad, Tensor data, Tensor seed, Tensor mean, Tensor invstd, Tensor weight, int site,"
-    " int salt, int bits, int stride) -> Tensor",
-    "norm_apply": "(Tensor grad, Tensor data, Tensor seed, Tensor sums, int site, int salt, int bits, int stride)"
-    " -> Tensor",
+    "norm_sums": "(Tensor grad, Tensor data, Tensor seeds, Tensor mean, Tensor invstd, Tensor weight, int row,"
+    " int bits, int stride) -> Tensor",
+    "norm_apply": "(Tensor grad, Tensor data, Tensor seeds, Tensor sums, int row, int bits, int stride) -> Tensor",
     "conv_input_grad": "(Tensor grad, Tensor weight, SymInt[] size, SymInt[] strides, SymInt[] stride,"
     " SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups) -> Tensor",
 }
@@ -49,23 +49,31 @@ GROUP = 128
 """The only size of groups that batch norm's backward reads packed."""
 
 
-def forward_seed(graph: int) -> Tensor:
-    """Step and rank of the forward pass that begins: what stochastic rounding varies with, kept for its backward."""
+def forward_seeds(graph: int, sites: list[int], salts: list[int], device: torch.device, first: bool) -> Tensor:
+    """The seeds of all sites in the forward pass that begins, kept for its backward: the same hash as in eager mode.
+
+    There is one for each device that it runs on; the `first` tells the owner that it runs.
+    """
     owner = graphs[graph]()
     if owner is None:
-        return torch.zeros(2, dtype=torch.int64)
-    owner.ran.append(graph)
-    return torch.tensor([owner.capture.step, owner.capture.rank], dtype=torch.int64)
+        return torch.zeros(len(sites), dtype=torch.int64, device=device)
+    if first:
+        owner.ran.append(graph)
+    step, rank = owner.capture.step, owner.capture.rank
+    seeds = [mix(salt, mix(step, site, rank)) for site, salt in zip(sites, salts, strict=True)]
+    # From memory that the GPU reads by itself: nobody waits for it.
+    found = torch.tensor(seeds, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return found.to(device, non_blocking=True)
 
 
-def seed_at(seed: Tensor, site: int, salt: int) -> int:
-    """The seed of one site in one forward pass: the same hash as in eager mode."""
-    return _seed_at(*seed.tolist(), site, salt)
-
-
-@functools.lru_cache(maxsize=1024)
-def _seed_at(step: int, rank: int, site: int, salt: int) -> int:
-    return mix(salt, mix(step, site, rank))
+def seed_at(seeds: Tensor, row: int) -> int:
+    """One of the seeds, as a number, for who does not read it on the device."""
+    if seeds.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "halley: groups of this size have no kernel on the GPU, and without one nothing can be packed in a CUDA "
+            "graph. Give GroupQuant a group of 128, or compile with another mode than 'reduce-overhead'."
+        )
+    return int(seeds[row])
 
 
 def in_order(size: Sequence[int], strides: Sequence[int], order: Sequence[int]) -> bool:
@@ -99,20 +107,27 @@ def laid_out(flat: Tensor, size: list[int], strides: list[int], order: list[int]
 
 
 def site_encode(
-    x: Tensor, seed: Tensor, order: list[int], site: int, salt: int, bits: int, group: int, stride: int, signs: bool
+    x: Tensor, seeds: Tensor, order: list[int], row: int, bits: int, group: int, stride: int, signs: bool
 ) -> Tensor:
     """A saved tensor as GroupQuant keeps it."""
-    flat = run_of(x, order)
-    return operations(flat).gq_encode(flat, bits, group, seed_at(seed, site, salt), stride, signs)
+    return codes_of(run_of(x, order), seeds, row, bits, group, stride, signs)
+
+
+def codes_of(x: Tensor, seeds: Tensor, row: int, bits: int, group: int, stride: int, signs: bool) -> Tensor:
+    """The same for a tensor as it lies in memory."""
+    plan = plan_of(x, x.dtype, bits, group, stride, signs, True)
+    if plan is not None:
+        return plan.codes(x, (seeds, row))
+    return operations(x).gq_encode(flat_of(x), bits, group, seed_at(seeds, row), stride, signs)
 
 
 def site_encode_moments(
-    x: Tensor, seed: Tensor, order: list[int], site: int, salt: int, bits: int, group: int, stride: int, signs: bool
+    x: Tensor, seeds: Tensor, order: list[int], row: int, bits: int, group: int, stride: int, signs: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`site_encode`; variance and mean of x's channels, as `var_mean` in fp32 gives them."""
     if in_order(x.shape, x.stride(), order):
-        return encode_moments(x, seed, site, salt, bits, group, stride, signs)
-    return site_encode(x, seed, order, site, salt, bits, group, stride, signs), *moments(x)
+        return encode_moments(x, seeds, row, bits, group, stride, signs)
+    return site_encode(x, seeds, order, row, bits, group, stride, signs), *moments(x)
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,12 +143,12 @@ def line_of(x: Tensor) -> list[Any]:
 
 
 def site_decode(
-    data: Tensor, seed: Tensor, size: list[int], strides: list[int], dtype: torch.dtype, order: list[int], site: int,
-    salt: int, bits: int, group: int, stride: int, signs: bool,
+    data: Tensor, seeds: Tensor, size: list[int], strides: list[int], dtype: torch.dtype, order: list[int], row: int,
+    bits: int, group: int, stride: int, signs: bool,
 ) -> Tensor:  # fmt: skip
     """What `site_encode` kept, with the size and strides it had."""
-    drawn = seed_at(seed, site, salt)
-    flat = operations(data).gq_decode(data, product(size), bits, group, dtype, False, drawn, stride, signs)
+    flat = torch.empty(product(size), dtype=dtype, device=data.device)
+    decode_into(data, seeds, row, bits, group, stride, signs, out=flat)
     return laid_out(flat, size, strides, order)
 
 
@@ -175,21 +190,19 @@ def product(size: Sequence[int]) -> int:
 
 
 def norm_sums(
-    grad: Tensor, data: Tensor, seed: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, site: int, salt: int,
-    bits: int, stride: int,
+    grad: Tensor, data: Tensor, seeds: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, row: int, bits: int,
+    stride: int,
 ) -> Tensor:  # fmt: skip
     """For each channel, from batch norm's packed input: k1, k2, k3 of `norm_apply`; gradients of weight, bias."""
     out = torch.empty(5, weight.numel(), dtype=torch.float32, device=grad.device)
-    norm_sums_into(grad, data, seed, mean, invstd, weight, site, salt, bits, stride, out=out)
+    norm_sums_into(grad, data, seeds, mean, invstd, weight, row, bits, stride, out=out)
     return out
 
 
-def norm_apply(
-    grad: Tensor, data: Tensor, seed: Tensor, sums: Tensor, site: int, salt: int, bits: int, stride: int
-) -> Tensor:
+def norm_apply(grad: Tensor, data: Tensor, seeds: Tensor, sums: Tensor, row: int, bits: int, stride: int) -> Tensor:
     """g * k1 + x * k2 + k3: the gradient of batch norm's input."""
     out = torch.empty_like(grad)
-    norm_apply_into(grad, data, seed, sums, site, salt, bits, stride, out=out)
+    norm_apply_into(grad, data, seeds, sums, row, bits, stride, out=out)
     return out
 
 
@@ -207,45 +220,44 @@ def conv_input_grad(
 
 
 def encode_into(
-    x: Tensor, seed: Tensor, site: int, salt: int, bits: int, group: int, stride: int, signs: bool, *, out: Tensor
+    x: Tensor, seeds: Tensor, row: int, bits: int, group: int, stride: int, signs: bool, *, out: Tensor
 ) -> None:
     """`site_encode`."""
-    drawn, plan = seed_at(seed, site, salt), plan_of(x, x.dtype, bits, group, stride, signs)
+    plan = plan_of(x, x.dtype, bits, group, stride, signs, True)
     if plan is not None:
-        plan.encode(x, drawn, out)
+        plan.encode(x, (seeds, row), out)
     else:
-        out.copy_(operations(x).gq_encode(flat_of(x), bits, group, drawn, stride, signs))
+        out.copy_(operations(x).gq_encode(flat_of(x), bits, group, seed_at(seeds, row), stride, signs))
 
 
 def encode_moments(
-    x: Tensor, seed: Tensor, site: int, salt: int, bits: int, group: int, stride: int, signs: bool
+    x: Tensor, seeds: Tensor, row: int, bits: int, group: int, stride: int, signs: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`site_encode_moments`, in memory of its own: the codes outlive the graph."""
-    drawn, plan = seed_at(seed, site, salt), plan_of(x, x.dtype, bits, group, stride, signs)
-    if plan is None:
-        return operations(x).gq_encode(flat_of(x), bits, group, drawn, stride, signs), *moments(x)
+    plan = plan_of(x, x.dtype, bits, group, stride, signs, True)
     forward = None
-    if plan.statistics is not None and group == GROUP and not x.data_ptr() & 3:
+    if plan is not None and plan.statistics is not None and group == GROUP and not x.data_ptr() & 3:
         from halley.kernels.gpu_norm_forward import forward_plan
 
         forward = forward_plan(tuple(x.shape), x.stride(), x.dtype, x.device)
-    if plan.statistics is None or forward is None:
-        return plan.codes(x, drawn), *moments(x)
+    if plan is None or plan.statistics is None or forward is None:
+        return codes_of(x, seeds, row, bits, group, stride, signs), *moments(x)
     parts = torch.empty(forward.parts, dtype=torch.float32, device=x.device)
-    data = plan.encode_beside(plan.statistics, x, parts, drawn)
+    data = plan.encode_beside(plan.statistics, x, parts, (seeds, row))
     var, mean = (torch.empty(line_of(x), dtype=torch.float32, device=x.device) for _ in range(2))
     forward.measure(parts, mean, var)
     return data, var, mean
 
 
 def decode_into(
-    data: Tensor, seed: Tensor, site: int, salt: int, bits: int, group: int, stride: int, signs: bool, *, out: Tensor
+    data: Tensor, seeds: Tensor, row: int, bits: int, group: int, stride: int, signs: bool, *, out: Tensor
 ) -> None:
     """`site_decode`."""
-    drawn, plan = seed_at(seed, site, salt), plan_of(out, out.dtype, bits, group, stride, signs)
+    plan = plan_of(out, out.dtype, bits, group, stride, signs, True)
     if plan is not None:
-        plan.decode(data, drawn, False, out)
+        plan.decode(data, (seeds, row), False, out)
     else:
+        drawn = seed_at(seeds, row)
         found = operations(data).gq_decode(data, out.numel(), bits, group, out.dtype, False, drawn, stride, signs)
         flat_of(out).copy_(found)
 
@@ -272,17 +284,16 @@ def gate_into(grad: Tensor, data: Tensor, bits: int, group: int, stride: int, si
 
 
 def norm_sums_into(
-    grad: Tensor, data: Tensor, seed: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, site: int, salt: int,
-    bits: int, stride: int, *, out: Tensor,
+    grad: Tensor, data: Tensor, seeds: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, row: int, bits: int,
+    stride: int, *, out: Tensor,
 ) -> None:  # fmt: skip
     """`norm_sums`."""
-    drawn = seed_at(seed, site, salt)
     if grad.is_cuda:
         from halley.kernels import gpu_norm
 
-        gpu_norm.norm_sums(grad, data, mean, invstd, weight, bits, drawn, stride > 1, out)
+        gpu_norm.norm_sums(grad, data, mean, invstd, weight, bits, (seeds, row), stride > 1, out)
         return
-    g, x = grad.float(), _decoded(grad, data, drawn, bits, stride)
+    g, x = grad.float(), _decoded(grad, data, seeds, row, bits, stride)
     axes, share = [0, *range(2, grad.dim())], weight.numel() / grad.numel()
     mean, invstd = mean.reshape(-1), invstd.reshape(-1)
     sum_g, sum_gx = g.sum(axes), (g * (x - channels_of(mean, x))).sum(axes)
@@ -292,22 +303,22 @@ def norm_sums_into(
 
 
 def norm_apply_into(
-    grad: Tensor, data: Tensor, seed: Tensor, sums: Tensor, site: int, salt: int, bits: int, stride: int, *, out: Tensor
+    grad: Tensor, data: Tensor, seeds: Tensor, sums: Tensor, row: int, bits: int, stride: int, *, out: Tensor
 ) -> None:
     """`norm_apply`."""
-    drawn = seed_at(seed, site, salt)
     if grad.is_cuda:
         from halley.kernels import gpu_norm
 
-        gpu_norm.norm_apply(grad, data, sums, bits, drawn, stride > 1, out)
+        gpu_norm.norm_apply(grad, data, sums, bits, (seeds, row), stride > 1, out)
         return
     k1, k2, k3 = (channels_of(line, grad) for line in sums[:3])
-    out.copy_(grad * k1 + (_decoded(grad, data, drawn, bits, stride) * k2 + k3))
+    out.copy_(grad * k1 + (_decoded(grad, data, seeds, row, bits, stride) * k2 + k3))
 
 
-def _decoded(like: Tensor, data: Tensor, drawn: int, bits: int, stride: int) -> Tensor:
-    flat = operations(data).gq_decode(data, like.numel(), bits, GROUP, like.dtype, False, drawn, stride, False)
-    return flat.as_strided(like.shape, like.stride()).float()
+def _decoded(like: Tensor, data: Tensor, seeds: Tensor, row: int, bits: int, stride: int) -> Tensor:
+    out = torch.empty_like(like)
+    decode_into(data, seeds, row, bits, GROUP, stride, False, out=out)
+    return out.float()
 
 
 def channels_of(line: Tensor, like: Tensor) -> Tensor:
@@ -319,12 +330,17 @@ def flat_of(x: Tensor) -> Tensor:
     return x.as_strided((x.numel(),), (1,))
 
 
-def plan_of(like: Tensor, dtype: torch.dtype, bits: int, group: int, stride: int, signs: bool) -> GqPlan | None:
-    """What launches the kernels on a GPU for tensors of that size; None where there are none."""
+def plan_of(
+    like: Tensor, dtype: torch.dtype, bits: int, group: int, stride: int, signs: bool, table: bool = False
+) -> GqPlan | None:
+    """What launches the kernels on a GPU for tensors of that size, which read seeds from a `table` if they need one.
+
+    None where there are none.
+    """
     if not like.is_cuda:
         return None
     found = gpu_plans()
-    return None if found is None else found(like.numel(), bits, group, dtype, stride, signs, like.device)
+    return None if found is None else found(like.numel(), bits, group, dtype, stride, signs, like.device, table)
 
 
 @functools.cache
@@ -344,8 +360,9 @@ def _conv_input_grad_fake(grad: Tensor, weight: Tensor, size: Any, strides: Any,
     return torch.ops.aten.convolution_backward(grad, x, weight, None, *settings, [True, False, False])[0]
 
 
-def _encode_fake(x: Tensor, seed: Tensor, order: Any, site: int, salt: int, bits: int, group: int, stride: int,
-                 signs: bool) -> Tensor:  # fmt: skip
+def _encode_fake(
+    x: Tensor, seeds: Tensor, order: Any, row: int, bits: int, group: int, stride: int, signs: bool
+) -> Tensor:
     return x.new_empty(gq_sizes(x.numel(), bits, group, x.dtype, stride)[2], dtype=torch.uint8)
 
 
@@ -355,24 +372,26 @@ def _encode_moments_fake(x: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Ten
 
 
 _FAKES: dict[str, Callable[..., Any]] = {
-    "forward_seed": lambda graph: torch.empty(2, dtype=torch.int64, device="cpu"),
+    "forward_seeds": lambda graph, sites, salts, device, first: torch.empty(
+        len(sites), dtype=torch.int64, device=device
+    ),
     "site_encode": _encode_fake,
     "site_encode_moments": _encode_moments_fake,
-    "site_decode": lambda data, seed, size, strides, dtype, *rest: _restored(size, strides, dtype, data),
+    "site_decode": lambda data, seeds, size, strides, dtype, *rest: _restored(size, strides, dtype, data),
     "site_mask": lambda data, size, strides, *rest: _restored(size, strides, torch.bool, data),
     "site_gate": lambda grad, *rest: torch.empty_like(grad),
     "mask_encode": lambda x, order: x.new_empty((x.numel() + 7) // 8, dtype=torch.uint8),
     "mask_decode": lambda data, size, strides, dtype, order: _restored(size, strides, dtype, data),
-    "norm_sums": lambda grad, data, seed, mean, invstd, weight, *rest: grad.new_empty(
+    "norm_sums": lambda grad, data, seeds, mean, invstd, weight, *rest: grad.new_empty(
         (5, weight.numel()), dtype=torch.float32
     ),
     "norm_apply": lambda grad, *rest: torch.empty_like(grad),
     "conv_input_grad": _conv_input_grad_fake,
 }
-# A recorded CUDA graph would round every step in the same way: these run outside of it.
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _library = torch.library.Library("halley", "FRAGMENT")
 for _name, _schema in SCHEMAS.items():
-    _library.define(_name + _schema, tags=_TAGS)
+    # What the host knows anew in every step stays outside of CUDA graphs.
+    _library.define(_name + _schema, tags=(*_TAGS, *[torch.Tag.cudagraph_unsafe] * (_name == "forward_seeds")))
     torch.library.register_fake(f"halley::{_name}", _FAKES[_name], lib=_library)
     _library.impl(_name, globals()[_name], "CompositeExplicitAutograd")

@@ -21,9 +21,12 @@ DIRECT_ON = {"cuda"}
 """Kinds of devices on which functions are called."""
 # Operator -> the function, and which of the operator's arguments it takes; tensors come first.
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., tuple[Any, ...]]]] = {
-    "site_encode": (graph_ops.encode_into, lambda x, seed, order, *rest: (x, seed, *rest)),
-    "site_encode_moments": (graph_ops.encode_moments, lambda x, seed, order, *rest: (x, seed, *rest)),
-    "site_decode": (graph_ops.decode_into, lambda data, seed, size, strides, dtype, order, *rest: (data, seed, *rest)),
+    "site_encode": (graph_ops.encode_into, lambda x, seeds, order, *rest: (x, seeds, *rest)),
+    "site_encode_moments": (graph_ops.encode_moments, lambda x, seeds, order, *rest: (x, seeds, *rest)),
+    "site_decode": (
+        graph_ops.decode_into,
+        lambda data, seeds, size, strides, dtype, order, *rest: (data, seeds, *rest),
+    ),
     "site_mask": (graph_ops.mask_into, lambda data, size, strides, dtype, order, *rest: (data, dtype, *rest)),
     "site_gate": (graph_ops.gate_into, lambda *arguments: arguments),
     "norm_sums": (graph_ops.norm_sums_into, lambda *arguments: arguments),
@@ -44,7 +47,7 @@ def install() -> None:
 
 
 def _install(name: str) -> None:
-    from torch._inductor import config, ir, lowering
+    from torch._inductor import ir, lowering
     from torch._inductor.select_algorithm import extern_kernels
     from torch._inductor.virtualized import V
 
@@ -60,7 +63,7 @@ def _install(name: str) -> None:
         alone = isinstance(made, Tensor)
         results = [made] if alone else list(made)
         values = [*results, *(a.meta["val"] for a in node.all_input_nodes)]
-        if config.triton.cudagraphs or V.graph.cpp_wrapper or not takes(values):
+        if V.graph.cpp_wrapper or not takes(values):
             return plain(*arguments)
         chosen = choose(*arguments)
         tensors = [ir.ExternKernel.realize_input(a) for a in chosen if isinstance(a, ir.IRNode)]

@@ -78,10 +78,14 @@ class Search:
 
     def row(self, batch: int, fitting: bool, step_ms: float | None) -> Row:
         task = replace(self.task, batch=batch)
-        columns = ("model", "method", "label", "precision", "compile", "device", "batch", "size", "unit", "cap_bytes")
+        columns = ("model", "method", "label", "precision", "compile", "graphs", "device", "batch", "size", "unit")
         row = blank_row(task)
         speed = 1e3 * task.units / step_ms if step_ms else None
-        return {name: row[name] for name in columns} | {"fits": fitting, "step_ms": step_ms, "per_second": speed}
+        return {name: row[name] for name in (*columns, "cap_bytes")} | {
+            "fits": fitting,
+            "step_ms": step_ms,
+            "per_second": speed,
+        }
 
     def close(self) -> None:
         if self.child is not None:
@@ -122,6 +126,7 @@ def max_batch(
     methods: tuple[str, ...] = (),
     precision: tuple[Precision, ...] = ("fp32",),
     compile: bool = False,
+    graphs: bool = False,
     image: int | None = None,
     tokens: int | None = None,
     steps: int = 5,
@@ -141,6 +146,7 @@ def max_batch(
             offload, and with --compile budget50, budget20. By default all, without a GPU plain, default, checkpoint.
         precision: fp32 (with tf32 on a GPU), or bf16: autocast, and channels_last for images.
         compile: Compile the model with torch.compile, then attach.
+        graphs: The same with mode="reduce-overhead": the GPU replays CUDA graphs.
         image: Pixels along an image's side; by default 224, without a GPU 64.
         tokens: Tokens in a sequence; by default 1024, without a GPU 128.
         steps: Steps that are timed at the largest batch; the median counts.
@@ -149,7 +155,7 @@ def max_batch(
         device: cpu or cuda; by default a GPU if there is one.
         out: The folder for the CSVs and the plot.
     """
-    options = checked(models, (), methods, precision, compile, image, tokens, steps, memory, device, out)
+    options = checked(models, (), methods, precision, compile, graphs, image, tokens, steps, memory, device, out)
     options = with_defaults(options, methods)
     files = out / "max_batch.csv", out / "max_batch_trials.csv"
     rows, trials = [], []

@@ -131,6 +131,11 @@ METHODS = {
 }
 
 
+def compiled_as(graphs: bool) -> str:
+    """How a model is compiled, in words."""
+    return "compiled, CUDA graphs" if graphs else "compiled"
+
+
 def usual(compiled: bool) -> list[str]:
     """What is measured if nothing else is asked for."""
     return [name for name, method in METHODS.items() if compiled or method.needs != "compile"]

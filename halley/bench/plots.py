@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halley.bench.methods import METHODS
+from halley.bench.methods import METHODS, compiled_as
 from halley.bench.terminal import note
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def draw(
         axes.remove()
     for axes, (key, part) in zip(grid.flat, parts.items(), strict=False):
         words = [str(key[0]), str(key[1]), *(f"batch {batch}" for batch in key[2:])]
-        words += ["compiled"] if part[0]["compile"] else []
+        words += [compiled_as(part[0]["graphs"])] if part[0]["compile"] else []
         words += [f"at most {part[0]['cap_bytes'] / GIB:.4g} GiB"] if part[0]["cap_bytes"] else []
         axes.set_title(", ".join(words), loc="left")
         axes.grid(alpha=0.3, which="both")

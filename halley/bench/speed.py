@@ -29,6 +29,7 @@ def speed(
     methods: tuple[str, ...] = (),
     precision: tuple[Precision, ...] = ("fp32",),
     compile: bool = False,
+    graphs: bool = False,
     image: int | None = None,
     tokens: int | None = None,
     steps: int = 8,
@@ -49,6 +50,7 @@ def speed(
             offload, and with --compile budget50, budget20. By default all.
         precision: fp32 (with tf32 on a GPU), or bf16: autocast, and channels_last for images.
         compile: Compile the model with torch.compile, then attach.
+        graphs: The same with mode="reduce-overhead": the GPU replays CUDA graphs.
         image: Pixels along an image's side; by default 224, without a GPU 64.
         tokens: Tokens in a sequence; by default 1024, without a GPU 128.
         steps: Steps that are timed; the median counts.
@@ -56,7 +58,7 @@ def speed(
         device: cpu or cuda; by default a GPU if there is one.
         out: The folder for the CSV and the plots.
     """
-    options = checked(models, batch, methods, precision, compile, image, tokens, steps, memory, device, out)
+    options = checked(models, batch, methods, precision, compile, graphs, image, tokens, steps, memory, device, out)
     rows = measure_all(options, out / "speed.csv")
     for part in groups(rows).values():
         show(part)

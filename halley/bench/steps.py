@@ -51,6 +51,8 @@ class Task:
     compile: bool = False
     cap: int | None = None
     """Bytes that may be allocated; on the CPU beyond what interpreter and libraries take."""
+    graphs: bool = False
+    """Whether the compiled model runs as CUDA graphs."""
     warm: int = WARM
     """Steps before anything is measured."""
 
@@ -144,7 +146,8 @@ class Training:
         if method.wrap is not None:
             method.wrap(model)
         self.optimizer = optimizer_for(model, kind)
-        self.model: nn.Module = cast(nn.Module, torch.compile(model)) if task.compile else model
+        mode = "reduce-overhead" if task.graphs else None
+        self.model: nn.Module = cast(nn.Module, torch.compile(model, mode=mode)) if task.compile else model
         self.handle = method.attach(self.model, self.optimizer) if method.attach is not None else None
         self.around = method.around()
         self.collected = 0

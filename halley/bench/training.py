@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from halley.bench import UsageError, children
-from halley.bench.methods import METHODS, usual
+from halley.bench.methods import METHODS, compiled_as, usual
 from halley.bench.models import MODELS, check_installed, nearest
 from halley.bench.provenance import write_csv
 from halley.bench.steps import Result, Task
@@ -43,6 +43,7 @@ class Options:
     methods: Sequence[str]
     precision: Sequence[Precision]
     compile: bool
+    graphs: bool
     image: int
     tokens: int
     steps: int
@@ -60,7 +61,7 @@ class Options:
 
     def task(self, model: str, method: str, precision: Precision, batch: int) -> Task:
         size = self.size(model)
-        return Task(model, method, precision, batch, size, self.steps, self.device, self.compile, self.cap)
+        return Task(model, method, precision, batch, size, self.steps, self.device, self.compile, self.cap, self.graphs)
 
 
 def checked(
@@ -69,6 +70,7 @@ def checked(
     methods: Sequence[str],
     precision: Sequence[Precision],
     compile: bool,
+    graphs: bool,
     image: int | None,
     tokens: int | None,
     steps: int,
@@ -81,6 +83,9 @@ def checked(
         raise UsageError("--device cuda: no CUDA GPU is available to torch; use --device cpu")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     gpu = device == "cuda"
+    if graphs and not gpu:
+        raise UsageError("--graphs records CUDA graphs and needs a GPU; without one there is --compile")
+    compile = compile or graphs
     image = (224 if gpu else 64) if image is None else image
     tokens = (1024 if gpu else 128) if tokens is None else tokens
     counts = [("--batch", n) for n in batch] + [("--steps", steps), ("--image", image), ("--tokens", tokens)]
@@ -99,7 +104,7 @@ def checked(
     if cap is not None and gpu and cap > (total := torch.cuda.get_device_properties(0).total_memory):
         raise UsageError(f"--memory {memory} is more than this GPU has ({total / 2**30:.0f} GiB)")
     out.mkdir(parents=True, exist_ok=True)
-    return Options(names, batch, wanted, precision, compile, image, tokens, steps, cap, device)
+    return Options(names, batch, wanted, precision, compile, graphs, image, tokens, steps, cap, device)
 
 
 def blank_row(task: Task) -> Row:
@@ -112,6 +117,7 @@ def blank_row(task: Task) -> Row:
         "label": method.label,
         "precision": task.precision,
         "compile": task.compile,
+        "graphs": task.graphs,
         "device": task.device,
         "batch": task.batch,
         "size": task.size,
@@ -134,7 +140,7 @@ def tasks_of(options: Options) -> list[Task]:
 
 
 def describe(task: Task) -> str:
-    compiled = ", compiled" if task.compile else ""
+    compiled = f", {compiled_as(task.graphs)}" if task.compile else ""
     return f"{task.model}, {task.precision}{compiled}, batch {task.batch}: {METHODS[task.method].label}"
 
 
@@ -170,7 +176,7 @@ def title_of(row: Mapping[str, Any]) -> str:
     size = f"{row['size']} tokens" if row["unit"] == "tokens" else f"{row['size']} x {row['size']}"
     source = f" ({row['model_from']})" if row["unit"] == "tokens" else ""
     parts = [f"{row['model']}{source}", row["precision"] + (" (tf32)" if plain_gpu(row) else "")]
-    parts += ["compiled"] if row["compile"] else []
+    parts += [compiled_as(row["graphs"])] if row["compile"] else []
     parts += [f"batch {row['batch']}"] if row["batch"] else []
     parts += [size, row["device"]]
     parts += [f"at most {row['cap_bytes'] / 2**30:.4g} GiB"] if row["cap_bytes"] else []

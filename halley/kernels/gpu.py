@@ -119,6 +119,15 @@ def _typed(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype == torch.bool else x
 
 
+Seed = int | tuple[Tensor, int]
+"""A number, or a tensor of such on the device and which of them it is: what a recorded CUDA graph reads anew."""
+
+
+def _drawn(seed: Seed, other: Tensor) -> tuple[Tensor, int, int]:
+    """What the kernels are given for a seed: the tensor, or any `other`; its place there and 0, or its halves."""
+    return (seed[0], seed[1], 0) if type(seed) is tuple else (other, *_halves(seed))  # type: ignore[arg-type]
+
+
 def _halves(seed: int) -> tuple[int, int]:
     """The low and the high half of a seed as int32."""
     low, high = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
@@ -197,7 +206,8 @@ class GqPlan:
     """All that does not change from one call to the next for tensors of one size and setting: sizes, grids, constants.
 
     `codes`, `values` and `gate` are gq_encode, gq_decode and gq_gate for such tensors; `encode`, `decode` and
-    `gate_into` write to memory that is there. It has no gaps, and is read and written as it lies.
+    `gate_into` write to memory that is there. It has no gaps, and is read and written as it lies. A plan with `table`
+    takes seeds that are on the device.
     """
 
     __slots__ = (
@@ -216,8 +226,9 @@ class GqPlan:
     )
 
     def __init__(
-        self, numel: int, bits: int, group: int, dtype: torch.dtype, stride: int, signs: bool, device: torch.device
-    ) -> None:
+        self, numel: int, bits: int, group: int, dtype: torch.dtype, stride: int, signs: bool, device: torch.device,
+        table: bool,
+    ) -> None:  # fmt: skip
         self.numel, self.dtype, self.device = numel, dtype, device
         self.size = gq_sizes(numel, bits, group, dtype, stride)[2]
         self.limit = LARGEST[dtype]
@@ -242,7 +253,7 @@ class GqPlan:
             if stride % 2 == 0 and stride * group < 1 << 30 and dtype.itemsize == 2:
                 full = pixels % group == 0 and stride % channels == 0
                 self.pairs, self.relu, self.statistics = (
-                    Launch(gq_encode_channels_pairs_kernel, grid, (*own, beside, full), *PAIRS_LAST)
+                    Launch(gq_encode_channels_pairs_kernel, grid, (*own, beside, full, table), *PAIRS_LAST)
                     for beside in (ALONE.value, RELU.value, STATISTICS.value)
                 )
         else:
@@ -253,9 +264,9 @@ class GqPlan:
             kernels = (gq_encode_kernel, gq_decode_kernel, gq_gate_kernel)
             special = 0
             if dtype.itemsize == 2:
-                self.pairs = Launch(gq_encode_pairs_kernel, grid, (*own[:-1], PAIRS_THREADS), 4, 0)
-        self.encoder = Launch(kernels[0], grid, own, 4, special)
-        self.decoders = [Launch(kernels[1], parts, (*rest, mask), 4, special) for mask in (False, True)]
+                self.pairs = Launch(gq_encode_pairs_kernel, grid, (*own[:-1], PAIRS_THREADS, table), 4, 0)
+        self.encoder = Launch(kernels[0], grid, (*own, table), 4, special)
+        self.decoders = [Launch(kernels[1], parts, (*rest, mask, table), 4, special) for mask in (False, True)]
         if stride == 1:
             parts, rest = self._rows(GQ_GATED, groups, bits, group, signs)
         self.gater = Launch(kernels[2], parts, rest, 4, special)
@@ -265,33 +276,36 @@ class GqPlan:
         rows = max(values // group, 1)
         return -(-groups // rows), (TYPES[self.dtype], bits, group, rows, signs, _lanes(self.dtype))
 
-    def codes(self, x: Tensor, seed: int) -> Tensor:
+    def codes(self, x: Tensor, seed: Seed) -> Tensor:
         data = torch.empty(self.size, dtype=torch.uint8, device=self.device)
         self.encode(x, seed, data)
         return data
 
-    def encode(self, x: Tensor, seed: int, data: Tensor) -> None:
-        numbers = (*self.numbers, *_halves(seed))
+    def encode(self, x: Tensor, seed: Seed, data: Tensor) -> None:
+        seeds, low, high = _drawn(seed, data)
+        numbers = (*self.numbers, low, high)
         if self.pairs is None or x.data_ptr() & 3:
-            self.encoder((x, data), numbers)
+            self.encoder((x, data, seeds), numbers)
         elif self.relu is None:
-            self.pairs((x, data), numbers)
+            self.pairs((x, data, seeds), numbers)
         else:
-            self.pairs((x, data, data), numbers)
+            self.pairs((x, data, data, seeds), numbers)
 
-    def encode_beside(self, launch: Launch, x: Tensor, beside: Tensor, seed: int) -> Tensor:
+    def encode_beside(self, launch: Launch, x: Tensor, beside: Tensor, seed: Seed) -> Tensor:
         """The codes, from `relu` or `statistics`, which also writes what is said there. `x` lies at even addresses."""
         data = torch.empty(self.size, dtype=torch.uint8, device=self.device)
-        launch((x, data, beside), (*self.numbers, *_halves(seed)))
+        seeds, low, high = _drawn(seed, data)
+        launch((x, data, beside, seeds), (*self.numbers, low, high))
         return data
 
-    def values(self, data: Tensor, seed: int, mask: bool) -> Tensor:
+    def values(self, data: Tensor, seed: Seed, mask: bool) -> Tensor:
         out = torch.empty(self.numel, dtype=torch.bool if mask else self.dtype, device=self.device)
         self.decode(data, seed, mask, out)
         return out
 
-    def decode(self, data: Tensor, seed: int, mask: bool, out: Tensor) -> None:
-        self.decoders[mask]((data, out), (*self.numbers, *_halves(seed), self.limit))
+    def decode(self, data: Tensor, seed: Seed, mask: bool, out: Tensor) -> None:
+        seeds, low, high = _drawn(seed, data)
+        self.decoders[mask]((data, out, seeds), (*self.numbers, low, high, self.limit))
 
     def gate(self, data: Tensor, x: Tensor) -> Tensor:
         out = torch.empty_like(x)
@@ -341,12 +355,13 @@ class Launch:
 
 @functools.lru_cache(maxsize=4096)
 def gq_plan(
-    numel: int, bits: int, group: int, dtype: torch.dtype, stride: int, signs: bool, device: torch.device
-) -> GqPlan | None:
+    numel: int, bits: int, group: int, dtype: torch.dtype, stride: int, signs: bool, device: torch.device,
+    table: bool = False,
+) -> GqPlan | None:  # fmt: skip
     """The plan for tensors of that size and setting; None where there is no kernel for them, or nothing to do."""
     if not _fits_kernel(bits, group) or numel % stride or numel == 0:
         return None
-    return GqPlan(numel, bits, group, dtype, stride, signs, device)
+    return GqPlan(numel, bits, group, dtype, stride, signs, device, table)
 
 
 def gq_encode(x: Tensor, bits: int, group: int, seed: int, stride: int = 1, signs: bool = False) -> Tensor:

@@ -108,6 +108,16 @@ def power(e, like):
 
 
 @triton.jit
+def seed_of(seeds, seed_low, seed_high, TABLE: tl.constexpr):
+    """The halves of a seed: as given, or with TABLE those of number `seed_low` among `seeds`, which are int64."""
+    if TABLE:
+        at = seeds.to(tl.pointer_type(tl.int32)) + seed_low * 2
+        return tl.load(at), tl.load(at + 1)
+    else:
+        return seed_low, seed_high
+
+
+@triton.jit
 def random32(index, seed_low, seed_high):
     """The hash of docs/design.md for each uint32 index, before it is turned and shifted."""
     h = (index ^ seed_low.to(tl.uint32)) * (seed_high.to(tl.uint32) | 1)

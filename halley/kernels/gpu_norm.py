@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halley.kernels.gpu import TYPES, Launch, _halves
-from halley.kernels.gpu_common import narrow, random32, widen
+from halley.kernels.gpu import TYPES, Launch, Seed, _drawn
+from halley.kernels.gpu_common import narrow, random32, seed_of, widen
 from halley.kernels.reference import gq_groups
 
 GROUP = 128
@@ -94,11 +94,12 @@ def column_groups(data, groups, g, there, BITS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["pixels", "tiles", "splits", "seed_low", "seed_high"])
 def last_reduce_kernel(
-    grad, data, mean, sums, units: tl.int32, pixels: tl.int64, tiles: tl.int32, splits: tl.int32,
+    grad, data, mean, sums, seeds, units: tl.int32, pixels: tl.int64, tiles: tl.int32, splits: tl.int32,
     seed_low: tl.int32, seed_high: tl.int32, DTYPE: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr,
-    V: tl.constexpr, R: tl.constexpr, CH: tl.constexpr, ROUND: tl.constexpr,
+    V: tl.constexpr, R: tl.constexpr, CH: tl.constexpr, ROUND: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
     """Sums of g and of g * (x - mean) for each channel over every `splits`-th block of pixels."""
+    seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
     T: tl.constexpr = 8 // BITS
     LENGTH: tl.constexpr = 128 // T
     channels = units * UNIT
@@ -156,11 +157,12 @@ def last_reduce_kernel(
 
 @triton.jit(do_not_specialize=["pixels", "tiles", "seed_low", "seed_high"])
 def last_apply_kernel(
-    grad, data, line, out, units: tl.int32, pixels: tl.int64, tiles: tl.int32, seed_low: tl.int32, seed_high: tl.int32,
-    DTYPE: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr, V: tl.constexpr, R: tl.constexpr, CH: tl.constexpr,
-    ROUND: tl.constexpr,
+    grad, data, line, out, seeds, units: tl.int32, pixels: tl.int64, tiles: tl.int32, seed_low: tl.int32,
+    seed_high: tl.int32, DTYPE: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
+    CH: tl.constexpr, ROUND: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
     """g * k1 + x * k2 + k3 for one block of 128 pixels and CH channels."""
+    seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
     T: tl.constexpr = 8 // BITS
     LENGTH: tl.constexpr = 128 // T
     channels = units * UNIT
@@ -282,12 +284,13 @@ def part_sums(
     "groups", "channels", "plane_size", "magic", "plane_magic", "channel_magic", "seed_low", "seed_high",
 ])  # fmt: skip
 def flat_reduce_kernel(
-    grad, data, mean, sums, numel: tl.int64, groups: tl.int64, channels: tl.int32, plane_size: tl.int32,
+    grad, data, mean, sums, seeds, numel: tl.int64, groups: tl.int64, channels: tl.int32, plane_size: tl.int32,
     magic: tl.int64, plane_magic: tl.int64, channel_magic: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
     DTYPE: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr, BIG: tl.constexpr, ONCE: tl.constexpr,
-    ROUND: tl.constexpr, V: tl.constexpr, G: tl.constexpr, TILES: tl.constexpr,
+    ROUND: tl.constexpr, V: tl.constexpr, G: tl.constexpr, TILES: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
     """Sums of g and of g * (x - mean) for each group, apart for each of the planes that it meets."""
+    seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
     T: tl.constexpr = 8 // BITS
     LENGTH: tl.constexpr = 128 // T
     j = tl.arange(0, LENGTH)[None, :]
@@ -368,12 +371,13 @@ def load_line(at, channels):
     "groups", "channels", "plane_size", "magic", "plane_magic", "channel_magic", "seed_low", "seed_high",
 ])  # fmt: skip
 def flat_apply_kernel(
-    grad, data, line, out, numel: tl.int64, groups: tl.int64, channels: tl.int32, plane_size: tl.int32,
+    grad, data, line, out, seeds, numel: tl.int64, groups: tl.int64, channels: tl.int32, plane_size: tl.int32,
     magic: tl.int64, plane_magic: tl.int64, channel_magic: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
     DTYPE: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr, BIG: tl.constexpr, ONCE: tl.constexpr,
-    ROUND: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
+    ROUND: tl.constexpr, V: tl.constexpr, G: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
     """g * k1 + x * k2 + k3 for G groups."""
+    seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
     T: tl.constexpr = 8 // BITS
     LENGTH: tl.constexpr = 128 // T
     g0 = tl.program_id(0).to(tl.int64) * G
@@ -485,14 +489,16 @@ class NormPlan:
         "rest",
         "rounded",
         "sums",
+        "table",
         "write",
     )
 
     def __init__(
         self, size: tuple[int, ...], dtype: torch.dtype, bits: int, last: bool, kind: torch.dtype | None,
-        device: torch.device, rounded: bool,
+        device: torch.device, rounded: bool, table: bool,
     ) -> None:  # fmt: skip
         self.channels, self.last, self.device, self.rounded = size[1], last, device, rounded
+        self.table = table
         numel = math.prod(size)
         if last:
             splits = self._plan_last(numel, dtype, bits)
@@ -515,7 +521,7 @@ class NormPlan:
         columns = 8 * vector
         blocks, tiles = -(-pixels // GROUP), -(-channels // columns)
         splits = -(-blocks // -(-blocks // max(PROGRAMS // tiles, 1)))
-        constants = (TYPES[dtype], bits, unit, vector, 4 * WARPS, columns, self.rounded)
+        constants = (TYPES[dtype], bits, unit, vector, 4 * WARPS, columns, self.rounded, self.table)
         self.parts = 0
         self.numbers: tuple[tuple, ...] = ((channels // unit, pixels, tiles, splits), (channels // unit, pixels, tiles))
         self.reduce = Launch(last_reduce_kernel, tiles * splits, constants, WARPS, 2)
@@ -535,19 +541,21 @@ class NormPlan:
         self.parts = parts * 2 * groups
         numbers = (numel, groups, channels, plane, -(-(1 << 32) // plane), _magic(plane), _magic(channels))
         self.numbers = (numbers, numbers, (samples, channels, plane, groups, splits))
-        self.reduce = Launch(flat_reduce_kernel, -(-groups // (8 * TILES)), (*constants, 8, 8, TILES), 1, 2)
+        self.reduce = Launch(flat_reduce_kernel, -(-groups // (8 * TILES)), (*constants, 8, 8, TILES, self.table), 1, 2)
         self.gather = Launch(gather_kernel, channels * splits, (rows, width), 4, 2)
-        self.write = Launch(flat_apply_kernel, -(-groups // (4 * vector)), (*constants, vector, 4 * vector), 4, 2)
+        self.write = Launch(
+            flat_apply_kernel, -(-groups // (4 * vector)), (*constants, vector, 4 * vector, self.table), 4, 2
+        )
         return splits
 
-    def sum_up(self, grad: Tensor, data: Tensor, mean: Tensor, halves: tuple[int, int]) -> Tensor:
+    def sum_up(self, grad: Tensor, data: Tensor, mean: Tensor, drawn: tuple[Tensor, int, int]) -> Tensor:
         """For each channel sum(g) and sum(g (x - mean)), in a few parts."""
         sums = torch.empty(self.sums, dtype=torch.float32, device=self.device)
         if self.last:
-            self.reduce((grad, data, mean, sums), (*self.numbers[0], *halves))
+            self.reduce((grad, data, mean, sums, drawn[0]), (*self.numbers[0], *drawn[1:]))
         else:
             apart = torch.empty(self.parts, dtype=torch.float32, device=self.device)
-            self.reduce((grad, data, mean, apart), (*self.numbers[0], *halves))
+            self.reduce((grad, data, mean, apart, drawn[0]), (*self.numbers[0], *drawn[1:]))
             self.gather((apart, sums), self.numbers[2])
         return sums
 
@@ -555,10 +563,10 @@ class NormPlan:
 @functools.lru_cache(maxsize=4096)
 def norm_plan(
     size: tuple[int, ...], dtype: torch.dtype, bits: int, last: bool, kind: torch.dtype | None, device: torch.device,
-    rounded: bool,
+    rounded: bool, table: bool = False,
 ) -> NormPlan:  # fmt: skip
     """The plan for gradients of that size, and a weight of dtype `kind` or none."""
-    return NormPlan(size, dtype, bits, last, kind, device, rounded)
+    return NormPlan(size, dtype, bits, last, kind, device, rounded, table)
 
 
 def norm_backward(
@@ -579,8 +587,8 @@ def norm_backward(
     """
     kind = None if weight is None else weight.dtype
     plan = norm_plan(grad.shape, grad.dtype, bits, last, kind, grad.device, ROUND)
-    halves = _halves(seed)
-    sums = plan.sum_up(grad, data, mean, halves)
+    drawn = _drawn(seed, data)
+    sums = plan.sum_up(grad, data, mean, drawn)
     line = torch.empty(plan.line, dtype=torch.float32, device=plan.device)
     finish = plan.finish_below if invstd is None else plan.finish
     spread = mean if invstd is None else invstd
@@ -593,24 +601,27 @@ def norm_backward(
     if not apply:
         return None, grad_weight, grad_bias
     out = torch.empty_like(grad)
-    plan.write((grad, data, line, out), (*plan.numbers[1], *halves))
+    plan.write((grad, data, line, out, drawn[0]), (*plan.numbers[1], *drawn[1:]))
     return out, grad_weight, grad_bias
 
 
 def norm_sums(
-    grad: Tensor, data: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, bits: int, seed: int, last: bool,
+    grad: Tensor, data: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, bits: int, seed: Seed, last: bool,
     out: Tensor,
 ) -> None:  # fmt: skip
     """The first part of `norm_backward`: writes [k1, k2, k3, grad_weight, grad_bias] of channels; weight is fp32."""
-    plan = norm_plan(grad.shape, grad.dtype, bits, last, weight.dtype, grad.device, ROUND)
-    sums = plan.sum_up(grad, data, mean, _halves(seed))
+    table = type(seed) is tuple
+    plan = norm_plan(grad.shape, grad.dtype, bits, last, weight.dtype, grad.device, ROUND, table)
+    sums = plan.sum_up(grad, data, mean, _drawn(seed, data))
     plan.finish_together((sums, mean, invstd, weight, out, out, out), plan.rest)
 
 
-def norm_apply(grad: Tensor, data: Tensor, line: Tensor, bits: int, seed: int, last: bool, out: Tensor) -> None:
+def norm_apply(grad: Tensor, data: Tensor, line: Tensor, bits: int, seed: Seed, last: bool, out: Tensor) -> None:
     """The second part: writes the gradient of the input. `line` is what `norm_sums` wrote."""
-    plan = norm_plan(grad.shape, grad.dtype, bits, last, torch.float32, grad.device, ROUND)
-    plan.write((grad, data, line, out), (*plan.numbers[1], *_halves(seed)))
+    table = type(seed) is tuple
+    plan = norm_plan(grad.shape, grad.dtype, bits, last, torch.float32, grad.device, ROUND, table)
+    seeds, low, high = _drawn(seed, data)
+    plan.write((grad, data, line, out, seeds), (*plan.numbers[1], low, high))
 
 
 def _power(n: int) -> int:

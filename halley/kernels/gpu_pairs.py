@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halley.kernels.gpu_common import INTERPRETED
+from halley.kernels.gpu_common import INTERPRETED, seed_of
 from halley.kernels.gpu_rate import below_code, fixed_point, of_group, random_left, scales_of, store_scales
 
 # Kinds of reductions of the halves of words.
@@ -243,11 +243,12 @@ def word_index(
 
 @triton.jit(do_not_specialize=["numel", "groups", "seed_low", "seed_high"])
 def gq_encode_pairs_kernel(
-    x, data, numel: tl.int64, groups: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
+    x, data, seeds, numel: tl.int64, groups: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
     DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIGNS: tl.constexpr,
-    THREADS: tl.constexpr,
+    THREADS: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
     """gq_encode_kernel of 16-bit values, two in a word: x lies at a multiple of 4 bytes. THREADS share a group."""
+    seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
     T: tl.constexpr = 8 // BITS
     LENGTH: tl.constexpr = GROUP // T
     g0 = tl.program_id(0).to(tl.int64) * ROWS
@@ -303,9 +304,9 @@ def spread_of(v, k, count, FULL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["stride", "pixels", "seed_low", "seed_high"])
 def gq_encode_channels_pairs_kernel(
-    x, data, beside, stride: tl.int64, pixels: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
+    x, data, beside, seeds, stride: tl.int64, pixels: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
     DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SIGNS: tl.constexpr, CHANNELS: tl.constexpr,
-    WITH: tl.constexpr, FULL: tl.constexpr,
+    WITH: tl.constexpr, FULL: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
     """gq_encode_channels_kernel of 16-bit values, two channels in a word: an even stride, and x as above.
 
@@ -316,6 +317,7 @@ def gq_encode_channels_pairs_kernel(
     stride], the mean of each group and the sum of the squares of what its values are away from it. FULL: pixels are a
     multiple of GROUP, and channels of CHANNELS.
     """
+    seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
     T: tl.constexpr = 8 // BITS
     LENGTH: tl.constexpr = GROUP // T
     row = (stride >> 1).to(tl.int32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halley.kernels.gpu_common import INTERPRETED, divide, nan_max, nan_min, narrow, random32, turned, widen
+from halley.kernels.gpu_common import INTERPRETED, divide, nan_max, nan_min, narrow, random32, seed_of, turned, widen
 
 
 @triton.jit
@@ -335,10 +335,11 @@ def group_min(v):
 
 @triton.jit(do_not_specialize=["numel", "groups", "seed_low", "seed_high"])
 def gq_encode_kernel(
-    x, data, numel: tl.int64, groups: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
+    x, data, seeds, numel: tl.int64, groups: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
     DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIGNS: tl.constexpr,
-    LANES: tl.constexpr,
+    LANES: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
+    seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
     T: tl.constexpr = 8 // BITS
     LENGTH: tl.constexpr = GROUP // T
     g0 = tl.program_id(0).to(tl.int64) * ROWS
@@ -371,10 +372,11 @@ def gq_encode_kernel(
 
 @triton.jit(do_not_specialize=["numel", "groups", "seed_low", "seed_high"])
 def gq_decode_kernel(
-    data, out, numel: tl.int64, groups: tl.int64, seed_low: tl.int32, seed_high: tl.int32, limit: tl.float64,
+    data, out, seeds, numel: tl.int64, groups: tl.int64, seed_low: tl.int32, seed_high: tl.int32, limit: tl.float64,
     DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIGNS: tl.constexpr,
-    LANES: tl.constexpr, MASK: tl.constexpr,
+    LANES: tl.constexpr, MASK: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
+    seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
     T: tl.constexpr = 8 // BITS
     LENGTH: tl.constexpr = GROUP // T
     WORK: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
@@ -408,10 +410,12 @@ def gq_decode_kernel(
 
 @triton.jit(do_not_specialize=["pixels", "seed_low", "seed_high"])
 def gq_encode_channels_kernel(
-    x, data, stride: tl.int64, pixels: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
+    x, data, seeds, stride: tl.int64, pixels: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
     DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SIGNS: tl.constexpr, CHANNELS: tl.constexpr,
+    TABLE: tl.constexpr,
 ):  # fmt: skip
     """Groups of one channel each where the `stride` channels of a pixel lie together: [byte, slice, channel]."""
+    seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
     T: tl.constexpr = 8 // BITS
     LENGTH: tl.constexpr = GROUP // T
     block, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -443,11 +447,12 @@ def gq_encode_channels_kernel(
 
 @triton.jit(do_not_specialize=["pixels", "seed_low", "seed_high"])
 def gq_decode_channels_kernel(
-    data, out, stride: tl.int64, pixels: tl.int64, seed_low: tl.int32, seed_high: tl.int32, limit: tl.float64,
+    data, out, seeds, stride: tl.int64, pixels: tl.int64, seed_low: tl.int32, seed_high: tl.int32, limit: tl.float64,
     DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SIGNS: tl.constexpr, CHANNELS: tl.constexpr,
-    BYTES: tl.constexpr, MASK: tl.constexpr,
+    BYTES: tl.constexpr, MASK: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
     """BYTES of the code bytes of each group at a time, in the order of gq_encode_channels_kernel."""
+    seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
     T: tl.constexpr = 8 // BITS
     LENGTH: tl.constexpr = GROUP // T
     PARTS: tl.constexpr = LENGTH // BYTES

@@ -46,6 +46,12 @@ def test_what_is_no_amount_of_memory_is_named(text):
         parse_bytes(text)
 
 
+def test_cuda_graphs_without_a_gpu(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "speed", "--graphs", "--device", "cpu", "--out", str(tmp_path)])
+    assert "--graphs records CUDA graphs and needs a GPU" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @LINUX
 def test_plain_default_and_checkpoint_side_by_side(tmp_path, capsys):

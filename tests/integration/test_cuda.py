@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 import halley
 from halley.bench.models import MINI_VOCABULARY, gpt_mini
@@ -158,3 +160,36 @@ def test_a_language_model_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> 
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert not waiting
+
+
+def test_recorded_graphs_compute_the_same_and_round_every_step_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled model as CUDA graphs, beside the same without: 16-bit values and statistics from encoders as well."""
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    x = torch.randn(16, 3, 96, 96, device="cuda").to(memory_format=torch.channels_last)
+    found: dict[str | None, list[list[torch.Tensor]]] = {None: [], "reduce-overhead": []}
+    counters.clear()
+    for mode, steps in found.items():
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = convs().to(memory_format=torch.channels_last)
+        compiled = torch.compile(model, fullgraph=True, mode=mode)
+        handle = halley.attach(compiled, Fixed(GroupQuant(bits=2)))
+        for step in range(6):
+            model.zero_grad()
+            with torch.profiler.profile() if step == 5 else contextlib.nullcontext() as profiler:
+                torch.cuda.set_sync_debug_mode("error" if step == 4 else "default")
+                with torch.autocast("cuda", torch.bfloat16):
+                    compiled(x).float().square().mean().backward()
+                torch.cuda.set_sync_debug_mode("default")
+                torch.cuda.synchronize()
+            steps.append([p.grad.clone() for p in model.parameters()])
+        assert handle.report().forwards == 6 and handle.report().ratio > 5
+        handle.detach()
+        launched = sum(event.count for event in profiler.key_averages() if event.key == "cudaGraphLaunch")
+        assert launched == (2 if mode else 0)
+    assert not counters["inductor"]["cudagraph_skips"]
+    whole = {mode: [torch.cat([g.flatten() for g in step]) for step in steps] for mode, steps in found.items()}
+    plain, recorded = whole.values()
+    for step in range(6):
+        apart = (recorded[step] - recorded[step - 1]).norm()
+        assert apart > 0.01 * recorded[step].norm() and (recorded[step] - plain[step]).norm() < 0.1 * apart

@@ -233,6 +233,24 @@ def test_log_probabilities(numel, dtype, far):
     assert same(values.nan_to_num(0.0), expected.nan_to_num(0.0))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stride", [1, 24])
+def test_seeds_on_the_device_are_those_given_as_numbers(dtype, stride):
+    numel = 24 * 300
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(4)).to(DEVICE, dtype)
+    seeds = torch.tensor([7, SEED, -SEED], device=DEVICE)
+    given, read = (gpu.gq_plan(numel, 2, 128, dtype, stride, False, x.device, table) for table in (False, True))
+    data = given.codes(x, SEED)
+    assert torch.equal(read.codes(x, (seeds, 1)), data) and not torch.equal(read.codes(x, (seeds, 2)), data)
+    assert same(read.values(data, (seeds, 1), False), given.values(data, SEED, False))
+    assert same(read.values(data, (seeds, 2), False), given.values(data, -SEED, False))
+    if given.statistics is not None:
+        parts = [torch.zeros(2 * 3 * 24, device=DEVICE) for _ in range(2)]
+        encoded = given.encode_beside(given.statistics, x, parts[0], SEED)
+        assert torch.equal(read.encode_beside(read.statistics, x, parts[1], (seeds, 1)), encoded)
+        assert torch.equal(*parts)
+
+
 COMPILE = """
 import sys
 import triton
@@ -263,18 +281,20 @@ assert "cvt.rpi.ftz" not in build(
 build(gpu_encode.encode_kernel, pointers, common | {"RELATIVE": True, "STOCHASTIC": True, "BITMAP": True})
 build(gpu_decode.decode_kernel, pointers, common | {"MASK": False})
 build(gpu_decode.decode_maps_kernel, flags, common | {"MASK": True, "TILES": 4})
-for bits, signs in ((2, False), (4, True)):
+pointers["seeds"] = flags["seeds"] = "*i64"
+for bits, signs, table in ((2, False, False), (4, True, True)):
+    seeded = {"TABLE": table}
     rate = {"DTYPE": dtype, "BITS": bits, "GROUP": 128, "SIGNS": signs}
     rows, channels = rate | {"ROWS": 16, "LANES": 8 if half else 4}, rate | {"CHANNELS": 16}
-    build(gpu_rate.gq_encode_kernel, pointers, rows)
-    build(gpu_rate.gq_decode_kernel, pointers, rows | {"MASK": False})
-    build(gpu_rate.gq_decode_kernel, flags, rows | {"MASK": True})
+    build(gpu_rate.gq_encode_kernel, pointers, rows | seeded)
+    build(gpu_rate.gq_decode_kernel, pointers, rows | {"MASK": False} | seeded)
+    build(gpu_rate.gq_decode_kernel, flags, rows | {"MASK": True} | seeded)
     build(gpu_rate.gq_gate_kernel, pointers, rows)
-    build(gpu_rate.gq_encode_channels_kernel, pointers, channels)
-    build(gpu_rate.gq_decode_channels_kernel, pointers, channels | {"BYTES": 8, "MASK": False})
+    build(gpu_rate.gq_encode_channels_kernel, pointers, channels | seeded)
+    build(gpu_rate.gq_decode_channels_kernel, pointers, channels | {"BYTES": 8, "MASK": False} | seeded)
     build(gpu_rate.gq_gate_channels_kernel, pointers, channels | {"BYTES": 8})
     if half:
-        build(gpu_pairs.gq_encode_pairs_kernel, pointers, rate | {"ROWS": 16, "THREADS": 2})
+        build(gpu_pairs.gq_encode_pairs_kernel, pointers, rate | {"ROWS": 16, "THREADS": 2} | seeded)
 if dtype != tl.float64:
     build(gpu_rate.lp_encode_kernel, pointers, {"DTYPE": dtype, "SIZE": 4096})
     build(gpu_rate.lp_decode_kernel, pointers, {"DTYPE": dtype, "SIZE": 4096})

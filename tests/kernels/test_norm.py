@@ -205,6 +205,11 @@ def test_two_parts_give_what_the_whole_gives(size, last):
     gpu_norm.norm_sums(grad, data, mean, invstd, weight, 2, SEED, last, sums)
     gpu_norm.norm_apply(grad, data, sums, 2, SEED, last, out)
     assert all(torch.equal(a, b) for a, b in zip(whole, (out, sums[3], sums[4]), strict=True))
+    # The same with a seed that is on the device.
+    seeds, read, there = torch.tensor([3, SEED], device=DEVICE), torch.empty_like(sums), torch.empty_like(grad)
+    gpu_norm.norm_sums(grad, data, mean, invstd, weight, 2, (seeds, 1), last, read)
+    gpu_norm.norm_apply(grad, data, read, 2, (seeds, 1), last, there)
+    assert torch.equal(read, sums) and torch.equal(there, out)
 
 
 def test_what_is_left_to_others():
@@ -232,8 +237,8 @@ def build(kernel, pointers, constants, warps):
 
 floats = ("mean", "invstd", "sums", "line", "parts", "weight", "grad_weight", "grad_bias")
 for dtype, name in ((tl.float32, "*fp32"), (tl.float16, "*fp16"), (tl.bfloat16, "*i16")):
-    pointers = dict.fromkeys(floats, "*fp32") | {"data": "*u8", "grad": name, "out": name}
-    common = {"DTYPE": dtype, "BITS": 2, "ROUND": False}
+    pointers = dict.fromkeys(floats, "*fp32") | {"data": "*u8", "seeds": "*i64", "grad": name, "out": name}
+    common = {"DTYPE": dtype, "BITS": 2, "ROUND": False, "TABLE": dtype == tl.bfloat16}
     last = common | {"UNIT": 8, "V": 8, "R": 4, "CH": 64}
     flat = common | {"PARTS": 2, "BIG": False, "ONCE": True, "V": 8, "G": 8}
     build(gpu_norm.last_reduce_kernel, pointers, last, 1)

@@ -160,11 +160,11 @@ def build(kernel, pointers, constants, **options):
 
 floats = ("parts", "weight", "bias", "running_mean", "running_var", "kept")
 for dtype, name in ((tl.float16, "*fp16"), (tl.bfloat16, "*i16")):
-    pointers = dict.fromkeys(floats, "*fp32") | {"data": "*u8", "x": name, "out": name}
+    pointers = dict.fromkeys(floats, "*fp32") | {"data": "*u8", "seeds": "*i64", "x": name, "out": name}
     encode = {"DTYPE": dtype, "BITS": 2, "GROUP": 128, "SIGNS": False, "CHANNELS": 64}
     for beside, kind in enumerate(("*u8", name, "*fp32")):
         for full in (True, False):
-            more = {"WITH": beside, "FULL": full}
+            more = {"WITH": beside, "FULL": full, "TABLE": full}
             build(gpu_pairs.gq_encode_channels_pairs_kernel, pointers | {"beside": kind}, encode | more, maxnreg=96)
     build(gpu_norm_forward.normalise_kernel, pointers, {"DTYPE": dtype, "UNIT": 8, "ROWS": 64, "CH": 64})
 for running in (True, False):
