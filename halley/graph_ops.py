@@ -60,10 +60,18 @@ def forward_seeds(graph: int, sites: list[int], salts: list[int], device: torch.
     if first:
         owner.ran.append(graph)
     step, rank = owner.capture.step, owner.capture.rank
+    make = getattr(of("cuda"), "site_seeds", None) if device.type == "cuda" else None
+    if make is not None:
+        return make(*on_device(tuple(sites), tuple(salts), device), step, rank)
     seeds = [mix(salt, mix(step, site, rank)) for site, salt in zip(sites, salts, strict=True)]
-    # From memory that the GPU reads by itself: nobody waits for it.
-    found = torch.tensor(seeds, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return found.to(device, non_blocking=True)
+    return torch.tensor(seeds, dtype=torch.int64, device=device)
+
+
+@functools.lru_cache(maxsize=256)
+def on_device(sites: tuple[int, ...], salts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """What does not change from step to step stays there: nobody waits for a copy."""
+    found = torch.tensor((sites, salts), dtype=torch.int64, device=device)
+    return found[0], found[1]
 
 
 def seed_at(seeds: Tensor, row: int) -> int:

@@ -101,18 +101,25 @@ class Result:
 
 
 class Gauge:
-    """The memory of the GPU's allocator or of this process. Not a number where the system does not tell."""
+    """The memory of the GPU's allocator or of this process. Not a number where the system does not tell.
 
-    def __init__(self, device: str) -> None:
-        self.cuda = device == "cuda"
+    A CUDA graph that is replayed allocates nothing: with `graphs` it is what the allocator took from the GPU.
+    """
+
+    def __init__(self, device: str, graphs: bool = False) -> None:
+        self.cuda, self.graphs = device == "cuda", graphs
 
     def now(self) -> float:
-        found = torch.cuda.memory_allocated() if self.cuda else process.memory("VmRSS")
+        if self.cuda:
+            return torch.cuda.memory_reserved() if self.graphs else torch.cuda.memory_allocated()
+        found = process.memory("VmRSS")
         return math.nan if found is None else found
 
     def peak(self) -> float:
         """The largest since `forget`."""
-        found = torch.cuda.max_memory_allocated() if self.cuda else process.memory("VmHWM")
+        if self.cuda:
+            return torch.cuda.max_memory_reserved() if self.graphs else torch.cuda.max_memory_allocated()
+        found = process.memory("VmHWM")
         return math.nan if found is None else found
 
     def forget(self) -> None:
@@ -205,7 +212,7 @@ def collect_next(handle: Handle) -> bool:
 
 def measure(task: Task) -> Result:
     """All figures of one task."""
-    gauge = Gauge(task.device)
+    gauge = Gauge(task.device, task.graphs)
     gauge.settle()
     empty = gauge.now()
     training = Training(task)
@@ -263,7 +270,8 @@ def memory_of(training: Training, gauge: Gauge, result: Result) -> None:
         held.append(after - before)
         totals.append(after + left - before)
         peaks.append(gauge.peak())
-    result.held_bytes, result.papers_total_bytes = statistics.median(held), statistics.median(totals)
+    if not gauge.graphs:
+        result.held_bytes, result.papers_total_bytes = statistics.median(held), statistics.median(totals)
     result.peak_bytes = max(peaks)
     if gauge.cuda:
         result.reserved_bytes = torch.cuda.max_memory_reserved()

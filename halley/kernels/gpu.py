@@ -13,6 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from halley.codecs.base import START
 from halley.kernels import reference
 from halley.kernels.gpu_decode import decode_kernel, decode_maps_kernel
 from halley.kernels.gpu_dual import dp_decode_kernel, dp_encode_kernel, dp_mask_kernel
@@ -29,6 +30,7 @@ from halley.kernels.gpu_rate import (
     gq_gate_kernel,
     lp_decode_kernel,
     lp_encode_kernel,
+    seeds_kernel,
 )
 from halley.kernels.reference import GROUP, SMALLEST_BOUND, dp_sizes, dp_tiles, gq_groups, gq_sizes, lp_bend, meta_size
 
@@ -47,6 +49,7 @@ GQ_ENCODED, GQ_VALUES, GQ_GATED = 8192, 4096, 2048
 GQ_CHANNELS = 64  # channels that such a program takes in channels_last memory
 PAIRS_LAST = (4, 0, 96)  # warps, numbers to specialise on and registers of an encoding program there, for 16-bit values
 PAIRS_THREADS = 2  # threads that share a group of 16-bit values
+SEEDS_SIZE = 128  # seeds that a program makes
 DP_COLUMNS = 512  # columns of tiles that a program of the dual precision sums at a time, with four warps
 DP_BYTES = 1024  # bytes of codes or mask bits that such a program packs at a time
 TILE = {2: 1, 4: 2, 8: 2}  # itemsize -> groups that a program encodes, one warp each: what was fastest on an H200
@@ -126,6 +129,15 @@ Seed = int | tuple[Tensor, int]
 def _drawn(seed: Seed, other: Tensor) -> tuple[Tensor, int, int]:
     """What the kernels are given for a seed: the tensor, or any `other`; its place there and 0, or its halves."""
     return (seed[0], seed[1], 0) if type(seed) is tuple else (other, *_halves(seed))  # type: ignore[arg-type]
+
+
+def site_seeds(sites: Tensor, salts: Tensor, step: int, rank: int) -> Tensor:
+    """mix(salt, mix(step, site, rank)) for each site and the salt beside it; all are int64."""
+    seeds, count = torch.empty_like(sites), sites.numel()
+    if count:
+        numbers, constants = (count, step, rank), (START, SEEDS_SIZE)
+        _launch(seeds_kernel, -(-count // SEEDS_SIZE), (sites, salts, seeds), numbers, constants, 1, special=0)
+    return seeds
 
 
 def _halves(seed: int) -> tuple[int, int]:

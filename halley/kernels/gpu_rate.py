@@ -601,3 +601,27 @@ def bits_decode_kernel(data, out, numel: tl.int64, length: tl.int64, BITS: tl.co
     for t in tl.static_range(T):
         at = j + t * length
         tl.store(out + at, (byte >> (t * BITS)) & ((1 << BITS) - 1), mask=(j < length) & (at < numel))
+
+
+@triton.jit
+def stirred(h):
+    """splitmix64's last steps."""
+    h = (h ^ (h >> 30)) * 0xBF58476D1CE4E5B9
+    h = (h ^ (h >> 27)) * 0x94D049BB133111EB
+    return h ^ (h >> 31)
+
+
+@triton.jit(do_not_specialize=["count", "step", "rank"])
+def seeds_kernel(
+    sites, salts, seeds, count: tl.int32, step: tl.int64, rank: tl.int64, START: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    """mix(salt, mix(step, site, rank)) of codecs/base.py for each site, and the salt beside it."""
+    i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    here = i < count
+    site = tl.load(sites + i, mask=here, other=0).to(tl.uint64)
+    salt = tl.load(salts + i, mask=here, other=0).to(tl.uint64)
+    nothing = tl.zeros_like(site)
+    first = (nothing + step.to(tl.uint64)) * 0xD1342543DE82EF95 + site + START
+    inner = stirred(first * 0xD1342543DE82EF95 + (nothing + rank.to(tl.uint64)) + 0x9E3779B97F4A7C15)
+    found = stirred(salt * 0xD1342543DE82EF95 + inner + START)
+    tl.store(seeds + i, found.to(tl.int64, bitcast=True), mask=here)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read by triton.jit when gpu.py is imported
 
+from halley.codecs.base import mix  # noqa: E402
 from halley.kernels import gpu, reference  # noqa: E402
 from halley.kernels.reference import GROUP, HEADER  # noqa: E402
 
@@ -251,12 +253,22 @@ def test_seeds_on_the_device_are_those_given_as_numbers(dtype, stride):
         assert torch.equal(*parts)
 
 
+@pytest.mark.parametrize("count", [0, 1, 128, 301])
+def test_seeds_of_sites(count):
+    chance = random.Random(count)
+    sites, salts = ([chance.randrange(-(1 << 63), 1 << 63) for _ in range(count)] for _ in range(2))
+    for step, rank in ((0, 0), (1, 0), (1 << 40, 12), (-3, 1023)):
+        found = gpu.site_seeds(*(torch.tensor(v, dtype=torch.int64, device=DEVICE) for v in (sites, salts)), step, rank)
+        assert found.tolist() == [mix(b, mix(step, a, rank)) for a, b in zip(sites, salts, strict=True)]
+
+
 COMPILE = """
 import sys
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from halley.codecs.base import START
 from halley.kernels import gpu_decode, gpu_encode, gpu_pairs, gpu_rate
 
 def build(kernel, pointers, constants):
@@ -295,6 +307,8 @@ for bits, signs, table in ((2, False, False), (4, True, True)):
     build(gpu_rate.gq_gate_channels_kernel, pointers, channels | {"BYTES": 8})
     if half:
         build(gpu_pairs.gq_encode_pairs_kernel, pointers, rate | {"ROWS": 16, "THREADS": 2} | seeded)
+if dtype == tl.float32:
+    build(gpu_rate.seeds_kernel, dict.fromkeys(("sites", "salts", "seeds"), "*i64"), {"START": START, "SIZE": 128})
 if dtype != tl.float64:
     build(gpu_rate.lp_encode_kernel, pointers, {"DTYPE": dtype, "SIZE": 4096})
     build(gpu_rate.lp_decode_kernel, pointers, {"DTYPE": dtype, "SIZE": 4096})
