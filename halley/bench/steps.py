@@ -244,13 +244,16 @@ def measure(task: Task) -> Result:
 
 
 def warm_up(training: Training, gauge: Gauge, steps: int) -> tuple[list[float], list[float]]:
-    """The first steps; the peaks of ordinary ones and of those in which the policy collected."""
+    """The first steps; the peaks of ordinary ones and of those in which the policy collected.
+
+    The very first counts as ordinary: that of cuDNN, which tries its algorithms there, is above all others.
+    """
     ordinary: list[float] = []
     collecting: list[float] = []
-    for _ in range(steps):
+    for step in range(steps):
         gauge.forget()
         training.step()
-        (collecting if training.has_collected() else ordinary).append(gauge.peak())
+        (collecting if training.has_collected() and step else ordinary).append(gauge.peak())
     return ordinary, collecting
 
 
