@@ -155,8 +155,12 @@ def site_decode(
     bits: int, group: int, stride: int, signs: bool,
 ) -> Tensor:  # fmt: skip
     """What `site_encode` kept, with the size and strides it had."""
-    flat = torch.empty(product(size), dtype=dtype, device=data.device)
-    decode_into(data, seeds, row, bits, group, stride, signs, out=flat)
+    if data.is_cuda:
+        flat = torch.empty(product(size), dtype=dtype, device=data.device)
+        decode_into(data, seeds, row, bits, group, stride, signs, out=flat)
+    else:
+        drawn = seed_at(seeds, row)
+        flat = operations(data).gq_decode(data, product(size), bits, group, dtype, False, drawn, stride, signs)
     return laid_out(flat, size, strides, order)
 
 
