@@ -3,7 +3,8 @@
 The host must not wait for the GPU in the forward pass. So `fill` encodes into as many bytes as the site needed last
 time, sends the true size to pinned memory behind the kernel, and keeps the source until that size has arrived. If it
 fitted, the source is let go (and a generous buffer is trimmed); if it did not, the source is encoded again, so nothing
-is lost. The sources kept are bounded by `IN_FLIGHT` bytes.
+is lost. The sources kept are bounded: those before the newest have `IN_FLIGHT` bytes at most. For the newest nobody
+waits, however large it is: the GPU would have nothing to do until the host had gone on.
 """
 
 from __future__ import annotations
@@ -128,13 +129,14 @@ class _InFlight:
         self.drain(wait=False)
 
     def drain(self, wait: bool) -> None:
-        """Finishes what has arrived, and the oldest ones beyond the limit (with `wait`, all) by waiting for them."""
+        """Finishes what has arrived, and by waiting the oldest ones beyond the limit, or with `wait` all."""
         while True:
             with self.lock:
                 if not self.queue:
                     return
                 late = self.queue[0]
-                if not (wait or self.bytes > IN_FLIGHT or late.packed is None or late.event.query()):
+                before = self.bytes - self.queue[-1].source_bytes
+                if not (wait or before > IN_FLIGHT or late.packed is None or late.event.query()):
                     return
                 self.queue.popleft()
                 self.bytes -= late.source_bytes
