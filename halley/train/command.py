@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
 import textwrap
 from collections.abc import Sequence
+from typing import NoReturn
 
 from halley.bench import UsageError
 from halley.train.settings import RECIPES, explained, fields, read, spoken
@@ -34,8 +38,23 @@ def train(arguments: Sequence[str]) -> None:
     settings = read(words[0], words[1:])
     from halley.train.loop import train as run  # brings torch in: after everything that can be wrong in a line
 
-    if not run(settings, resume, overwrite)["finished"]:
-        raise SystemExit(130)
+    code = 0 if run(settings, resume, overwrite)["finished"] else 130
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        end(code)
+    if code:
+        raise SystemExit(code)
+
+
+def end(code: int) -> NoReturn:
+    """Ends one of several processes, all of whose work is done, past the interpreter's own end.
+
+    DistributedDataParallel holds the process group beyond its end, and with it threads of gloo. Python takes a thread
+    down that wants to let go of a tensor while the interpreter ends, and C++ aborts the process for that.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def recipes() -> list[str]:
