@@ -13,7 +13,6 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from halley.codecs.base import START
 from halley.kernels import reference
 from halley.kernels.gpu_decode import decode_kernel, decode_maps_kernel
 from halley.kernels.gpu_dual import dp_decode_kernel, dp_encode_kernel, dp_mask_kernel
@@ -135,8 +134,8 @@ def site_seeds(sites: Tensor, salts: Tensor, step: int, rank: int) -> Tensor:
     """mix(salt, mix(step, site, rank)) for each site and the salt beside it; all are int64."""
     seeds, count = torch.empty_like(sites), sites.numel()
     if count:
-        numbers, constants = (count, step, rank), (START, SEEDS_SIZE)
-        _launch(seeds_kernel, -(-count // SEEDS_SIZE), (sites, salts, seeds), numbers, constants, 1, special=0)
+        numbers = (count, step, rank)
+        _launch(seeds_kernel, -(-count // SEEDS_SIZE), (sites, salts, seeds), numbers, (SEEDS_SIZE,), 1, special=0)
     return seeds
 
 

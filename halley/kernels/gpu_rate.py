@@ -5,7 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from halley.codecs import base
 from halley.kernels.gpu_common import INTERPRETED, divide, nan_max, nan_min, narrow, random32, seed_of, turned, widen
+
+START = tl.constexpr(base.START)
 
 
 @triton.jit
@@ -613,7 +616,7 @@ def stirred(h):
 
 @triton.jit(do_not_specialize=["count", "step", "rank"])
 def seeds_kernel(
-    sites, salts, seeds, count: tl.int32, step: tl.int64, rank: tl.int64, START: tl.constexpr, SIZE: tl.constexpr
+    sites, salts, seeds, count: tl.int32, step: tl.int64, rank: tl.int64, SIZE: tl.constexpr
 ):  # fmt: skip
     """mix(salt, mix(step, site, rank)) of codecs/base.py for each site, and the salt beside it."""
     i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)

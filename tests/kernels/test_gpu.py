@@ -268,7 +268,6 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from halley.codecs.base import START
 from halley.kernels import gpu_decode, gpu_encode, gpu_pairs, gpu_rate
 
 def build(kernel, pointers, constants):
@@ -308,7 +307,7 @@ for bits, signs, table in ((2, False, False), (4, True, True)):
     if half:
         build(gpu_pairs.gq_encode_pairs_kernel, pointers, rate | {"ROWS": 16, "THREADS": 2} | seeded)
 if dtype == tl.float32:
-    build(gpu_rate.seeds_kernel, dict.fromkeys(("sites", "salts", "seeds"), "*i64"), {"START": START, "SIZE": 128})
+    build(gpu_rate.seeds_kernel, dict.fromkeys(("sites", "salts", "seeds"), "*i64"), {"SIZE": 128})
 if dtype != tl.float64:
     build(gpu_rate.lp_encode_kernel, pointers, {"DTYPE": dtype, "SIZE": 4096})
     build(gpu_rate.lp_decode_kernel, pointers, {"DTYPE": dtype, "SIZE": 4096})
