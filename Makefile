@@ -11,7 +11,7 @@ INSTALL := $(PYTHON) -m pip install -qq --disable-pip-version-check -c constrain
 TRITON := triton==3.6.0
 
 # Two test files at a time; the tests of one file stay together, because they share what they have made.
-TOGETHER := -n 2 --dist loadfile
+TOGETHER := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test fast lint clean browser
 

@@ -10,3 +10,13 @@ import torch  # noqa: E402
 # The Triton kernels run on CPU tensors in Triton's interpreter where there is no GPU. Read when a kernel is defined.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Files that take longest come first, so that at the end no process is left with one of them.
+LONGEST = ("train/test_loop", "test_demo", "test_work", "train/test_recipes", "test_compiled", "kernels/test_gpu",
+           "bench/test_training", "test_lowerings", "codecs/test_promises", "kernels/test_dual", "test_fused",
+           "kernels/test_norm_forward", "train/test_many", "kernels/test_norm", "bench/test_maxbatch")  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list) -> None:
+    names = [f"tests/{name}.py" for name in LONGEST]
+    items.sort(key=lambda item: next((i for i, name in enumerate(names) if item.nodeid.startswith(name)), len(names)))
