@@ -74,12 +74,12 @@ def on_device(sites: tuple[int, ...], salts: tuple[int, ...], device: torch.devi
     return found[0], found[1]
 
 
-def seed_at(seeds: Tensor, row: int) -> int:
-    """One of the seeds, as a number, for who does not read it on the device."""
+def seed_at(seeds: Tensor, row: int, bits: int, group: int) -> int:
+    """One of the seeds, as a number, for who does not read it on the device: there is no kernel for that rate."""
     if seeds.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "halley: groups of this size have no kernel on the GPU, and without one nothing can be packed in a CUDA "
-            "graph. Give GroupQuant a group of 128, or compile with another mode than 'reduce-overhead'."
+            f"halley: GroupQuant(bits={bits}, group={group}) has no kernel on the GPU, and without one nothing can be "
+            "packed in a CUDA graph. Take group=128, or compile with another mode than 'reduce-overhead'."
         )
     return int(seeds[row])
 
@@ -126,7 +126,7 @@ def codes_of(x: Tensor, seeds: Tensor, row: int, bits: int, group: int, stride: 
     plan = plan_of(x, x.dtype, bits, group, stride, signs, True)
     if plan is not None:
         return plan.codes(x, (seeds, row))
-    return operations(x).gq_encode(flat_of(x), bits, group, seed_at(seeds, row), stride, signs)
+    return operations(x).gq_encode(flat_of(x), bits, group, seed_at(seeds, row, bits, group), stride, signs)
 
 
 def site_encode_moments(
@@ -159,7 +159,7 @@ def site_decode(
         flat = torch.empty(product(size), dtype=dtype, device=data.device)
         decode_into(data, seeds, row, bits, group, stride, signs, out=flat)
     else:
-        drawn = seed_at(seeds, row)
+        drawn = seed_at(seeds, row, bits, group)
         flat = operations(data).gq_decode(data, product(size), bits, group, dtype, False, drawn, stride, signs)
     return laid_out(flat, size, strides, order)
 
@@ -239,7 +239,7 @@ def encode_into(
     if plan is not None:
         plan.encode(x, (seeds, row), out)
     else:
-        out.copy_(operations(x).gq_encode(flat_of(x), bits, group, seed_at(seeds, row), stride, signs))
+        out.copy_(operations(x).gq_encode(flat_of(x), bits, group, seed_at(seeds, row, bits, group), stride, signs))
 
 
 def encode_moments(
@@ -269,7 +269,7 @@ def decode_into(
     if plan is not None:
         plan.decode(data, (seeds, row), False, out)
     else:
-        drawn = seed_at(seeds, row)
+        drawn = seed_at(seeds, row, bits, group)
         found = operations(data).gq_decode(data, out.numel(), bits, group, out.dtype, False, drawn, stride, signs)
         flat_of(out).copy_(found)
 

@@ -78,14 +78,10 @@ class Search:
 
     def row(self, batch: int, fitting: bool, step_ms: float | None) -> Row:
         task = replace(self.task, batch=batch)
-        columns = ("model", "method", "label", "precision", "compile", "graphs", "device", "batch", "size", "unit")
-        row = blank_row(task)
+        what = ("model", "method", "label", "precision", "compile", "graphs", "device", "batch", "size", "unit")
+        row = {name: value for name, value in blank_row(task).items() if name in (*what, "cap_bytes")}
         speed = 1e3 * task.units / step_ms if step_ms else None
-        return {name: row[name] for name in (*columns, "cap_bytes")} | {
-            "fits": fitting,
-            "step_ms": step_ms,
-            "per_second": speed,
-        }
+        return row | {"fits": fitting, "step_ms": step_ms, "per_second": speed}
 
     def close(self) -> None:
         if self.child is not None:

@@ -246,7 +246,7 @@ def measure(task: Task) -> Result:
 def warm_up(training: Training, gauge: Gauge, steps: int) -> tuple[list[float], list[float]]:
     """The first steps; the peaks of ordinary ones and of those in which the policy collected.
 
-    The very first counts as ordinary: that of cuDNN, which tries its algorithms there, is above all others.
+    The very first counts as ordinary, whoever collects: cuDNN tries its algorithms there.
     """
     ordinary: list[float] = []
     collecting: list[float] = []

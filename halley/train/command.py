@@ -48,8 +48,8 @@ def train(arguments: Sequence[str]) -> None:
 def end(code: int) -> NoReturn:
     """Ends one of several processes, all of whose work is done, past the interpreter's own end.
 
-    DistributedDataParallel holds the process group beyond its end, and with it threads of gloo. Python takes a thread
-    down that wants to let go of a tensor while the interpreter ends, and C++ aborts the process for that.
+    DistributedDataParallel holds the process group beyond its end, and with it threads of gloo. Should one of these let
+    go of a tensor while the interpreter ends, Python takes the thread down, and C++ aborts the process for that.
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()
