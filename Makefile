@@ -16,7 +16,7 @@ TOGETHER := -n 2 --dist loadfile --no-loadscope-reorder
 .PHONY: demo test fast lint clean browser
 
 demo: .venv/installed
-	$(PYTHON) -m halley demo
+	$(PYTHON) -m encke demo
 
 test: .venv/installed-dev lint browser
 	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest $(TOGETHER)
@@ -39,11 +39,11 @@ clean:
 
 $(PYTHON):
 	@"$(BASE_PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
-		{ echo "Halley needs Python 3.11 or newer; name one with: make BASE_PYTHON=/path/to/python3 ..." >&2; exit 2; }
+		{ echo "Encke needs Python 3.11 or newer; name one with: make BASE_PYTHON=/path/to/python3 ..." >&2; exit 2; }
 	@"$(BASE_PYTHON)" -m venv .venv
 
 .venv/installed: $(PYTHON) pyproject.toml constraints-dev.txt
-	@echo "Installing halley with torch, torchvision, numba, matplotlib and what they need into .venv (1 to 5 minutes, once)"
+	@echo "Installing encke with torch, torchvision, numba, matplotlib and what they need into .venv (1 to 5 minutes, once)"
 	@$(INSTALL) -e '.[cpu,train]'
 	@touch $@
 

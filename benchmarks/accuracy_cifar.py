@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from halley.report import peak_bytes
-from halley.train.models import resnet18
+from encke.report import peak_bytes
+from encke.train.models.builders import resnet18
 from runs import Job, Ratios, attach_method, conduct, origin, parser_for, write_history
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from halley.report import peak_bytes
-from halley.train.models import Gpt
+from encke.report import peak_bytes
+from encke.train.models.builders import Gpt
 from runs import Job, Ratios, attach_method, conduct, origin, parser_for, write_history
 
 SETTINGS = ("iterations", "every", "batch", "context", "layers", "heads", "width", "dropout", "lr")

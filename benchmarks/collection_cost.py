@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import halley
-from halley.bench.provenance import write_csv
-from halley.policies import Comet
-from halley.train.models import resnet18
+import encke
+from encke.policies import Comet
+from encke.tools.provenance import write_csv
+from encke.train.models.builders import resnet18
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
         torch.manual_seed(0)
         model = resnet18().to(device)
         optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-        handle = halley.attach(model, Comet(every=args.every, rounding=rounding), optimizer=optimizer)
+        handle = encke.attach(model, Comet(every=args.every, rounding=rounding), optimizer=optimizer)
         x = torch.randn(args.batch, 3, 32, 32, device=device)
         y = torch.randint(10, (args.batch,), device=device)
         times = []

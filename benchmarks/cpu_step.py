@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import halley  # noqa: E402
-from halley.bench.provenance import write_csv  # noqa: E402
-from halley.train.models import torchvision_models  # noqa: E402
-from halley.train.networks import digits  # noqa: E402
+import encke  # noqa: E402
+from encke.tools.provenance import write_csv  # noqa: E402
+from encke.train.models.builders import torchvision_models  # noqa: E402
+from encke.train.models.networks import digits  # noqa: E402
 
 # Name, batch, channels and side of the images.
 CASES = [("digits", 125, 1, 28), ("resnet18", 16, 3, 128), ("resnet18", 8, 3, 224)]
@@ -36,7 +36,7 @@ class Training:
     def __init__(self, model: nn.Module, compressed: bool) -> None:
         self.model = model
         self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-        self.handle = halley.attach(model, optimizer=self.optimizer) if compressed else None
+        self.handle = encke.attach(model, optimizer=self.optimizer) if compressed else None
         self.times: list[float] = []
         self.cpu: list[float] = []
         """Processor time of all threads, those included that wait busily for the next operation."""

@@ -15,8 +15,8 @@ import torch
 from triton.testing import do_bench
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from halley.codecs import GroupQuant  # noqa: E402
-from halley.kernels import gpu_norm  # noqa: E402
+from encke.codecs import GroupQuant  # noqa: E402
+from encke.kernels.gpu import norm_backward  # noqa: E402
 
 # Channels and side of the maps, and how many batch norms of ResNet-50 at 224 x 224 have such an input.
 SHAPES = [
@@ -56,7 +56,7 @@ def measure(batch: int, bits: int, channels: int, side: int, dtype: torch.dtype,
     )
     packed = GroupQuant(bits=bits).encode(x)
     data, seed, nbytes = packed.parts[0], packed.seed, x.nbytes
-    assert gpu_norm.supported(tuple(x.shape), packed.stride, last, bits, packed.codec.group, dtype)
+    assert norm_backward.supported(tuple(x.shape), packed.stride, last, bits, packed.codec.group, dtype)
 
     def plain(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.ops.aten._batch_norm_impl_index_backward(
@@ -64,7 +64,7 @@ def measure(batch: int, bits: int, channels: int, side: int, dtype: torch.dtype,
         )
 
     def fused(apply: bool = True) -> tuple[torch.Tensor | None, ...]:
-        return gpu_norm.norm_backward(grad, data, mean, invstd, weight, bits, seed, last, apply)
+        return norm_backward.norm_backward(grad, data, mean, invstd, weight, bits, seed, last, apply)
 
     errors = [error(a, b) for a, b in zip(fused(), plain(packed.decode()), strict=True)]
     row: Row = {

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import halley  # noqa: E402
-from halley.bench.provenance import write_csv  # noqa: E402
-from halley.train.models import torchvision_models  # noqa: E402
+import encke  # noqa: E402
+from encke.tools.provenance import write_csv  # noqa: E402
+from encke.train.models.builders import torchvision_models  # noqa: E402
 
 MODELS = (
     "resnet18", "resnet50", "mobilenet_v2", "mobilenet_v3_large", "efficientnet_b0", "mnasnet1_0", "regnet_x_400mf",
@@ -40,7 +40,7 @@ def measure(name: str, batch: int, size: int, steps: int) -> dict[str, str | flo
     torch.manual_seed(0)
     model = still(torchvision_models().get_model(name, num_classes=CLASSES)).train()
     optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
-    handle = halley.attach(model, optimizer=optimizer)
+    handle = encke.attach(model, optimizer=optimizer)
     generator = torch.Generator().manual_seed(1)
 
     def data() -> tuple[Tensor, Tensor]:

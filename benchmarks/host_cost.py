@@ -15,11 +15,11 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from halley.capture import Capture, Layer
-from halley.codecs import ErrorBounded, GroupQuant
-from halley.codecs.base import Hint
-from halley.packed import flatten
-from halley.policies import Fixed
+from encke.capture.hooks import Capture, Layer
+from encke.codecs import ErrorBounded, GroupQuant
+from encke.codecs.base import Hint
+from encke.codecs.packed import flatten
+from encke.policies import Fixed
 
 
 def microseconds(function: Callable[[], object], calls: int = 500, rounds: int = 15) -> float:

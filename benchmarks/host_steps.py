@@ -2,7 +2,7 @@
 
 The real capture and the real functions of batch norm, ReLU and convolutions run on CPU tensors of a few values; what
 a GPU would compute is left out: kernels are not launched, so values are meaningless and times are those of Python and
-of PyTorch's own dispatch. What is attached minus what is plain is the host's share of Halley. Times are the processor's
+of PyTorch's own dispatch. What is attached minus what is plain is the host's share of Encke. Times are the processor's
 for this thread, the least of many steps; the numbers of calls do not depend on the machine.
 
 python3 benchmarks/host_steps.py [--steps N] [--profile]
@@ -23,11 +23,14 @@ from typing import Any
 import torch
 from torch import nn
 
-import halley
-from halley import capture, fused, kernels
-from halley.kernels import gpu, reference
-from halley.policies.comet import Setting
-from halley.train.models import torchvision_models
+import encke
+from encke import kernels
+from encke.capture import hooks
+from encke.fused import layers
+from encke.kernels import reference
+from encke.kernels.gpu import launch
+from encke.policies.comet.policy import Setting
+from encke.train.models.builders import torchvision_models
 
 CHANNELS, BATCH, IMAGE = 16, 256, 2
 """Of every tensor: the least that is packed in groups of one channel each, at 32 and at 16 bits a value."""
@@ -51,28 +54,28 @@ def slim_resnet50() -> nn.Module:
     return model.to(memory_format=torch.channels_last).train()
 
 
-install = fused.install
+install = layers.install
 
 
 def leave_kernels_out() -> None:
     """CPU tensors go to the code for GPUs, up to the launch. What stands for CUDA's functions is built in as well."""
     nothing = "".format
-    capture.SMALL = SMALLEST
+    hooks.SMALL = SMALLEST
     torch._C._cuda_getDevice = itertools.repeat(-1).__next__  # type: ignore[attr-defined]
     torch._C._cuda_getCurrentRawStream = abs  # type: ignore[attr-defined]
-    gpu._launch = lambda *arguments, **more: (nothing, ())  # type: ignore[assignment]
+    launch._launch = lambda *arguments, **more: (nothing, ())  # type: ignore[assignment]
     # Max-pool's backward writes where its indices point to: they have to be right.
-    gpu.bits_encode, gpu.bits_decode = reference.bits_encode, reference.bits_decode
-    kernels.of = lambda device: gpu  # type: ignore[assignment]
+    launch.bits_encode, launch.bits_decode = reference.bits_encode, reference.bits_decode
+    kernels.of = lambda device: launch  # type: ignore[assignment]
 
 
-def attached(model: nn.Module) -> halley.Handle:
+def attached(model: nn.Module) -> encke.Handle:
     """The model with the default policy, its layers fused as on a GPU.
 
     Of the convolutions that is every second one: the others stand for those whose inputs are not large.
     """
-    fused.install = lambda layers, capture: install(layers, capture, "cpu", smallest=1)  # type: ignore[assignment]
-    handle = halley.attach(model, optimizer=torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+    layers.install = lambda layers, capture: install(layers, capture, "cpu", smallest=1)  # type: ignore[assignment]
+    handle = encke.attach(model, optimizer=torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
     handle.policy.follower.updates = 1500  # type: ignore[attr-defined]
     convolutions = [module.forward for module in model.modules() if isinstance(module, nn.Conv2d)]
     for forward in convolutions[::2]:
@@ -80,7 +83,7 @@ def attached(model: nn.Module) -> halley.Handle:
     return handle
 
 
-def settle(handle: halley.Handle) -> None:
+def settle(handle: encke.Handle) -> None:
     """The policy has a setting for each site, as it has between two collection steps."""
     policy: Any = handle.policy
     for record in handle._capture.last:
@@ -155,7 +158,7 @@ def measure(dtype: torch.dtype, count: int, profiled: bool) -> None:
             f"{name:9} {least[name]:6.2f} ms, {python} calls of Python functions, {builtin} of built-in ones, "
             f"{often:.1f} garbage collections of {long:.2f} ms together"
         )
-    print(f"Halley's share {least['attached'] - least['plain']:.2f} ms", flush=True)
+    print(f"Encke's share {least['attached'] - least['plain']:.2f} ms", flush=True)
     if profiled:
         profile = cProfile.Profile()
         profile.enable()

@@ -1,4 +1,4 @@
-"""What `halley data lmdb` costs: its time beside that of a plain loop that only decodes the same files.
+"""What `encke data lmdb` costs: its time beside that of a plain loop that only decodes the same files.
 
 python3 benchmarks/lmdb_speed.py [--images 20000] [--rounds 5] [--csv benchmarks/results/lmdb_cpu.csv]
 
@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from halley.bench.provenance import version, write_csv
-from halley.train.lmdb_tool import lmdb
+from encke.tools.provenance import version, write_csv
+from encke.train.data.lmdb_tool import lmdb
 
 
 def generate(root: Path, images: int, side: int, classes: int = 20) -> list[Path]:
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=20_000)
     parser.add_argument("--side", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--workers", type=int, help="processes of halley data lmdb; by default one for each core")
+    parser.add_argument("--workers", type=int, help="processes of encke data lmdb; by default one for each core")
     parser.add_argument("--folder", type=Path, help="where images and LMDB are made and removed")
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()

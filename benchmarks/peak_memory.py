@@ -19,7 +19,7 @@ import torch
 import torchvision
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import halley  # noqa: E402
+import encke  # noqa: E402
 
 
 def nodes_behind(tensor: torch.Tensor) -> list[Any]:
@@ -91,9 +91,9 @@ def main() -> None:
         model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
     if args.collect:
-        halley.attach(model, halley.policies.Comet(every=1), optimizer)
+        encke.attach(model, encke.policies.Comet(every=1), optimizer)
     elif not args.plain:
-        halley.attach(model, halley.policies.Fixed(halley.codecs.GroupQuant(bits=2)))
+        encke.attach(model, encke.policies.Fixed(encke.codecs.GroupQuant(bits=2)))
 
     def step(marks: Marks | None = None) -> None:
         optimizer.zero_grad(set_to_none=True)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from halley.api import Handle
+    from encke.api import Handle
 
 NUMBER = r"\d+(?:\.\d*)?(?:e-?\d+)?"
 METHODS = "plain, default, division, 2 bits, 4 bits, 8 bits, comet nearest SIGMA, comet stochastic SIGMA"
@@ -43,30 +43,30 @@ def check_method(method: str) -> None:
 
 
 def attach_method(method: str, model: nn.Module, optimizer: Optimizer) -> Handle | None:
-    """Attaches Halley as `method` says; None for plain. Policies are imported when they are asked for."""
-    import halley
+    """Attaches Encke as `method` says; None for plain. Policies are imported when they are asked for."""
+    import encke
 
     check_method(method)
     if method == "plain":
         return None
     if method == "default":
-        return halley.attach(model, optimizer=optimizer)
+        return encke.attach(model, optimizer=optimizer)
     kind, *rest = method.split()
     policy: Any
     if kind == "comet":
-        from halley.policies import Comet
+        from encke.policies import Comet
 
         policy = Comet(sigma=float(rest[1]), rounding="nearest" if rest[0] == "nearest" else "stochastic")
     elif kind == "division":
-        from halley.policies import Division
+        from encke.policies import Division
 
         policy = Division()
     else:
-        from halley.codecs import GroupQuant
-        from halley.policies import Fixed
+        from encke.codecs import GroupQuant
+        from encke.policies import Fixed
 
         policy = Fixed(GroupQuant(bits=int(kind)))
-    return halley.attach(model, policy, optimizer=optimizer)
+    return encke.attach(model, policy, optimizer=optimizer)
 
 
 def parse_runs(texts: Iterable[str]) -> list[tuple[str, int]]:

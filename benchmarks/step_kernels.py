@@ -17,7 +17,7 @@ import torchvision
 from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import halley  # noqa: E402
+import encke  # noqa: E402
 
 KINDS = {
     "gq_encode": "encode",
@@ -66,11 +66,11 @@ def main() -> None:
     mode = "reduce-overhead" if args.graphs else None
     run = torch.compile(model, fullgraph=True, mode=mode) if args.compile or args.graphs else model
     if args.method == "packed":
-        halley.attach(run, halley.policies.Fixed(halley.codecs.GroupQuant(bits=2)), optimizer)
+        encke.attach(run, encke.policies.Fixed(encke.codecs.GroupQuant(bits=2)), optimizer)
     elif args.method == "bounded":
-        halley.attach(run, halley.policies.Fixed(halley.codecs.ErrorBounded(0.01, "rel")), optimizer)
+        encke.attach(run, encke.policies.Fixed(encke.codecs.ErrorBounded(0.01, "rel")), optimizer)
     elif args.method == "default":
-        halley.attach(run, optimizer=optimizer)
+        encke.attach(run, optimizer=optimizer)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)

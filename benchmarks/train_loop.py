@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-import halley
-from halley.bench.provenance import write_csv
-from halley.train.models import resnet18
+import encke
+from encke.tools.provenance import write_csv
+from encke.train.models.builders import resnet18
 
 BATCH = 256
 
@@ -57,7 +57,7 @@ def by_hand(folder: Path, epochs: int, policy: str, device: str) -> float:
     steps = len(labels) // BATCH
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * steps)
     if policy != "none":
-        halley.attach(model, optimizer=optimizer)
+        encke.attach(model, optimizer=optimizer)
     mean = torch.tensor([0.4914, 0.4822, 0.4465], device=device).view(1, 3, 1, 1)
     std = torch.tensor([0.2470, 0.2435, 0.2616], device=device).view(1, 3, 1, 1)
     rows = torch.arange(32, device=device)
@@ -98,10 +98,10 @@ def synchronize(device: str) -> None:
 
 
 def by_recipe(folder: Path, epochs: int, policy: str, device: str, out: Path) -> float:
-    """Seconds of an epoch of `halley train resnet18-cifar10`, without the first one."""
+    """Seconds of an epoch of `encke train resnet18-cifar10`, without the first one."""
     words = ["train", "resnet18-cifar10", "--data.path", str(folder), "--epochs", str(epochs), "--policy", policy]
     words += ["--device", device, "--out", str(out), "--overwrite", "--data.augment", "crop"]
-    subprocess.run([sys.executable, "-m", "halley", *words], check=True)
+    subprocess.run([sys.executable, "-m", "encke", *words], check=True)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     ends = [line["seconds"] for line in lines if line["event"] == "epoch"]
     return (ends[-1] - ends[0]) / (epochs - 1)

@@ -12,9 +12,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Files that take longest come first, so that at the end no process is left with one of them.
-LONGEST = ("train/test_loop", "test_demo", "test_work", "train/test_recipes", "test_compiled", "kernels/test_gpu",
-           "bench/test_training", "test_lowerings", "codecs/test_promises", "kernels/test_dual", "test_fused",
-           "kernels/test_norm_forward", "train/test_many", "kernels/test_norm", "bench/test_maxbatch")  # fmt: skip
+LONGEST = (
+    "train/test_loop", "test_demo", "fused/test_deferred", "train/test_recipes", "compiled/test_model",
+    "kernels/gpu/test_launch", "bench/test_training", "compiled/test_lowerings", "codecs/test_promises",
+    "kernels/gpu/test_dual", "fused/test_layers", "kernels/gpu/test_norm_forward", "train/test_distributed",
+    "kernels/gpu/test_norm_backward", "bench/test_maxbatch",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list) -> None:

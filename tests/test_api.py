@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-import halley
-from halley.codecs import ErrorBounded, GroupQuant
-from halley.policies import Fixed
+import encke
+from encke.codecs import ErrorBounded, GroupQuant
+from encke.policies import Fixed
 from tests.models import resnet
 
 
@@ -30,7 +30,7 @@ def test_attach_changes_no_class_no_layer_and_no_weight_and_comes_off_cleanly() 
     model = net()
     state = {k: v.clone() for k, v in model.state_dict().items()}
     classes = [type(m) for m in model.modules()]
-    handle = halley.attach(model)
+    handle = encke.attach(model)
     assert [type(m) for m in model.modules()] == classes and handle.attached
     step(model)
     assert set(model.state_dict()) == set(state)
@@ -47,7 +47,7 @@ def test_attach_changes_no_class_no_layer_and_no_weight_and_comes_off_cleanly() 
 
 def test_nothing_happens_in_eval_and_under_no_grad() -> None:
     model = net()
-    handle = halley.attach(model)
+    handle = encke.attach(model)
     model.eval()
     step(model)
     model.train()
@@ -60,27 +60,27 @@ def test_nothing_happens_in_eval_and_under_no_grad() -> None:
 
 def test_attaching_again_is_an_error_for_the_model_its_parts_and_what_contains_it() -> None:
     model = net()
-    handle = halley.attach(model)
+    handle = encke.attach(model)
     for other in (model, nn.Sequential(model, nn.Linear(2, 2)), model[0]):
         with pytest.raises(ValueError, match="attached already"):
-            halley.attach(other)
+            encke.attach(other)
     handle.detach()
-    halley.attach(model[0]).detach()
-    halley.attach(model).detach()
+    encke.attach(model[0]).detach()
+    encke.attach(model).detach()
 
 
 @pytest.mark.parametrize(
     ("call", "kind", "words"),
     [
-        (lambda: halley.attach(nn.ReLU()), ValueError, "no parameters"),
-        (lambda: halley.attach(torch.sin), TypeError, "compress"),
-        (lambda: halley.attach(net(), policy="fast"), TypeError, "policy must be"),
-        (lambda: halley.attach(net(), policy=ErrorBounded(0.1)), TypeError, "policy must be"),
-        (lambda: halley.attach(net(), optimizer="sgd"), TypeError, "optimizer must be"),
-        (lambda: halley.attach(net(), filter="conv"), TypeError, "filter must be"),
-        (lambda: halley.compress(policy=3), TypeError, "policy must be"),
+        (lambda: encke.attach(nn.ReLU()), ValueError, "no parameters"),
+        (lambda: encke.attach(torch.sin), TypeError, "compress"),
+        (lambda: encke.attach(net(), policy="fast"), TypeError, "policy must be"),
+        (lambda: encke.attach(net(), policy=ErrorBounded(0.1)), TypeError, "policy must be"),
+        (lambda: encke.attach(net(), optimizer="sgd"), TypeError, "optimizer must be"),
+        (lambda: encke.attach(net(), filter="conv"), TypeError, "filter must be"),
+        (lambda: encke.compress(policy=3), TypeError, "policy must be"),
         (lambda: Fixed("2 bits"), TypeError, "Fixed takes a codec"),
-        (lambda: halley.attach(nn.Sequential(torch.compile(net()), nn.ReLU())), NotImplementedError, "is compiled"),
+        (lambda: encke.attach(nn.Sequential(torch.compile(net()), nn.ReLU())), NotImplementedError, "is compiled"),
     ],
 )
 def test_wrong_arguments_name_the_value_and_the_way_out(call, kind, words: str) -> None:
@@ -91,7 +91,7 @@ def test_wrong_arguments_name_the_value_and_the_way_out(call, kind, words: str) 
 def test_filter_leaves_layers_as_they_are() -> None:
     model = net()
     seen = []
-    handle = halley.attach(model, filter=lambda module, name: seen.append(name) or name != "2")
+    handle = encke.attach(model, filter=lambda module, name: seen.append(name) or name != "2")
     step(model)
     assert seen == ["", "0", "1", "2"]
     packed = {row.layer for row in handle.report().layers if row.codec != "kept"}
@@ -100,7 +100,7 @@ def test_filter_leaves_layers_as_they_are() -> None:
 
 def test_layer_names_drop_what_wrappers_put_in_front() -> None:
     wrapped = nn.DataParallel(net())
-    handle = halley.attach(wrapped)
+    handle = encke.attach(wrapped)
     step(wrapped)
     assert {row.layer for row in handle.report().layers} == {"0", "1"}
 
@@ -108,7 +108,7 @@ def test_layer_names_drop_what_wrappers_put_in_front() -> None:
 def test_report_prints_and_exports(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, inputs = resnet()
-    handle = halley.attach(model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    handle = encke.attach(model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
     for _ in range(2):
         model(*inputs).sum().backward()
     report = handle.report()
@@ -131,7 +131,7 @@ def test_report_prints_and_exports(tmp_path: Path) -> None:
 
 def test_max_pool_indices_take_a_byte_or_less() -> None:
     model, inputs = resnet()
-    handle = halley.attach(model)
+    handle = encke.attach(model)
     for size in (32, 32, 48):
         model(torch.randn(8, 3, size, size)).sum().backward()
     (row,) = [row for row in handle.report().layers if row.codec == "Window"]
@@ -142,7 +142,7 @@ def test_state_goes_on_where_it_was() -> None:
     def run(steps: int, state: dict | None) -> tuple[torch.Tensor, dict]:
         torch.manual_seed(3)
         model = net()
-        handle = halley.attach(model, Fixed(GroupQuant(bits=2)))
+        handle = encke.attach(model, Fixed(GroupQuant(bits=2)))
         if state is not None:
             handle.load_state_dict(json.loads(json.dumps(state)))
         for _ in range(steps):
@@ -156,7 +156,7 @@ def test_state_goes_on_where_it_was() -> None:
     resumed, _ = run(1, state)
     other, _ = run(1, None)
     assert torch.equal(whole, resumed) and not torch.equal(whole, other)
-    handle = halley.attach(net())
+    handle = encke.attach(net())
     for bad, words in (
         ({}, "lacks"),
         ({**state, "version": 2}, "version 2"),
@@ -174,7 +174,7 @@ def test_compress_takes_functions_and_leaves_other_threads_alone() -> None:
     def other() -> None:
         seen.append(torch._C._autograd._top_saved_tensors_default_hooks(True))
 
-    context = halley.compress(Fixed(ErrorBounded(0)))
+    context = encke.compress(Fixed(ErrorBounded(0)))
     with context as handle:
         thread = threading.Thread(target=other)
         thread.start()
@@ -190,7 +190,7 @@ def test_compress_takes_functions_and_leaves_other_threads_alone() -> None:
 
 
 def test_compress_after_an_exception_leaves_nothing() -> None:
-    with pytest.raises(KeyError), halley.compress():
+    with pytest.raises(KeyError), encke.compress():
         raise KeyError
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
@@ -204,8 +204,8 @@ torch.manual_seed(0)
 blocks = [m for _ in range(8) for m in (nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(inplace=True))]
 model = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), *blocks)
 if sys.argv[1] == 'packed':
-    import halley
-    handle = halley.attach(model)
+    import encke
+    handle = encke.attach(model)
 x = torch.randn(16, 3, 64, 64)
 for _ in range(3):
     model(x).square().mean().backward()

@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import halley
-from halley.cli import main, plain_parser
-from halley.train.command import recipes
-from halley.train.settings import fields
+import encke
+from encke.cli import main, plain_parser
+from encke.train.command import recipes
+from encke.train.settings import fields
 
 
 def failure(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    """The one line on stderr with which `halley args` ends, exit code 2."""
+    """The one line on stderr with which `encke args` ends, exit code 2."""
     with pytest.raises(SystemExit) as end:
         main(args)
     assert end.value.code == 2
@@ -27,7 +27,7 @@ def failure(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 
 def test_version_is_that_of_the_package(capsys):
     main(["--version"])
-    assert capsys.readouterr().out == f"halley {halley.__version__}\n"
+    assert capsys.readouterr().out == f"encke {encke.__version__}\n"
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_train_help_names_every_setting_and_recipe(capsys):
 def test_a_missing_extra_is_named_with_the_way_to_install_it(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "mlxtend", None)
     line = failure(capsys, "demo")
-    assert "mlxtend" in line and "pip install 'halley[cli]'" in line
+    assert "mlxtend" in line and "pip install 'encke[cli]'" in line
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -176,7 +176,7 @@ def test_bench_names_a_folder_that_cannot_be_made(tmp_path: Path, capsys):
 
 
 def test_bench_names_a_missing_torchvision(monkeypatch, capsys):
-    monkeypatch.setattr("halley.bench.models.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("encke.bench.models.importlib.util.find_spec", lambda name: None)
     line = failure(capsys, "bench", "max-batch", "--models", "resnet18")
     assert "torchvision" in line and "pip install" in line
 

@@ -1,4 +1,4 @@
-"""`halley demo` in small: both acts run, and the figures say what happened."""
+"""`encke demo` in small: both acts run, and the figures say what happened."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from halley.cli import main
-from halley.demo import outcome
+from encke.cli import main
+from encke.demo import outcome
 
 pytestmark = pytest.mark.slow
 

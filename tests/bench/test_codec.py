@@ -1,4 +1,4 @@
-"""`halley bench codec`: what it measures and writes, on small tensors."""
+"""`encke bench codec`: what it measures and writes, on small tensors."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from halley.bench import contenders as peers
-from halley.bench.codec import Result, entropy_bytes, largest_error, measure, totals
-from halley.bench.contenders import contenders
-from halley.bench.data import Sample, from_file, generated
-from halley.cli import main
+from encke.bench import contenders as peers
+from encke.bench.codec import Result, entropy_bytes, largest_error, measure, totals
+from encke.bench.contenders import contenders
+from encke.bench.data import Sample, from_file, generated
+from encke.cli import main
 
 OURS = [
     "ErrorBounded nearest, bitmap",
@@ -147,7 +147,7 @@ def test_totals_add_bytes_and_times_and_keep_the_largest_error():
             data="d",
             tensor=tensor,
             codec="c",
-            family="halley",
+            family="encke",
             bounded=True,
             dtype="float32",
             device="cpu",

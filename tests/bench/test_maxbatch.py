@@ -1,4 +1,4 @@
-"""`halley bench max-batch`: the search, and real trials under a cap."""
+"""`encke bench max-batch`: the search, and real trials under a cap."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from halley.bench import maxbatch
-from halley.bench.maxbatch import Failed, Search, against_plain, confirmed, largest, search
-from halley.bench.steps import Task
-from halley.cli import main
+from encke.bench import maxbatch
+from encke.bench.maxbatch import Failed, Search, against_plain, confirmed, largest, search
+from encke.bench.steps import Task
+from encke.cli import main
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="a cap on the memory of a process needs Linux")
 TASK = Task("resnet18", "plain", "fp32", batch=8, size=32, steps=1, device="cpu", cap=2**30)

@@ -1,4 +1,4 @@
-"""`halley bench memory` and `speed`: what measuring processes find, and what happens when they fail."""
+"""`encke bench memory` and `speed`: what measuring processes find, and what happens when they fail."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import sys
 
 import pytest
 
-from halley.bench import UsageError, children
-from halley.bench.children import Child
-from halley.bench.plots import spread
-from halley.bench.provenance import provenance
-from halley.bench.steps import Task
-from halley.bench.terminal import progress, table, times
-from halley.bench.training import measure_row, parse_bytes
-from halley.cli import main
+from encke.bench import children
+from encke.bench.children import Child
+from encke.bench.plots import spread
+from encke.bench.steps import Task
+from encke.bench.training import measure_row, parse_bytes
+from encke.cli import main
+from encke.tools.errors import UsageError
+from encke.tools.provenance import provenance
+from encke.tools.terminal import progress, table, times
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the memory of the process is read from /proc")
 TASK = Task("resnet18", "plain", "fp32", batch=8, size=32, steps=1, device="cpu")
@@ -83,7 +84,7 @@ def test_a_transformer_gives_tokens_in_a_second(tmp_path, capsys):
     options = ["--models", "gpt-mini", "--tokens", "32", "--batch", "2", "3", "--steps", "1", "--methods", "plain"]
     main(["bench", "speed", *options, "--out", str(tmp_path)])
     row = rows_of(tmp_path / "speed.csv")["plain"]
-    assert (row["unit"], row["batch"], row["model_from"]) == ("tokens", "3", "halley.train.models.Gpt")
+    assert (row["unit"], row["batch"], row["model_from"]) == ("tokens", "3", "encke.train.models.builders.Gpt")
     assert float(row["per_second"]) == pytest.approx(3 * 32e3 / float(row["pipelined_ms"]))
     assert (tmp_path / "throughput.png").exists()
     assert "tokens/s" in capsys.readouterr().out
@@ -157,8 +158,8 @@ def test_names_beside_a_plot_keep_their_order_and_a_gap():
     ("called", "expected"),
     [
         ("benchmarks/cpu_step.py", "python3 benchmarks/cpu_step.py --csv f.csv"),
-        ("/anywhere/bin/halley", "halley --csv f.csv"),
-        ("/anywhere/halley/__main__.py", "halley --csv f.csv"),
+        ("/anywhere/bin/encke", "encke --csv f.csv"),
+        ("/anywhere/encke/__main__.py", "encke --csv f.csv"),
     ],
 )
 def test_the_command_is_the_one_that_was_given(called, expected, monkeypatch):

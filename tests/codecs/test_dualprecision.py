@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from halley.cells import satisfies, strictest
-from halley.codecs import Codec, DualPrecision, ErrorBounded, GroupQuant, Keep, Mask, Sign
-from halley.codecs.dualprecision import DualPrecisionPacked
-from halley.packed import flatten
+from encke.capture.saved import satisfies, strictest
+from encke.codecs import Codec, DualPrecision, ErrorBounded, GroupQuant, Keep, Mask, Sign
+from encke.codecs.dualprecision import DualPrecisionPacked
+from encke.codecs.packed import flatten
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

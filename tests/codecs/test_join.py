@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from halley.cells import strictest
-from halley.codecs import Codec, DualPrecision, ErrorBounded, GroupQuant, Lossless, Mask, Sign
+from encke.capture.saved import strictest
+from encke.codecs import Codec, DualPrecision, ErrorBounded, GroupQuant, Lossless, Mask, Sign
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from halley.codecs import ErrorBounded, GroupQuant, LogProb
-from halley.codecs.base import mix
-from halley.codecs.logprob import STEPS
+from encke.codecs import ErrorBounded, GroupQuant, LogProb
+from encke.codecs.base import mix
+from encke.codecs.logprob import STEPS
 
 DTYPES = pytest.mark.parametrize(
     ("dtype", "lowest"), [(torch.float32, -25), (torch.float16, -21), (torch.bfloat16, -18)], ids=str

@@ -13,10 +13,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import halley
-from halley import kernels
-from halley.codecs import ErrorBounded, GroupQuant, Lossless, Window
-from halley.kernels import reference
+import encke
+from encke import kernels
+from encke.codecs import ErrorBounded, GroupQuant, Lossless, Window
+from encke.kernels import reference
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 IMPLEMENTATIONS = {"reference": reference, "cpu": kernels.implementation("cpu"), "gpu": kernels.implementation("cuda")}
@@ -296,7 +296,7 @@ def test_max_pool_indices_in_three_dimensions_and_in_planes_smaller_than_the_win
 def test_windows_too_large_for_a_byte_fall_back_to_the_range() -> None:
     x = torch.randn(4, 8, 40, 40, requires_grad=True)
     expected = torch.autograd.grad(F.max_pool2d(x, 20, 1).square().sum(), x)[0]
-    context = halley.compress()
+    context = encke.compress()
     for _ in range(2):
         with context as handle:
             y = F.max_pool2d(x, 20, 1)

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-import halley
-from halley.bench.models import MINI_VOCABULARY, gpt_mini
-from halley.codecs import ErrorBounded, GroupQuant, late
-from halley.codecs.base import Hint
-from halley.policies import Fixed
+import encke
+from encke.bench.models import MINI_VOCABULARY, gpt_mini
+from encke.codecs import ErrorBounded, GroupQuant, pending
+from encke.codecs.base import Hint
+from encke.policies import Fixed
 from tests.integration.test_end_to_end import EXACT
 from tests.models import MODELS
 
@@ -32,7 +32,7 @@ def test_gradients_are_bit_equal_at_bound_zero(name: str) -> None:
     model, inputs = MODELS[name]()
     model, inputs = model.cuda(), to_cuda(inputs)
     plain = copy.deepcopy(model)
-    handle = halley.attach(model, EXACT)
+    handle = encke.attach(model, EXACT)
     for seed in range(3):
         grads = []
         for m in (plain, model):
@@ -59,7 +59,7 @@ def test_memory_held_after_forward_drops(policy) -> None:
     for kind in ("plain", "packed"):
         model = convs()
         if kind == "packed":
-            handle = halley.attach(model, policy)
+            handle = encke.attach(model, policy)
         for _ in range(2):
             model(x).square().mean().backward()
         torch.cuda.synchronize()
@@ -80,7 +80,7 @@ def test_too_small_a_prediction_loses_nothing() -> None:
         hint.share = start
         codec = ErrorBounded(1e-3)
         x = torch.randn(1 << 20, device="cuda")
-        packed = codec.encode_flat(x, halley.packed.Layout((x.numel(),), (1,)), 0, hint)
+        packed = codec.encode_flat(x, encke.codecs.packed.Layout((x.numel(),), (1,)), 0, hint)
         assert (packed.decode() - x).abs().max() <= 1e-3
         assert 0.2 < hint.share < 0.8
 
@@ -90,11 +90,11 @@ def test_a_changed_source_of_a_failed_prediction_is_an_error() -> None:
     hint.share = 1e-6
     x = torch.randn(1 << 20, device="cuda")
     torch.cuda._sleep(int(5e7))
-    packed = ErrorBounded(1e-3).encode_flat(x, halley.packed.Layout((x.numel(),), (1,)), 0, hint)
+    packed = ErrorBounded(1e-3).encode_flat(x, encke.codecs.packed.Layout((x.numel(),), (1,)), 0, hint)
     x.zero_()
     with pytest.raises(RuntimeError, match="inplace"):
         packed.decode()
-    late._in_flight.queue.clear()
+    pending._in_flight.queue.clear()
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_changed_source_of_a_failed_prediction_is_an_error() -> None:
 def test_a_training_step_does_not_wait_for_the_gpu(policy) -> None:
     model = convs()
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, foreach=True)
-    halley.attach(model, policy, optimizer)
+    encke.attach(model, policy, optimizer)
     x = torch.randn(64, 3, 64, 64, device="cuda")
 
     def step() -> None:
@@ -146,9 +146,9 @@ def test_a_language_model_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     """Statistics, labels and log-probabilities: none has a size or a range that only the GPU knows."""
     model = gpt_mini(256).cuda()
     tokens = torch.randint(0, MINI_VOCABULARY, (16, 256), device="cuda")
-    halley.attach(model)
+    encke.attach(model)
     waiting = []
-    monkeypatch.setattr(late._in_flight, "add", waiting.append)
+    monkeypatch.setattr(pending._in_flight, "add", waiting.append)
     for step in range(4):
         if step == 3:
             waiting.clear()
@@ -173,7 +173,7 @@ def test_recorded_graphs_compute_the_same_and_round_every_step_anew(monkeypatch:
         torch.manual_seed(0)
         model = convs().to(memory_format=torch.channels_last)
         compiled = torch.compile(model, fullgraph=True, mode=mode)
-        handle = halley.attach(compiled, Fixed(GroupQuant(bits=2)))
+        handle = encke.attach(compiled, Fixed(GroupQuant(bits=2)))
         for step in range(6):
             model.zero_grad()
             with torch.profiler.profile() if step == 5 else contextlib.nullcontext() as profiler:

@@ -12,7 +12,7 @@ import pytest
 WORKER = """
 import copy, os, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
-import halley
+import encke
 from tests.models import resnet
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -21,9 +21,9 @@ torch.set_num_threads(1)
 model, _ = resnet()
 plain = DDP(copy.deepcopy(model))
 outside, inside = DDP(copy.deepcopy(model)), copy.deepcopy(model)
-exact = halley.policies.Fixed(halley.codecs.ErrorBounded(0))
-handle = halley.attach(outside, exact)
-halley.attach(inside, exact)
+exact = encke.policies.Fixed(encke.codecs.ErrorBounded(0))
+handle = encke.attach(outside, exact)
+encke.attach(inside, exact)
 inside = DDP(inside)
 for step in range(3):
     x = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(10 * step + rank))
@@ -36,7 +36,7 @@ for step in range(3):
         assert torch.equal(a, b) and torch.equal(a, c)
 assert not any(row.layer.startswith("module") for row in handle.report().layers)
 m = copy.deepcopy(model)
-halley.attach(m, halley.policies.Fixed(halley.codecs.GroupQuant(bits=2)))
+encke.attach(m, encke.policies.Fixed(encke.codecs.GroupQuant(bits=2)))
 x = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(5))
 m(x).sum().backward()
 mine = m[0].weight.grad
@@ -54,8 +54,8 @@ os._exit(0)
 COMET = """
 import copy, os, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
-import halley
-from tests.policies.test_comet import WEIGHTS, net
+import encke
+from tests.policies.comet.test_policy import WEIGHTS, net
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.set_num_threads(1)
@@ -63,13 +63,13 @@ torch.set_num_threads(1)
 def train(rounding, order, given):
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.005, momentum=0.9)
-    policy = halley.policies.Comet(0.1 if rounding == "stochastic" else None, every=4, rounding=rounding)
+    policy = encke.policies.Comet(0.1 if rounding == "stochastic" else None, every=4, rounding=rounding)
     if order == "attach first":
-        handle = halley.attach(model, policy, optimizer if given else None)
+        handle = encke.attach(model, policy, optimizer if given else None)
         model = DDP(model)
     else:
         model = DDP(model)
-        handle = halley.attach(model, policy, optimizer if given else None)
+        handle = encke.attach(model, policy, optimizer if given else None)
     for step in range(14):
         # Different data, and much larger on the second rank.
         x = torch.randn(32, 3, 16, 16, generator=torch.Generator().manual_seed(10 * step + rank)) * (1 + 2 * rank)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-import halley
-from halley.capture import SMALL, Saved, saved_by
+import encke
+from encke.capture.hooks import SMALL, Saved, saved_by
 from tests.models import MODELS
 
-EXACT = halley.policies.Fixed(halley.codecs.ErrorBounded(0))
+EXACT = encke.policies.Fixed(encke.codecs.ErrorBounded(0))
 
 
 def grads(model: nn.Module, inputs, seed: int) -> list[torch.Tensor]:
@@ -39,7 +39,7 @@ def test_gradients_are_bit_equal_at_bound_zero(name: str) -> None:
     torch.manual_seed(0)
     model, inputs = MODELS[name]()
     plain = copy.deepcopy(model)
-    with_handle = halley.attach(model, EXACT)
+    with_handle = encke.attach(model, EXACT)
     for seed in range(3):
         expected, got = grads(plain, inputs, seed), grads(model, inputs, seed)
         assert len(expected) == len(got) > 0
@@ -52,7 +52,7 @@ def test_gradients_are_bit_equal_at_bound_zero(name: str) -> None:
 def test_every_large_float_that_is_no_weight_is_packed(name: str) -> None:
     torch.manual_seed(0)
     model, inputs = MODELS[name]()
-    handle = halley.attach(model, EXACT)
+    handle = encke.attach(model, EXACT)
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     for step in range(2):
         found = saved_in(model(*inputs))
@@ -81,7 +81,7 @@ def test_weights_stay_exact_under_a_coarse_bound(name: str) -> None:
     """With a bound of half the range on everything lossy, what a weight slot restores is still the weight itself."""
     torch.manual_seed(0)
     model, inputs = MODELS[name]()
-    halley.attach(model, halley.policies.Fixed(halley.codecs.ErrorBounded(0.5, "rel")))
+    encke.attach(model, encke.policies.Fixed(encke.codecs.ErrorBounded(0.5, "rel")))
     for _ in range(2):
         lossy = {
             (saved.site.operation, saved.site.slot): saved.layout.size

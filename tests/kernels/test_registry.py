@@ -9,14 +9,14 @@ import sys
 import pytest
 import torch
 
-from halley import kernels
+from encke import kernels
 
 X = torch.randn(3000)
-META, PAYLOAD = torch.ops.halley.eb_encode(X, 0.1, math.inf, False, 0, True, -1)
-DATA = torch.ops.halley.gq_encode(X, 2, 256, 7)
-DUAL = torch.ops.halley.dp_encode(X, 20, 25, 8, 2, True, 7)
-LOGS = torch.ops.halley.lp_encode(-X.abs(), 0.1, 0.1, 7)
-BITS = torch.ops.halley.bits_encode((X > 0).to(torch.uint8), 1)
+META, PAYLOAD = torch.ops.encke.eb_encode(X, 0.1, math.inf, False, 0, True, -1)
+DATA = torch.ops.encke.gq_encode(X, 2, 256, 7)
+DUAL = torch.ops.encke.dp_encode(X, 20, 25, 8, 2, True, 7)
+LOGS = torch.ops.encke.lp_encode(-X.abs(), 0.1, 0.1, 7)
+BITS = torch.ops.encke.bits_encode((X > 0).to(torch.uint8), 1)
 
 SAMPLES = {
     "eb_encode": (X, 0.1, math.inf, False, 0, True, -1),
@@ -34,13 +34,13 @@ SAMPLES = {
 
 @pytest.mark.parametrize("name", kernels.SCHEMAS)
 def test_operator(name: str) -> None:
-    torch.library.opcheck(getattr(torch.ops.halley, name).default, SAMPLES[name])
+    torch.library.opcheck(getattr(torch.ops.encke, name).default, SAMPLES[name])
 
 
 def test_fast_implementations_serve_where_their_compilers_are_installed() -> None:
-    assert kernels.implementation("cpu").__name__ == "halley.kernels.cpu"
-    assert kernels.implementation("cuda").__name__ == "halley.kernels.gpu"
-    assert kernels.implementation("mps").__name__ == "halley.kernels.reference"
+    assert kernels.implementation("cpu").__name__ == "encke.kernels.cpu.launch"
+    assert kernels.implementation("cuda").__name__ == "encke.kernels.gpu.launch"
+    assert kernels.implementation("mps").__name__ == "encke.kernels.reference"
 
 
 def test_plain_torch_serves_without_numba() -> None:
@@ -50,8 +50,8 @@ sys.modules["numba"] = None
 import importlib.util
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *a: None if name == "numba" else find(name, *a)
-import torch, halley
+import torch, encke
 x = torch.randn(2000)
-assert (halley.codecs.ErrorBounded(0.1).encode(x).decode() - x).abs().max() <= 0.1
+assert (encke.codecs.ErrorBounded(0.1).encode(x).decode() - x).abs().max() <= 0.1
 """
     subprocess.run([sys.executable, "-c", code], check=True)

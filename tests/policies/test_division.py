@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import halley
-from halley.codecs import Codec, DualPrecision, Keep
-from halley.policies import Division
-from halley.sites import Site
+import encke
+from encke.capture.sites import Site
+from encke.codecs import Codec, DualPrecision, Keep
+from encke.policies import Division
 from tests.models import resnet, transformer
 
 DUAL = DualPrecision(8, 2)
@@ -64,7 +64,7 @@ def test_masks_are_exact(inplace: bool, memory: torch.memory_format) -> None:
     torch.manual_seed(0)
     plain = convolutions(inplace).to(memory_format=memory)
     model, x = copy.deepcopy(plain), torch.randn(8, 3, 30, 37).contiguous(memory_format=memory)
-    handle = halley.attach(model, Division())
+    handle = encke.attach(model, Division())
     for seed in range(3):
         assert torch.equal(input_gradient(model, x, seed), input_gradient(plain, x, seed))
     (row,) = [row for row in handle.report().layers if row.layer == "1"]
@@ -77,7 +77,7 @@ def test_masks_are_exact_in_double_backward() -> None:
     torch.manual_seed(0)
     plain = convolutions()
     model, x = copy.deepcopy(plain), torch.randn(8, 3, 32, 32)
-    halley.attach(model, Division())
+    encke.attach(model, Division())
     for seed in range(2):
         expected = input_gradient(plain, x, seed, create_graph=True)
         assert torch.equal(input_gradient(model, x, seed, create_graph=True), expected)
@@ -87,7 +87,7 @@ def test_inputs_of_convolutions_are_coarse_and_right_on_average() -> None:
     torch.manual_seed(0)
     model = convolutions()[:3]
     plain, x = copy.deepcopy(model), torch.randn(8, 3, 32, 32)
-    halley.attach(model, Division())
+    encke.attach(model, Division())
     plain(x).square().mean().backward()
     exact = plain[2].weight.grad
     draws = []
@@ -103,7 +103,7 @@ def test_linear_layers_are_left_alone() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(512, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 128))
     model, x = copy.deepcopy(plain), torch.randn(64, 512, requires_grad=True)
-    handle = halley.attach(model, Division())
+    handle = encke.attach(model, Division())
     for _ in range(2):
         for m in (plain, model):
             m.zero_grad()
@@ -117,7 +117,7 @@ def test_linear_layers_are_left_alone() -> None:
 def test_transformers_are_left_alone() -> None:
     torch.manual_seed(0)
     model, (tokens,) = transformer()
-    handle = halley.attach(model, Division())
+    handle = encke.attach(model, Division())
     for _ in range(2):
         F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
     assert not any(row.codec in ("DualPrecision", "ErrorBounded") for row in handle.report().layers)
@@ -128,7 +128,7 @@ def train(policy: Division | None, steps: int, autocast: bool = False) -> tuple[
     torch.manual_seed(0)
     model, _ = resnet()
     if policy is not None:
-        halley.attach(model, policy)
+        encke.attach(model, policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     patterns, losses = torch.randn(10, 3, 32, 32), []
     for _ in range(steps):
@@ -161,7 +161,7 @@ def test_a_residual_network_trains_under_autocast() -> None:
 def test_memory_of_a_residual_network_shrinks_as_published() -> None:
     torch.manual_seed(0)
     model, (x,) = resnet()
-    handle = halley.attach(model, Division())
+    handle = encke.attach(model, Division())
     for _ in range(2):
         model(x).square().mean().backward()
     rows = handle.report().layers
@@ -175,7 +175,7 @@ def test_weights_and_buffers_are_those_of_the_model() -> None:
     model, (x,) = resnet()
     before = copy.deepcopy(model.state_dict())
     expected = copy.deepcopy(model).eval()(x)
-    handle = halley.attach(model, Division())
+    handle = encke.attach(model, Division())
     after = model.state_dict()
     assert list(after) == list(before) and all(torch.equal(after[name], before[name]) for name in before)
     assert torch.equal(model.eval()(x), expected)

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import halley
-from halley.codecs import Codec, ErrorBounded, GroupQuant, LogProb
-from halley.policies import Fixed, fixed
-from halley.sites import Site
+import encke
+from encke.capture.sites import Site
+from encke.codecs import Codec, ErrorBounded, GroupQuant, LogProb
+from encke.policies import Fixed, fixed
 from tests.models import Block, transformer
 
 
@@ -66,7 +66,7 @@ def test_gradients_of_a_loss_are_right_on_average(monkeypatch: pytest.MonkeyPatc
         batch = torch.randn(256, 32), torch.randint(0, 512, (256,))
         head(*batch).backward()
         exact, wrong = head.bias.grad.clone(), []
-        halley.attach(head, Fixed(GroupQuant(bits=2)))
+        encke.attach(head, Fixed(GroupQuant(bits=2)))
         for _ in range(17):
             head.zero_grad()
             head(*batch).backward()
@@ -111,7 +111,7 @@ def test_more_bits_for_attention_are_worth_it(monkeypatch: pytest.MonkeyPatch) -
                 # Scores far from uniform, as in a trained model.
                 module.weight.data *= 2
         plain = copy.deepcopy(model)
-        halley.attach(model, Fixed(GroupQuant(bits=2)), filter=lambda module, name: isinstance(module, Block))
+        encke.attach(model, Fixed(GroupQuant(bits=2)), filter=lambda module, name: isinstance(module, Block))
         for _ in range(2):
             for m in (plain, model):
                 m.zero_grad()

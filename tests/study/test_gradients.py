@@ -1,4 +1,4 @@
-"""`halley study gradients`: theory against measurement on small layers, the study's own codecs, and the command."""
+"""`encke study gradients`: theory against measurement on small layers, the study's own codecs, and the command."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import nn
 
-import halley
-from halley.cli import main
-from halley.codecs import ErrorBounded
-from halley.study.codecs import HighFrequency, LowFrequency, Midpoint
-from halley.study.data import LENGTH, images, text
-from halley.study.distributions import distance, ks_normal, kurtosis, triangle, uniform
-from halley.study.frozen import Frozen, Layer, rms
-from halley.study.gradients import confirm, study_layer
-from halley.study.predict import close_loop, error, measure, predict
-from halley.study.zeros import Alike, gradients_by_layer, not_a_norm
-from halley.theory import error_std, stochastic_power
-from halley.train.models import Gpt
+import encke
+from encke.cli import main
+from encke.codecs import ErrorBounded
+from encke.policies.comet.theory import error_std, stochastic_power
+from encke.study.codecs import HighFrequency, LowFrequency, Midpoint
+from encke.study.data import LENGTH, images, text
+from encke.study.distributions import distance, ks_normal, kurtosis, triangle, uniform
+from encke.study.frozen import Frozen, Layer, rms
+from encke.study.gradients import confirm, study_layer
+from encke.study.predict import close_loop, error, measure, predict
+from encke.study.zeros import Alike, gradients_by_layer, not_a_norm
+from encke.train.models.builders import Gpt
 
 BOUNDS = (0.05, 0.2, 1.0)
 
@@ -209,8 +209,8 @@ def test_without_exact_zeros_the_mask_is_read_from_what_was_decoded():
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1))
     x = torch.randn(8, 3, 32, 32)
 
-    def gradient(codec: halley.codecs.Codec) -> torch.Tensor:
-        handle = halley.attach(model, Alike(codec), filter=not_a_norm)
+    def gradient(codec: encke.codecs.Codec) -> torch.Tensor:
+        handle = encke.attach(model, Alike(codec), filter=not_a_norm)
         for _ in range(2):
             model.zero_grad()
             model(x).square().sum().backward()
@@ -271,7 +271,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 @pytest.mark.slow
 def test_the_study_of_a_small_cnn_end_to_end(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("halley.study.zeros.STEPS", 3)
+    monkeypatch.setattr("encke.study.zeros.STEPS", 3)
     data, out = photos(tmp_path / "photos.npz"), tmp_path / "out"
     options = ["--model", "cnn", "--batch", "16", "--steps", "2", "--bounds", "0.05", "0.2"]
     main(["study", "gradients", *options, "--data", str(data), "--out", str(out)])
@@ -312,7 +312,7 @@ def test_help_names_what_there_is(args, words, capsys):
 
 @pytest.mark.slow
 def test_small_inputs_are_named_in_the_table_and_in_words(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("halley.study.zeros.STEPS", 1)
+    monkeypatch.setattr("encke.study.zeros.STEPS", 1)
     data = photos(tmp_path / "photos.npz")
     options = ["--model", "cnn", "--batch", "4", "--steps", "0", "--bounds", "0.2"]
     main(["study", "gradients", *options, "--data", str(data), "--out", str(tmp_path / "out")])

@@ -16,11 +16,11 @@ import pytest
 import torch
 from PIL import Image
 
-from halley.bench import UsageError
-from halley.bench.process import ALLOCATOR
-from halley.train import loop
-from halley.train.loop import train
-from halley.train.settings import read
+from encke.tools.errors import UsageError
+from encke.tools.process import ALLOCATOR
+from encke.train import loop
+from encke.train.loop import train
+from encke.train.settings import read
 
 SMALL = (
     "--data synthetic --data.samples 96 --data.size 28 --data.channels 1 --batch 16 --epochs 2 --metrics 2 --layers 3"
@@ -290,7 +290,7 @@ def run_command(*arguments: str, allocator: bool = False, session: bool = False)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory of the process is read from /proc")
 def test_memory_of_a_process_is_told_where_it_means_something(tmp_path):
-    command = ["-m", "halley", "train", "digits", *SMALL.split(), "--batch", "48", "--metrics", "1", "--steps", "4"]
+    command = ["-m", "encke", "train", "digits", *SMALL.split(), "--batch", "48", "--metrics", "1", "--steps", "4"]
     found = {}
     for name, policy in (("plain", "none"), ("compressed", "comet")):
         process = run_command(*command, "--policy", policy, "--out", str(tmp_path / name), allocator=True)
@@ -305,7 +305,7 @@ def test_memory_of_a_process_is_told_where_it_means_something(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_killed_at_any_moment_resumes_and_ends_with_the_same_result(tmp_path):
-    command = ["-m", "halley", "train", "digits", *SMALL.split(), "--epochs", "4", "--save", "0.01"]
+    command = ["-m", "encke", "train", "digits", *SMALL.split(), "--epochs", "4", "--save", "0.01"]
     assert run_command(*command, "--out", str(tmp_path / "whole")).wait() == 0
     for wait in (0.0, 0.4, 0.9):
         out = tmp_path / f"part{wait}"
@@ -316,7 +316,7 @@ def test_a_run_killed_at_any_moment_resumes_and_ends_with_the_same_result(tmp_pa
         time.sleep(wait)
         process.kill()
         process.wait()
-        again = run_command("-m", "halley", "train", str(out), "--resume")
+        again = run_command("-m", "encke", "train", str(out), "--resume")
         shown, _ = again.communicate()
         assert again.returncode == 0 and "done" in shown, shown
         assert same_weights(tmp_path / "whole", out)
@@ -332,7 +332,7 @@ def test_a_signal_to_all_processes_of_a_run_saves_too(tmp_path, number):
             for i in range(count):
                 image = Image.new("RGB", (28, 28), (20 * i, 100, 255 * (name == "a")))
                 image.save(tmp_path / split / name / f"{i}.png")
-    command = ["-m", "halley", "train", "digits", "--data", "folder", "--data.path", str(tmp_path / "train")]
+    command = ["-m", "encke", "train", "digits", "--data", "folder", "--data.path", str(tmp_path / "train")]
     command += [
         "--data.workers",
         "1",
@@ -357,7 +357,7 @@ def test_a_signal_to_all_processes_of_a_run_saves_too(tmp_path, number):
 
 @pytest.mark.slow
 def test_ctrl_c_in_a_real_process_saves_and_says_how_to_go_on(tmp_path):
-    command = ["-m", "halley", "train", "digits", *SMALL.split(), "--epochs", "4000", "--out", str(tmp_path / "run")]
+    command = ["-m", "encke", "train", "digits", *SMALL.split(), "--epochs", "4000", "--out", str(tmp_path / "run")]
     process = run_command(*command)
     while not (tmp_path / "run" / "metrics.jsonl").exists():
         assert process.poll() is None
@@ -365,5 +365,5 @@ def test_ctrl_c_in_a_real_process_saves_and_says_how_to_go_on(tmp_path):
     process.send_signal(signal.SIGINT)
     shown, _ = process.communicate()
     assert process.returncode == 130
-    assert f"halley train {tmp_path / 'run'} --resume" in shown.splitlines()[-1]
+    assert f"encke train {tmp_path / 'run'} --resume" in shown.splitlines()[-1]
     assert (tmp_path / "run" / "checkpoint.pt").exists()

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from halley.train.command import recipes
-from halley.train.loop import train
-from halley.train.settings import read
+from encke.train.command import recipes
+from encke.train.loop import train
+from encke.train.settings import read
 
 QUICK = ("digits", "resnet18-cifar10", "gpt-text")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from halley.bench import UsageError
-from halley.train.settings import RECIPES, Settings, explained, fields, read, to_yaml
+from encke.tools.errors import UsageError
+from encke.train.settings import RECIPES, Settings, explained, fields, read, to_yaml
 
 
 def recipe(folder: Path, text: str) -> str:

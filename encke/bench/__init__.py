@@ -1,0 +1,1 @@
+"""Measurements, always beside the alternatives in the same run."""

@@ -1,0 +1,87 @@
+"""Measuring processes as their parent sees them: started, asked, and ended whatever happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from encke.bench.steps import Task
+from encke.tools.process import ALLOCATOR
+
+SEGMENTS = "expandable_segments:True"
+"""Under a cap, memory in pieces must not decide; the same for all methods."""
+
+
+def environment(task: Task) -> dict[str, str]:
+    """The environment of a measuring process."""
+    found = dict(os.environ)
+    package = str(Path(__file__).parents[2])
+    found["PYTHONPATH"] = os.pathsep.join(filter(None, [package, found.get("PYTHONPATH")]))
+    if task.device == "cpu":
+        found |= ALLOCATOR
+    elif task.cap is not None:
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+            found.setdefault(name, SEGMENTS)
+    return found
+
+
+class Child:
+    """One measuring process. As a context it is ended on the way out."""
+
+    def __init__(self, task: Task) -> None:
+        self.errors = tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "encke.bench.steps", json.dumps(asdict(task))],
+            env=environment(task),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+        )
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """The answer to a request; if the process has died, `{"failed": how, "died": True}`."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with suppress(BrokenPipeError):
+            print(json.dumps(request), file=self.process.stdin, flush=True)
+        line = self.process.stdout.readline()
+        return json.loads(line) if line else {"failed": self._end(), "died": True}
+
+    def _end(self) -> str:
+        """How the process came to its end, in words."""
+        code = self.process.wait()
+        if code < 0:
+            name = signal.Signals(-code).name
+            return f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+        self.errors.seek(0)
+        lines = self.errors.read().strip().splitlines()
+        return f"exit code {code}" + (f": {lines[-1].strip()}" if lines else "")
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                with suppress(BrokenPipeError):
+                    stream.close()
+        self.errors.close()
+
+
+def measure(task: Task) -> dict[str, Any]:
+    """All figures of one task, from a process of its own."""
+    with Child(task) as child:
+        return child.ask(measure=True)

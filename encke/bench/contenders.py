@@ -1,0 +1,198 @@
+"""What `encke bench codec` measures, under one interface: our codecs, other compressors and a plain copy."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from encke.bench.data import Sample
+from encke.codecs import Codec, ErrorBounded, GroupQuant, Lossless
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A contender on one sample. `encode` and `decode` are timed; `decode` gives an array or tensor like `source`."""
+
+    source: Tensor
+    encode: Callable[[], Any]
+    decode: Callable[[Any], Any]
+    nbytes: Callable[[Any], int]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One row of the table. `bounded`: it promises to keep the bound. `threads`: None on a GPU."""
+
+    name: str
+    family: str
+    threads: int | None
+    bounded: bool
+    trial: Callable[[Sample], Trial]
+
+
+def _trial(codec: Codec, source: Tensor) -> Trial:
+    return Trial(source, lambda: codec.encode(source), lambda packed: packed.decode(), lambda packed: packed.nbytes)
+
+
+def ours(threads: int | None) -> list[Contender]:
+    """Encke's codecs, with the settings that are worth comparing."""
+
+    def bounded(rounding: Any, bitmap: bool) -> Contender:
+        name = f"ErrorBounded {rounding}{', bitmap' if bitmap else ''}"
+        return Contender(
+            name,
+            "encke",
+            threads,
+            True,
+            lambda s: _trial(ErrorBounded(s.bound, mode=s.mode, rounding=rounding, bitmap=bitmap), s.tensor),
+        )
+
+    def fixed(bits: int) -> Contender:
+        return Contender(
+            f"GroupQuant {bits} bits", "encke", threads, False, lambda s: _trial(GroupQuant(bits=bits), s.tensor)
+        )
+
+    return [
+        *(bounded(rounding, bitmap) for rounding in ("nearest", "stochastic") for bitmap in (True, False)),
+        *(fixed(bits) for bits in (2, 4, 8)),
+        Contender("Lossless (mask x != 0)", "mask", threads, True, lambda s: _trial(Lossless(), s.tensor != 0)),
+    ]
+
+
+def copy(threads: int | None) -> Contender:
+    """The limit of throughput: the input copied into memory that is already there."""
+
+    def trial(sample: Sample) -> Trial:
+        x, there = sample.tensor, torch.empty_like(sample.tensor)
+        return Trial(x, lambda: there.copy_(x), lambda packed: there.copy_(x), lambda packed: x.nbytes)
+
+    return Contender("copy", "limit", threads, True, trial)
+
+
+def rows(x: Tensor) -> Any:
+    """What CPU peers get: all dimensions but the last as one. Of five layouts, within 3 % of their best on all data."""
+    return x.reshape(-1, x.shape[-1] if x.dim() else 1).numpy()
+
+
+def sz3(prediction: bool) -> Contender:
+    """SZ3 through `pysz`: its default, or without prediction. Its wheels are built without OpenMP: one thread."""
+    import pysz
+
+    def trial(sample: Sample) -> Trial:
+        x = rows(sample.tensor)
+        config = pysz.szConfig()
+        if not prediction:
+            config.cmprAlgo = pysz.szAlgorithm.NOPRED
+        if sample.mode == "abs":
+            config.errorBoundMode, config.absErrorBound = pysz.szErrorBoundMode.ABS, sample.bound
+        else:
+            config.errorBoundMode, config.relErrorBound = pysz.szErrorBoundMode.REL, sample.bound
+        return Trial(
+            sample.tensor,
+            lambda: pysz.sz.compress(x, config)[0],
+            lambda packed: pysz.sz.decompress(packed, x.dtype, x.shape)[0],
+            lambda packed: packed.nbytes,
+        )
+
+    return Contender("SZ3" if prediction else "SZ3, no prediction", "peer", 1, True, trial)
+
+
+def zfp() -> Contender:
+    """zfp through `zfpy`, fixed-accuracy mode, one thread."""
+    import zfpy
+
+    def trial(sample: Sample) -> Trial:
+        x, bound = rows(sample.tensor), sample.absolute
+        return Trial(
+            sample.tensor,
+            lambda: zfpy.compress_numpy(x, tolerance=bound),
+            zfpy.decompress_numpy,
+            len,
+        )
+
+    return Contender("zfp", "peer", 1, True, trial)
+
+
+def bitcomp(sparse: bool) -> Contender:
+    """nvCOMP's Bitcomp in its lossy mode: the error is at most delta / 2; it rounds delta down to a power of two."""
+    from nvidia import nvcomp
+
+    def trial(sample: Sample) -> Trial:
+        x = sample.tensor
+        kind = f"<f{x.element_size()}"
+        codec = nvcomp.Codec(
+            algorithm="Bitcomp",
+            algorithm_type=int(sparse),
+            data_type=kind,
+            mode=nvcomp.BitcompMode.BITCOMP_LOSSY_FP_TO_SIGNED,
+            delta=2 * sample.absolute,
+            cuda_stream=torch.cuda.current_stream().cuda_stream,
+        )
+        array = nvcomp.as_array(x.view(-1))
+        return Trial(
+            x,
+            lambda: codec.encode(array),
+            lambda packed: codec.decode(packed, data_type=kind),
+            lambda packed: packed.buffer_size,
+        )
+
+    return Contender("nvCOMP Bitcomp, sparse" if sparse else "nvCOMP Bitcomp", "peer", None, True, trial)
+
+
+def installed(module: str) -> bool:
+    """Whether `module` can be imported, its parents included."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def failure(contender: Contender, sample: Sample) -> str | None:
+    """What goes wrong when a contender encodes and decodes a sample; None if nothing does."""
+    try:
+        trial = contender.trial(sample)
+        trial.decode(trial.encode())
+    except Exception as error:  # other people's code, which may raise anything; the run goes on without it
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def contenders(samples: Sequence[Sample]) -> tuple[list[Contender], list[str]]:
+    """All that can run on these samples, and one line for each peer that is left out."""
+    device, dtypes = samples[0].tensor.device.type, {sample.tensor.dtype for sample in samples}
+    threads = torch.get_num_threads() if device == "cpu" else None
+    found, left_out = [copy(threads), *ours(threads)], []
+    names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+    if device == "cpu":
+        peers: list[tuple[str, str, list[Callable[[], Contender]]]] = [
+            ("pysz", "pip install 'encke[bench]'", [lambda: sz3(True), lambda: sz3(False)]),
+            ("zfpy", "pip install 'encke[bench]'", [zfp]),
+        ]
+        supported = {torch.float32, torch.float64}
+    else:
+        peers = [
+            (
+                "nvidia.nvcomp",
+                "pip install nvidia-nvcomp-cu12 or nvidia-nvcomp-cu13",
+                [lambda: bitcomp(False), lambda: bitcomp(True)],
+            )
+        ]
+        supported = {torch.float16, torch.float32, torch.float64}
+    for module, way, make in peers:
+        if not installed(module):
+            left_out.append(f"{module} is left out: not installed ({way})")
+        elif not dtypes <= supported:
+            left_out.append(f"{module} is left out: it does not take {names}")
+        else:
+            for peer in [one() for one in make]:
+                problem = failure(peer, samples[0])
+                if problem is None:
+                    found.append(peer)
+                else:
+                    left_out.append(f"{peer.name} is left out: {problem}")
+    return found, left_out

@@ -1,0 +1,180 @@
+"""Plots of memory, time and throughput: one panel for each model and precision, every method named at its marker."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from encke.bench.methods import METHODS, compiled_as
+from encke.tools.terminal import note
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Row = Mapping[str, Any]
+COLOURS = {"plain": "#222222", "encke": "#1f5fbf", "other": "#c4541a"}
+MARKERS = "osD^vP*X<>hd"
+GIB = 2**30
+GAP = 0.06
+"""Between the names beside a panel, as a share of its height."""
+
+
+def memory_against_time(rows: Sequence[Row], path: Path) -> list[Path]:
+    """The peak of each method against the time of its step."""
+    on_gpu = rows[0]["device"] == "cuda"
+    peak = "peak_bytes" if on_gpu else "peak_above_bytes"
+
+    def panel(axes: Axes, part: Sequence[Row]) -> None:
+        for row in part:
+            mark(axes, row, row["pipelined_ms"], row[peak] / 1e9)
+        times = [row["pipelined_ms"] for row in part]
+        if max(times) > 8 * min(times):
+            axes.set_xscale("log")
+            axes.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "235" else "")
+        else:
+            axes.set_xlim(0, 1.1 * max(times))
+        axes.set_ylim(0, 1.08 * max(row[peak] / 1e9 for row in part))
+        axes.set_xlabel("ms for a step")
+        axes.set_ylabel("peak, GB" if on_gpu else "peak of the process above its start, GB")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        label(axes, [(row["pipelined_ms"], row[peak] / 1e9, row) for row in part])
+
+    return draw(measured(rows), path, panel, ("model", "precision", "batch"))
+
+
+def throughput(rows: Sequence[Row], path: Path) -> list[Path]:
+    """Images or tokens in a second over the batch."""
+
+    def panel(axes: Axes, part: Sequence[Row]) -> None:
+        ends = []
+        for mine in by_method(part):
+            last = curve(axes, mine)
+            ends.append((last["batch"], last["per_second"], last))
+        finish_throughput(axes, part, ends)
+
+    return draw(measured(rows), path, panel, ("model", "precision"))
+
+
+def throughput_under_cap(rows: Sequence[Row], trials: Sequence[Row], path: Path) -> list[Path]:
+    """The trials' throughput over the batch as lines, and a marker at each method's largest batch."""
+
+    def panel(axes: Axes, part: Sequence[Row]) -> None:
+        ends = []
+        for row in part:
+            same = ("model", "precision", "method")
+            tried = [t for t in trials if t["fits"] and all(t[key] == row[key] for key in same)]
+            if tried:
+                curve(axes, tried, marked=False)
+            mark(axes, row, row["batch"], row["per_second"])
+            ends.append((row["batch"], row["per_second"], row))
+        finish_throughput(axes, part, ends)
+
+    return draw(measured(rows), path, panel, ("model", "precision"))
+
+
+def measured(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row["status"] == "ok"]
+
+
+def by_method(rows: Sequence[Row]) -> list[list[Row]]:
+    return [[row for row in rows if row["method"] == name] for name in dict.fromkeys(row["method"] for row in rows)]
+
+
+def finish_throughput(axes: Axes, rows: Sequence[Row], ends: Sequence[tuple[float, float, Row]]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_ylim(0, 1.08 * max(axes.dataLim.y1, 0))
+    axes.set_xlabel("batch")
+    axes.set_ylabel(f"{rows[0]['unit']} in a second")
+    label(axes, ends)
+
+
+def colour(row: Row) -> str:
+    return COLOURS[METHODS[row["method"]].kind]
+
+
+def marker(row: Row) -> str:
+    return MARKERS[list(METHODS).index(row["method"]) % len(MARKERS)]
+
+
+def mark(axes: Axes, row: Row, x: float, y: float) -> None:
+    axes.plot(x, y, marker(row), color=colour(row), markersize=8, linestyle="none")
+
+
+def curve(axes: Axes, rows: Sequence[Row], marked: bool = True) -> Row:
+    """A line over the batch; gives the row it ends with."""
+    ordered = sorted(rows, key=lambda row: row["batch"])
+    points = [row["batch"] for row in ordered], [row["per_second"] for row in ordered]
+    axes.plot(*points, marker=marker(rows[0]) if marked else "", color=colour(rows[0]), linewidth=1, alpha=0.7)
+    return ordered[-1]
+
+
+def label(axes: Axes, points: Sequence[tuple[float, float, Row]]) -> None:
+    """Names in a column beside the panel, in the order of their markers, each with a line that leads to its own."""
+    low, high = axes.get_ylim()
+    heights = spread([(y - low) / (high - low) for _, y, _ in points], GAP)
+    for (x, y, row), height in zip(points, heights, strict=True):
+        axes.annotate(
+            row["label"],
+            (x, y),
+            xytext=(1.03, height),
+            textcoords="axes fraction",
+            va="center",
+            fontsize=8,
+            color=colour(row),
+            arrowprops={"arrowstyle": "-", "color": colour(row), "linewidth": 0.6, "alpha": 0.5, "shrinkB": 4},
+            annotation_clip=False,
+        )
+
+
+def spread(wanted: Sequence[float], gap: float) -> list[float]:
+    """Heights as close to the wanted ones as a gap between them allows, in the same order, between 0 and 1."""
+    order = sorted(range(len(wanted)), key=lambda i: wanted[i])
+    found = [0.0] * len(wanted)
+    lowest = 0.0
+    for i in order:
+        found[i] = lowest = max(wanted[i], lowest)
+        lowest += gap
+    highest = 1.0
+    for i in reversed(order):
+        found[i] = highest = min(found[i], highest)
+        highest -= gap
+    return found
+
+
+def draw(
+    rows: Sequence[Row], path: Path, panel: Callable[[Axes, Sequence[Row]], None], split: Sequence[str]
+) -> list[Path]:
+    """A figure with a panel for each group of rows; nothing without rows, or where matplotlib is not installed."""
+    if not rows:
+        return []
+    if importlib.util.find_spec("matplotlib") is None:
+        note(f"no {path.name}: matplotlib is not installed")
+        return []
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    parts: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        parts.setdefault(tuple(row[name] for name in split), []).append(row)
+    columns = min(len(parts), 2)
+    lines = -(-len(parts) // columns)
+    figure, grid = plt.subplots(
+        lines, columns, figsize=(7.5 * columns, 4.4 * lines), squeeze=False, layout="constrained"
+    )
+    for axes in grid.flat[len(parts) :]:
+        axes.remove()
+    for axes, (key, part) in zip(grid.flat, parts.items(), strict=False):
+        words = [str(key[0]), str(key[1]), *(f"batch {batch}" for batch in key[2:])]
+        words += [compiled_as(part[0]["graphs"])] if part[0]["compile"] else []
+        words += [f"at most {part[0]['cap_bytes'] / GIB:.4g} GiB"] if part[0]["cap_bytes"] else []
+        axes.set_title(", ".join(words), loc="left")
+        axes.grid(alpha=0.3, which="both")
+        panel(axes, part)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return [path]

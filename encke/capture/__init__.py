@@ -1,0 +1,1 @@
+"""Code between autograd and the codecs."""

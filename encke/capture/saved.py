@@ -1,0 +1,177 @@
+"""What autograd holds instead of a tensor: a Saved for each saving, a Cell for each piece of memory they share."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from encke.capture.sites import Site, comes_from_leaves, is_view_of_parameter
+from encke.codecs import Codec, ErrorBounded, Mask
+from encke.codecs.packed import Layout, Packed, check_version
+
+
+def strictest(codecs: list[Codec]) -> Codec:
+    """A codec that satisfies all who asked; bit-exact if there is no other."""
+    return functools.reduce(stricter, codecs)
+
+
+def stricter(found: Codec, codec: Codec) -> Codec:
+    """A codec that satisfies both who asked; bit-exact if there is no other."""
+    if codec is found or satisfies(found, codec):
+        return found
+    return codec if satisfies(codec, found) else found.join(codec) or codec.join(found) or ErrorBounded(0)
+
+
+def satisfies(codec: Codec, other: Codec) -> bool:
+    """Whether what `codec` restores serves a reader that asks for `other`."""
+    if codec is other:
+        return True
+    # Only ReLU's result is read as a mask, and it is not negative.
+    if isinstance(other, Mask) and codec.keeps_zeros:
+        return True
+    return codec == other or codec.exact or codec.covers(other)
+
+
+LATE = -1
+"""Bytes that are not known yet: the site's hint has them once the GPU has told."""
+
+
+class Record:
+    """What one site saved in one forward pass, for the report."""
+
+    __slots__ = ("codec", "packed_bytes", "saved_bytes", "site")
+
+    def __init__(self, site: Site, saved_bytes: int = 0) -> None:
+        self.site = site
+        self.saved_bytes = saved_bytes
+        self.packed_bytes = 0
+        self.codec: Codec | str = "kept"
+
+
+class Cell:
+    """One piece of saved memory, shared by all who saved it. Packed once, again if a stricter reader comes."""
+
+    __slots__ = (
+        "__weakref__",
+        "decoded",
+        "held",
+        "key",
+        "lock",
+        "packed",
+        "readers",
+        "record",
+        "version",
+        "waiting",
+        "wanted",
+    )
+
+    def __init__(self, key: int, record: Record) -> None:
+        self.key = key
+        self.record = record
+        self.packed: Packed | None = None
+        self.held: Tensor | None = None
+        self.version = 0
+        self.waiting = 0
+        self.wanted: Codec | None = None
+        """What satisfies all who have asked."""
+        self.readers = 0
+        """How many have saved this memory for its values, not for a mask."""
+        self.decoded: tuple[StorageWeakRef, int] | None = None
+        self.lock: threading.Lock | None = None
+
+    def ask(self, codec: Codec, values: bool = False) -> None:
+        """One more reader, content with `codec`; from the second reader of values on one decoded copy serves them."""
+        wanted = self.wanted
+        if codec is not wanted:
+            self.wanted = codec if wanted is None else stricter(wanted, codec)
+        if values:
+            self.readers += 1
+            if self.readers == 2:
+                self.lock = threading.Lock()
+
+    def hold(self, flat: Tensor) -> None:
+        """Keeps the memory itself until it is known what its readers need."""
+        self.held = flat
+        self.version = flat._version
+
+    def flat(self, mask: bool) -> Tensor:
+        """The run of memory, decoded; one decoded copy serves all who read at the same time."""
+        if self.held is not None:
+            check_version(self.held, self.version)
+            return self.held
+        packed = self.packed
+        assert packed is not None
+        if mask or isinstance(packed.codec, Mask):
+            return packed.decode_flat(mask=True)
+        if self.lock is None:
+            return packed.decode_flat()
+        with self.lock:
+            if self.decoded is not None:
+                reference, numel = self.decoded
+                storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+                if storage is not None:
+                    return torch.empty(0, dtype=packed.dtype, device=storage.device).set_(storage, 0, (numel,), (1,))
+            flat = packed.decode_flat()
+            self.decoded = (StorageWeakRef(flat.untyped_storage()), flat.numel())
+            return flat
+
+
+class Unknown:
+    """A saving whose reader is not known yet: where its site belongs, and what the graph behind the tensor told."""
+
+    __slots__ = ("computed", "frame", "index", "weight")
+
+    def __init__(self, frame: Any, index: int, grad_fn: Any) -> None:
+        self.frame = frame
+        self.index = index
+        self.weight = is_view_of_parameter(grad_fn) or comes_from_leaves(grad_fn, parameters=True)
+        self.computed = comes_from_leaves(grad_fn, parameters=False)
+
+
+class Saved:
+    """One saving: a cell with the layout it was saved in, only a layout, or the tensor itself after all."""
+
+    __slots__ = ("__weakref__", "capture", "cell", "device", "dtype", "layout", "pending", "site", "tensor", "version")
+
+    def __init__(self, capture: Any, site: Site, t: Tensor, layout: Layout, cell: Cell | None) -> None:
+        self.capture = capture
+        self.site = site
+        self.dtype = t.dtype
+        self.device = t.device
+        self.layout = layout
+        self.cell = cell
+        self.tensor: Tensor | None = None
+        self.version = 0
+        self.pending: Unknown | None = None
+
+    def restore(self) -> Tensor:
+        """What autograd gets back for its reader."""
+        if self.tensor is not None:
+            check_version(self.tensor, self.version)
+            return self.tensor
+        cell = self.cell
+        if cell is None:
+            return dummy(self.layout, self.dtype, self.device)
+        mask, packed = self.site.need == "mask", cell.packed
+        if not mask and cell.lock is None and packed is not None and packed.dtype == self.dtype and cell.held is None:
+            return packed.decode_in(self.layout)
+        flat = cell.flat(mask)
+        # Where backward itself is recorded, booleans would not do; zero and one are as good as the values.
+        if flat.dtype != self.dtype and (not mask or torch.is_grad_enabled()):
+            flat = flat.to(self.dtype)
+        return self.layout.restore(flat)
+
+
+def dummy(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor that is asked only for its shape and memory format: one element where the format allows it."""
+    contiguous = 1
+    for extent, step in zip(reversed(layout.size), reversed(layout.stride), strict=True):
+        if extent != 1 and step != contiguous:
+            return torch.empty_strided(layout.size, layout.stride, dtype=dtype, device=device)
+        contiguous *= extent
+    return torch.zeros((), dtype=dtype, device=device).expand(layout.size)

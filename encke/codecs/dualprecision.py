@@ -1,0 +1,131 @@
+"""DualPrecision: averages of small tiles in bf16, and what they leave of each value at a few bits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from encke.codecs.base import Codec, Hint, mix, operations
+from encke.codecs.exact import Mask
+from encke.codecs.packed import Layout, Packed, _run_length
+from encke.kernels import FLOATS, dp_sizes
+
+SMALLEST_PLANE = 16
+"""Planes of fewer values are not worth an average, a minimum and a step of their own."""
+GROUP = 128
+
+
+class DualPrecisionPacked(Packed):
+    """One buffer: minimum and step of each plane, averages of its tiles, codes, mask bits."""
+
+    __slots__ = ("order", "plane")
+    codec: DualPrecision
+    plane: tuple[int, int]
+    order: tuple[tuple[int, ...], tuple[int, ...]] | None
+    """Size and stride of the planes in the memory that was encoded, if they do not lie there one after the other."""
+
+    def decode_flat(self, mask: bool = False) -> Tensor:
+        c, data, numel = self.codec, self.parts[0], self.numel
+        flat = operations(data).dp_decode(data, numel, *self.plane, c.block, c.bits, c.mask, self.dtype, mask)
+        if self.order is None:
+            return flat
+        size, stride = self.order
+        restored = torch.empty_strided(size, stride, dtype=flat.dtype, device=flat.device)
+        return restored.copy_(flat.view(size)).as_strided((numel,), (1,))
+
+
+class PlanelessPacked(Packed):
+    """What has no planes worth the name: GroupQuant's buffer, and mask bits if the codec keeps them."""
+
+    __slots__ = ("seed",)
+    codec: DualPrecision
+    seed: int
+
+    def decode_flat(self, mask: bool = False) -> Tensor:
+        if mask and self.codec.mask:
+            return operations(self.parts[1]).bits_decode(self.parts[1], 1, self.numel).view(torch.bool)
+        data, bits = self.parts[0], self.codec.bits
+        return operations(data).gq_decode(data, self.numel, bits, GROUP, self.dtype, mask, self.seed)
+
+
+@dataclass(frozen=True, repr=False)
+class DualPrecision(Codec):
+    """The average of each `block` x `block` tile in bf16, and the difference from it at `bits` bits, right on average.
+
+    The last two dimensions are a plane, of a tensor with three dimensions the last one; each plane has its own minimum
+    and step. Zeros and signs are not exact. A plane that holds a NaN or an infinity comes back as NaN. Tensors without
+    planes of at least 16 values are kept as `GroupQuant(bits)` keeps them.
+    """
+
+    block: int = 8
+    bits: int = 2
+    seed: int = 0
+    mask: bool = False
+    """Keep one more bit a value: whether it was zero. `decode_flat(mask=True)` gives it back exactly."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.block, bool) or not isinstance(self.block, int):
+            raise TypeError(f"block must be an integer, got {self.block!r}")
+        if self.block < 2:
+            raise ValueError(f"block must be at least 2, got {self.block!r}")
+        if self.bits not in (2, 4, 8):
+            raise ValueError(f"bits must be 2, 4 or 8, got {self.bits!r}")
+
+    @property
+    def keeps_zeros(self) -> bool:  # type: ignore[override]
+        return self.mask
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        return dtype in FLOATS
+
+    def covers(self, other: Codec) -> bool:
+        if isinstance(other, Mask):
+            return self.mask
+        return (
+            isinstance(other, DualPrecision)
+            and self.bits >= other.bits
+            and self.block <= other.block
+            and self.mask >= other.mask
+        )
+
+    def join(self, other: Codec) -> Codec | None:
+        if isinstance(other, Mask):
+            return replace(self, mask=True)
+        if isinstance(other, DualPrecision):
+            block, bits = min(self.block, other.block), max(self.bits, other.bits)
+            return replace(self, block=block, bits=bits, mask=self.mask or other.mask)
+        return None
+
+    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
+        seed, numel, dtype = mix(self.seed, key), flat.numel(), flat.dtype
+        size, plane = planes_of(flat, layout)
+        settings = (*plane, self.block, self.bits, self.mask)
+        values = math.prod(plane)
+        if values < SMALLEST_PLANE or dp_sizes(numel, *settings, dtype)[4] > numel * dtype.itemsize:
+            parts = [operations(flat).gq_encode(flat, self.bits, GROUP, seed)]
+            if self.mask:
+                parts.append(operations(flat).bits_encode(flat != 0, 1))
+            kept = PlanelessPacked(self, layout, dtype, numel, tuple(parts))
+            kept.seed = seed
+            return kept
+        planes = flat.view(size) if layout.copied else flat.as_strided(size, layout.stride)
+        data = operations(flat).dp_encode(planes.contiguous().view(-1), *settings, seed)
+        packed = DualPrecisionPacked(self, layout, dtype, numel, (data,))
+        packed.plane = plane
+        packed.order = None if planes.is_contiguous() else (size, layout.stride)
+        return packed
+
+
+def planes_of(flat: Tensor, layout: Layout) -> tuple[tuple[int, ...], tuple[int, int]]:
+    """The size of what lies on a run of memory, repeated dimensions once, and of one of its planes; (0, 0) for none."""
+    size, stride = layout.size, layout.stride
+    if not layout.copied:
+        if _run_length(size, stride) is None:
+            return size, (0, 0)
+        size = tuple(1 if step == 0 else extent for extent, step in zip(size, stride, strict=True))
+    if len(size) < 3 or flat.numel() == 0:
+        return size, (0, 0)
+    return size, (size[-2] if len(size) > 3 else 1, size[-1])

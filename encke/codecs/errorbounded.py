@@ -1,0 +1,107 @@
+"""ErrorBounded: levels that keep zeros and signs, packed at variable rate; the bound holds for every value."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from encke.codecs.base import Codec, Hint, mix, operations
+from encke.codecs.packed import Layout, Packed
+from encke.codecs.pending import LatePacked
+from encke.kernels import FLOATS
+
+
+class ErrorBoundedPacked(LatePacked):
+    """meta and payload of docs/design.md; on a GPU the payload's size is settled later."""
+
+    __slots__ = ("bitmap",)
+    bitmap: bool
+
+    def decode_flat(self, mask: bool = False) -> Tensor:
+        self.settle()
+        meta, payload = self.parts
+        return operations(meta).eb_decode(meta, payload, self.numel, self.dtype, mask, self.bitmap)
+
+
+@dataclass(frozen=True, repr=False)
+class ErrorBounded(Codec):
+    """Every finite value comes back within `bound`, zeros and signs exactly, NaN and infinities bit for bit.
+
+    `mode="rel"` takes the bound relative to the tensor's range (largest minus smallest finite value). `bound=0` is
+    bit-exact. `rounding="stochastic"` is unbiased between non-zero levels; its step, its largest error, is the bound.
+    """
+
+    bound: float
+    mode: Literal["abs", "rel"] = "abs"
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    seed: int = 0
+    bitmap: bool | None = None
+    """Let blocks with many zeros store a bitmap and the non-zeros alone. None: on the CPU yes, on a GPU no (speed)."""
+    limit: float = math.inf
+    """A second bound, relative to the range; the smaller of the two holds."""
+
+    def __post_init__(self) -> None:
+        for name in ("bound", "limit"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"{name} must be a number, got {value!r}")
+            if math.isnan(value) or value < 0:
+                raise ValueError(f"{name} must be zero or positive, got {value}")
+        if math.isinf(self.bound):
+            raise ValueError(f"bound must be finite, got {self.bound}")
+        if self.mode not in ("abs", "rel"):
+            raise ValueError(f'mode must be "abs" or "rel", got {self.mode!r}')
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ValueError(f'rounding must be "nearest" or "stochastic", got {self.rounding!r}')
+
+    @property
+    def exact(self) -> bool:
+        return self.bound == 0
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        return dtype in FLOATS
+
+    def covers(self, other: Codec) -> bool:
+        if self.bound == 0 or other.signs_only:
+            return True
+        if not isinstance(other, ErrorBounded):
+            return False
+        return (
+            self.mode == other.mode
+            and self.bound <= other.bound
+            and self.limit <= other.limit
+            and (self.rounding == other.rounding)
+        )
+
+    def join(self, other: Codec) -> Codec | None:
+        if not isinstance(other, ErrorBounded) or self.rounding != other.rounding:
+            return None
+        pairs = (self.bounds(), other.bounds())
+        absolute, relative = (min(pair[i] for pair in pairs) for i in range(2))
+        if math.isinf(absolute):
+            return replace(self, bound=relative, mode="rel", limit=math.inf)
+        return replace(self, bound=absolute, mode="abs", limit=relative)
+
+    def bounds(self) -> tuple[float, float]:
+        """The absolute and the relative bound, infinite where there is none."""
+        if self.bound == 0:
+            return 0.0, math.inf
+        return (self.bound, self.limit) if self.mode == "abs" else (math.inf, min(self.bound, self.limit))
+
+    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
+        bound, rel = self.bounds()
+        bitmap = flat.device.type == "cpu" if self.bitmap is None else self.bitmap
+        seed = mix(self.seed, key)
+        stochastic = self.rounding == "stochastic"
+
+        def encode(capacity: int) -> tuple[Tensor, Tensor]:
+            return operations(flat).eb_encode(flat, bound, rel, stochastic, seed, bitmap, capacity)
+
+        packed = ErrorBoundedPacked(self, layout, flat.dtype, flat.numel())
+        packed.bitmap = bitmap
+        packed.fill(flat, encode, hint)
+        return packed

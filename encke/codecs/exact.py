@@ -1,0 +1,330 @@
+"""Lossless and its kin: masks, signs and ranges at one bit, integers at the narrowest width, floats bit for bit."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from encke.codecs.base import Codec, Hint, operations
+from encke.codecs.errorbounded import ErrorBounded
+from encke.codecs.packed import Layout, Packed
+from encke.kernels import FLOATS
+
+BYTES = (torch.bool, torch.uint8)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+class BitsPacked(Packed):
+    """Numbers of `bits` bits above `low`, from 8 bits in a narrow type. A second part turns flags into floats."""
+
+    __slots__ = ("bits", "low")
+    bits: int
+    low: int
+
+    def decode_flat(self, mask: bool = False) -> Tensor:
+        data = self.parts[0]
+        if self.bits < 8:
+            data = operations(data).bits_decode(data, self.bits, self.numel)
+        if self.dtype in FLOATS:
+            return data.bool() if mask else data.to(self.dtype) * self.parts[1]
+        if self.dtype == torch.bool:
+            return data.view(torch.bool)
+        value = data.to(self.dtype)
+        return value.add_(self.low) if self.low else value
+
+
+class SignPacked(BitsPacked):
+    """A bit each: one or minus one."""
+
+    __slots__ = ()
+
+    def decode_flat(self, mask: bool = False) -> Tensor:
+        positive = operations(self.parts[0]).bits_decode(self.parts[0], 1, self.numel)
+        return positive.bool() if mask else positive.to(self.dtype).mul_(2).sub_(1)
+
+
+class BetweenPacked(BitsPacked):
+    """A bit each: the lower limit, or the middle."""
+
+    __slots__ = ()
+    codec: Between
+
+    def decode_flat(self, mask: bool = False) -> Tensor:
+        outside = operations(self.parts[0]).bits_decode(self.parts[0], 1, self.numel)
+        low, middle = self.codec.low, self.codec.middle
+        values = outside.to(self.dtype).mul_(low - middle).add_(middle)
+        return values != 0 if mask else values
+
+
+class RawPacked(Packed):
+    """The values as they are."""
+
+    __slots__ = ()
+
+    def decode_flat(self, mask: bool = False) -> Tensor:
+        return self.parts[0] != 0 if mask else self.parts[0].clone()
+
+
+class WindowPacked(BitsPacked):
+    """Positions inside pooling windows."""
+
+    __slots__ = ()
+    codec: Window
+
+    def decode_flat(self, mask: bool = False) -> Tensor:
+        codec, layout = self.codec, self.layout
+        code = self.parts[0]
+        if self.bits < 8:
+            code = operations(code).bits_decode(code, self.bits, self.numel)
+        code = code.view(layout.size)
+        if layout.copied:
+            restored = torch.empty(layout.size, dtype=torch.int64, device=code.device)
+        else:
+            restored = torch.empty_strided(layout.size, layout.stride, dtype=torch.int64, device=code.device)
+        offsets, corners = codec.offsets(code.device).to(codec.width()), codec.corners(code)
+        for source, target in zip(pieces(code), pieces(restored), strict=True):
+            index = torch.empty_like(target, dtype=torch.int32).copy_(source)
+            torch.add(look_up(offsets, index), corners, out=target)
+        return restored.as_strided((self.numel,), (1,))
+
+
+PIECE = 1 << 22
+"""Window works on so many indices at a time: what it computes on the way takes 32 MiB at most."""
+
+
+def pieces(x: Tensor) -> tuple[Tensor, ...]:
+    """The parts of a tensor along its first dimension, of at most PIECE values or one row."""
+    return x.split(max(PIECE // max(math.prod(x.shape[1:]), 1), 1))
+
+
+def look_up(table: Tensor, index: Tensor) -> Tensor:
+    """The table's entry for each index of a gapless tensor, laid out in memory as that one is."""
+    found = table.index_select(0, index.as_strided((index.numel(),), (1,)))
+    return found.as_strided(index.shape, index.stride())
+
+
+def pack_bits(
+    codec: Codec,
+    flat: Tensor,
+    layout: Layout,
+    dtype: torch.dtype,
+    bits: int,
+    low: int = 0,
+    scale: Tensor | None = None,
+    kind: type[BitsPacked] = BitsPacked,
+) -> Packed:
+    """Packs non-negative values below 2^bits; `dtype` and `low` say what they come back as."""
+    if bits < 8:
+        data = operations(flat).bits_encode(flat if flat.dtype in BYTES else flat.to(torch.uint8), bits)
+    else:
+        data = flat.to({8: torch.uint8, 16: torch.int16, 32: torch.int32}[bits])
+    packed = kind(codec, layout, dtype, flat.numel(), (data,) if scale is None else (data, scale))
+    packed.bits, packed.low = bits, low
+    return packed
+
+
+def _narrowest(low: int, high: int) -> tuple[int, int] | None:
+    """(bits, low) of the narrowest form for values in [low, high]; a signed type needs no offset."""
+    for bits in (1, 2, 4, 8):
+        if high - low < 1 << bits:
+            return bits, low
+    for bits in (16, 32):
+        if -(1 << bits - 1) <= low and high < 1 << bits - 1:
+            return bits, 0
+    return None
+
+
+@dataclass(frozen=True, repr=False)
+class Lossless(Codec):
+    """Booleans at 1 bit, integers at the narrowest width that holds their range, floats bit for bit.
+
+    `high` (exclusive) is a known limit of non-negative integers; it saves looking for the range, which on a GPU means
+    waiting.
+    """
+
+    high: int | None = None
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        return dtype == torch.bool or dtype in INTEGERS or dtype in FLOATS
+
+    def covers(self, other: Codec) -> bool:
+        return True
+
+    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
+        if flat.dtype == torch.bool:
+            return pack_bits(self, flat, layout, flat.dtype, 1)
+        if flat.dtype in FLOATS:
+            flags = self._two_values(flat, layout)
+            return flags or ErrorBounded(0).encode_flat(flat, layout, key, hint)
+        if flat.numel() == 0:
+            return RawPacked(self, layout, flat.dtype, flat.numel(), (flat.clone(),))
+        if self.high is not None:
+            low, high = 0, self.high - 1
+        else:
+            low, high = (int(v) for v in torch.stack(torch.aminmax(flat)).tolist())
+        form = _narrowest(low, high)
+        if form is None or form[0] >= 8 * flat.element_size():
+            return RawPacked(self, layout, flat.dtype, flat.numel(), (flat.clone(),))
+        bits, offset = form
+        return pack_bits(self, flat - offset if offset else flat, layout, flat.dtype, bits, offset)
+
+    def _two_values(self, flat: Tensor, layout: Layout) -> Packed | None:
+        """A dropout mask on the CPU is a float that is either zero or one constant: a bit each."""
+        if flat.device.type != "cpu" or flat.numel() == 0:
+            return None
+        scale = flat.max()
+        if scale <= 0 or not bool(((flat == 0) | (flat == scale)).all()) or bool(torch.signbit(flat).any()):
+            return None
+        return pack_bits(self, flat != 0, layout, flat.dtype, 1, scale=scale.reshape(1))
+
+
+@dataclass(frozen=True, repr=False)
+class Keep(Codec):
+    """Keeps the tensor itself, in which packing would find nothing to gain: what a policy chooses to leave it alone."""
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        return False
+
+    def covers(self, other: Codec) -> bool:
+        return True
+
+
+@dataclass(frozen=True, repr=False)
+class Mask(Codec):
+    """Keeps only whether each value differs from zero: enough for ReLU's backward. `decode` gives booleans."""
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        return dtype in FLOATS
+
+    def covers(self, other: Codec) -> bool:
+        return isinstance(other, Mask)
+
+    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
+        return pack_bits(self, flat.bool(), layout, torch.bool, 1)
+
+
+@dataclass(frozen=True, repr=False)
+class Sign(Codec):
+    """Keeps only whether each value is positive: enough for leaky ReLU's backward. `decode` gives 1 and -1."""
+
+    signs_only = True
+    keeps_zeros = False
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        return dtype in FLOATS
+
+    def covers(self, other: Codec) -> bool:
+        return isinstance(other, Sign)
+
+    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
+        return pack_bits(self, flat > 0, layout, flat.dtype, 1, kind=SignPacked)
+
+
+@functools.cache
+def are_numbers(values: tuple[float, ...], dtype: torch.dtype) -> bool:
+    """Whether a type has these values exactly."""
+    return torch.tensor(values, dtype=torch.float64).to(dtype).tolist() == list(values) and math.isfinite(sum(values))
+
+
+@dataclass(frozen=True, repr=False)
+class Between(Codec):
+    """Keeps only whether each value lies between two others: enough for the backward of ReLU6, hard tanh and hard
+    sigmoid. `decode` gives what lies in the middle, and the lower limit for values outside. NaN counts as inside.
+    """
+
+    low: float
+    high: float
+    keeps_zeros = False
+
+    @property
+    def middle(self) -> float:
+        return (self.low + self.high) / 2
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Only where limits, middle and half the width are numbers of that type: all else is a matter of rounding."""
+        return dtype in FLOATS and are_numbers((self.low, self.middle, self.high, self.low - self.middle), dtype)
+
+    def covers(self, other: Codec) -> bool:
+        return self == other
+
+    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
+        outside = flat <= self.low
+        outside |= flat >= self.high
+        return pack_bits(self, outside, layout, flat.dtype, 1, kind=BetweenPacked)
+
+
+@dataclass(frozen=True, repr=False)
+class Window(Codec):
+    """Max-pool indices as positions inside their pooling window: a few bits instead of 64.
+
+    `plane` is the size of the pooled input, the rest the pooling's own settings, each for the last dimensions (1 to 3).
+    """
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    plane: tuple[int, ...]
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        return dtype == torch.int64 and math.prod(self.kernel) <= 256
+
+    def covers(self, other: Codec) -> bool:
+        return True
+
+    def steps(self) -> list[int]:
+        """How far apart neighbours in each pooled dimension stand in the plane."""
+        return [math.prod(self.plane[d + 1 :]) for d in range(len(self.plane))]
+
+    def offsets(self, device: torch.device) -> Tensor:
+        """For each position in the window its distance from the window's corner."""
+        total = torch.zeros(1, dtype=torch.int64, device=device)
+        for extent, dilation, step in zip(self.kernel, self.dilation, self.steps(), strict=True):
+            total = (total[:, None] + torch.arange(extent, device=device) * (dilation * step)).view(-1)
+        return total
+
+    def corners(self, x: Tensor) -> Tensor:
+        """Where the window of each output begins, shaped to broadcast over x; negative in the padding."""
+        total = torch.zeros((), dtype=torch.int64, device=x.device)
+        sizes = x.shape[x.dim() - len(self.kernel) :]
+        for size, stride, padding, step in zip(sizes, self.stride, self.padding, self.steps(), strict=True):
+            total = total[..., None] + (torch.arange(size, device=x.device) * stride - padding) * step
+        return total
+
+    def reach(self) -> int:
+        """How far the last position in the window stands from the window's corner."""
+        return sum((k - 1) * d * s for k, d, s in zip(self.kernel, self.dilation, self.steps(), strict=True))
+
+    def width(self) -> torch.dtype:
+        """The narrowest type for distances within a window in which a table can be asked for them."""
+        return torch.int32 if self.reach() < 1 << 31 else torch.int64
+
+    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
+        index = flat.view(layout.size) if layout.copied else layout.restore(flat)
+        offsets, corners = self.offsets(flat.device), self.corners(index)
+        # A GPU narrows while it subtracts; a CPU does that in a second pass.
+        width = torch.int64 if flat.device.type == "cpu" else self.width()
+        position = torch.zeros(self.reach() + 1, dtype=torch.uint8, device=flat.device)
+        position[offsets] = torch.arange(len(offsets), device=flat.device).to(torch.uint8)
+        code = torch.empty(layout.size, dtype=torch.uint8, device=flat.device)
+        for source, target in zip(pieces(index), pieces(code), strict=True):
+            distance = torch.sub(source, corners, out=torch.empty_like(source, dtype=width))
+            target.copy_(look_up(position, distance))
+        bits = next(b for b in (1, 2, 4, 8) if len(offsets) <= 1 << b)
+        return pack_bits(self, code.view(-1), layout, torch.int64, bits, kind=WindowPacked)

@@ -1,0 +1,142 @@
+"""GroupQuant: fixed-rate codes with one scale for each group of values, unbiased by stochastic rounding."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from encke.codecs.base import Codec, Hint, mix, operations
+from encke.codecs.packed import Layout, Packed
+from encke.kernels import FLOATS
+
+
+class GroupQuantPacked(Packed):
+    """One buffer: codes, then lo and step of each group."""
+
+    __slots__ = ("plan", "seed", "stride")
+    codec: GroupQuant
+
+    def __init__(
+        self, codec: GroupQuant, layout: Layout, dtype: torch.dtype, numel: int, data: Tensor, seed: int, stride: int,
+        plan: Any,
+    ) -> None:  # fmt: skip
+        self.codec = codec
+        self.layout = layout
+        self.dtype = dtype
+        self.numel = numel
+        self.parts = (data,)
+        self.seed = seed
+        self.stride = stride
+        self.plan = plan
+        """What the GPU's kernels need to decode it; None where others are at work."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.parts[0].nbytes
+
+    def decode_in(self, layout: Layout) -> Tensor:
+        if self.plan is None or not layout.dense:
+            return super().decode_in(layout)
+        out = torch.empty_strided(layout.size, layout.stride, dtype=self.dtype, device=self.plan.device)
+        self.plan.decode(self.parts[0], self.seed, False, out)
+        return out
+
+    def decode_flat(self, mask: bool = False) -> Tensor:
+        bits, group = self.codec.bits, self.codec.group
+        data, numel, dtype = self.parts[0], self.numel, self.dtype
+        return operations(data).gq_decode(
+            data, numel, bits, group, dtype, mask, self.seed, self.stride, self.codec.signs
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def channel_stride(layout: Layout, numel: int, group: int) -> int:
+    """How far apart the values of one channel lie: channels_last memory has all channels of a pixel together.
+
+    One where memory is not like that, and where there are too few pixels to fill groups with.
+    """
+    size, stride = layout.size, layout.stride
+    if len(size) < 4 or stride[1] != 1 or size[1] == 1 or layout.copied or numel % size[1]:
+        return 1
+    pixels = numel // size[1]
+    return size[1] if -pixels % group <= pixels // 50 else 1
+
+
+@dataclass(frozen=True, repr=False)
+class GroupQuant(Codec):
+    """`bits` bits a value with a scale for every `group` values; each value is right on average.
+
+    A value comes back within half a step of its group. In groups without negative values zeros are exact, and a mask of
+    what is not zero too. `signs=True` keeps zeros and signs in all groups, with coarser steps. A group that holds a NaN
+    or an infinity comes back as NaN. In channels_last memory a group takes values of one channel.
+    """
+
+    bits: int = 2
+    group: int = 128
+    seed: int = 0
+    signs: bool = False
+    """Zeros and signs are exact in signed groups too: 4 or 8 bits, values within a step."""
+
+    def __post_init__(self) -> None:
+        if self.bits not in (2, 4, 8):
+            raise ValueError(f"bits must be 2, 4 or 8, got {self.bits!r}")
+        if self.signs and self.bits == 2:
+            raise ValueError("signs=True needs 4 or 8 bits, got 2")
+        if self.group not in (64, 128, 256, 512, 1024):
+            raise ValueError(f"group must be 64, 128, 256, 512 or 1024, got {self.group!r}")
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        return dtype in FLOATS
+
+    def covers(self, other: Codec) -> bool:
+        if other.signs_only:
+            return self.signs
+        if not isinstance(other, GroupQuant) or (other.signs and not self.signs):
+            return False
+        return self.levels >= other.levels and self.group <= other.group
+
+    @property
+    def levels(self) -> int:
+        """How finely a signed group is divided."""
+        return 2 ** (self.bits - 1) - 1 if self.signs else 2**self.bits
+
+    def join(self, other: Codec) -> Codec | None:
+        if other.signs_only:
+            return replace(self, bits=min(max(2 * self.bits, 4), 8), signs=True)
+        if not isinstance(other, GroupQuant):
+            return None
+        group, signs = min(self.group, other.group), self.signs or other.signs
+        bits = max(codec.bits if codec.signs or not signs else min(2 * codec.bits, 8) for codec in (self, other))
+        return replace(self, bits=bits, group=group, signs=signs)
+
+    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
+        seed, stride = mix(self.seed, key), channel_stride(layout, flat.numel(), self.group)
+        data = operations(flat).gq_encode(flat, self.bits, self.group, seed, stride, self.signs)
+        return GroupQuantPacked(self, layout, flat.dtype, flat.numel(), data, seed, stride, None)
+
+    def encode_run(self, x: Tensor, layout: Layout, length: int, key: int, hint: Hint) -> Packed:
+        stride, plan = self.planned(x, layout, length, hint)
+        if plan is None:
+            return super().encode_run(x, layout, length, key, hint)
+        seed = mix(self.seed, key)
+        return GroupQuantPacked(self, layout, x.dtype, length, plan.codes(x, seed), seed, stride, plan)
+
+    def planned(self, x: Tensor, layout: Layout, length: int, hint: Hint) -> tuple[int, Any]:
+        """What `_plan` says of a tensor, kept from step to step."""
+        known = hint.plan
+        # Policies make some codecs anew at every call.
+        same = known is not None and (known[0] is self or known[0] == self)
+        if not same or known[1] is not layout or known[2] is not x.dtype or known[3] != x.device:
+            known = hint.plan = (self, layout, x.dtype, x.device, *self._plan(x, layout, length))
+        return known[4], known[5]
+
+    def _plan(self, x: Tensor, layout: Layout, length: int) -> tuple[int, Any]:
+        """How far apart the values of a group lie, and the GPU's plan for such tensors, if their memory is a run."""
+        stride, plan_of = channel_stride(layout, length, self.group), getattr(operations(x), "gq_plan", None)
+        if plan_of is None or not layout.dense:
+            return stride, None
+        return stride, plan_of(length, self.bits, self.group, x.dtype, stride, self.signs, x.device)

@@ -1,0 +1,1 @@
+"""Packing inside the graphs of torch.compile."""

@@ -1,0 +1,1 @@
+"""Layers that pack in forward or read packed data in backward."""

@@ -1,0 +1,1 @@
+"""Kernels for GPU tensors, written in Triton."""

@@ -1,0 +1,200 @@
+"""The forward of batch norm in training together with packing its input: channels_last memory, 16-bit values.
+
+Three steps, none of which the host waits for. The encoder has the values in registers and writes the mean and the
+spread of each group beside its codes (gpu_pairs.py). From these come mean and variance of each channel, without the
+difference of two large sums that E[x^2] - E[x]^2 would be. Then (x - mean) * scale + bias.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from encke.codecs.groupquant import channel_stride
+from encke.codecs.packed import layout_of
+from encke.kernels.gpu.common import narrow, widen
+from encke.kernels.gpu.launch import TYPES, Launch
+
+GROUP = 128
+PARTS = 4096  # means of groups that a program reads at a time, of eight channels
+MANY = 2048  # groups of a channel that one program goes through; more are first merged by many programs
+VALUES = 4096  # values that a program normalises
+UNIT = 8  # channels come in a multiple of this: 16 bytes
+
+
+@triton.jit
+def moments_of(
+    parts, c, here, start, end, blocks, channels, pixels, ROWS: tl.constexpr, CH: tl.constexpr, GROUP: tl.constexpr
+):  # fmt: skip
+    """Mean and mean square of the distance from it, of the channels `c` that are `here`, in blocks start to end."""
+    row = tl.arange(0, ROWS)[:, None]
+    apart = blocks.to(tl.int64) * channels
+    count = tl.zeros((ROWS, 1), tl.float32)
+    mean = tl.zeros((ROWS, CH), tl.float32)
+    square = tl.zeros((ROWS, CH), tl.float32)
+    first = start
+    while first < end:
+        block = first + row
+        at = parts + block.to(tl.int64) * channels + c[None, :]
+        there = (block < end) & here[None, :]
+        part_mean = tl.load(at, mask=there, other=0.0)
+        part_square = tl.load(at + apart, mask=there, other=0.0)
+        left = tl.minimum(tl.maximum(pixels - block.to(tl.int64) * GROUP, 0), GROUP)
+        left = tl.where(block < end, left, 0).to(tl.float32)
+        together = count + left
+        share = left / tl.maximum(together, 1.0)
+        away = part_mean - mean
+        mean += away * share
+        square += part_square + away * away * (count * share)
+        count = together
+        first += ROWS
+    one = 1.0 / tl.sum(tl.sum(count, 1), 0)
+    middle = tl.sum(mean * (count * one), 0)
+    away = mean - middle[None, :]
+    return middle, (tl.sum(square, 0) + tl.sum(away * away * count, 0)) * one
+
+
+@triton.jit(do_not_specialize=["blocks", "channels", "pixels"])
+def merge_kernel(
+    parts, merged, blocks: tl.int32, channels: tl.int32, pixels: tl.int64,
+    ROWS: tl.constexpr, CH: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """The same parts for groups that are ROWS times as large."""
+    c = tl.program_id(0) * CH + tl.arange(0, CH)
+    here = c < channels
+    n = tl.program_id(1)
+    start, end = n * ROWS, tl.minimum(n * ROWS + ROWS, blocks)
+    middle, spread = moments_of(parts, c, here, start, end, blocks, channels, pixels, ROWS, CH, GROUP)
+    count = tl.minimum(pixels - start.to(tl.int64) * GROUP, ROWS * GROUP).to(tl.float32)
+    to = merged + n.to(tl.int64) * channels + c
+    tl.store(to, middle, mask=here)
+    tl.store(to + tl.cdiv(blocks, ROWS).to(tl.int64) * channels, spread * count, mask=here)
+
+
+@triton.jit(do_not_specialize=["blocks", "channels", "pixels"])
+def moments_kernel(
+    parts, mean, var, blocks: tl.int32, channels: tl.int32, pixels: tl.int64,
+    ROWS: tl.constexpr, CH: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Mean and variance of each channel, for who computes the rest."""
+    c = tl.program_id(0) * CH + tl.arange(0, CH)
+    here = c < channels
+    middle, spread = moments_of(parts, c, here, 0, blocks, blocks, channels, pixels, ROWS, CH, GROUP)
+    tl.store(mean + c, middle, mask=here)
+    tl.store(var + c, spread, mask=here)
+
+
+@triton.jit(do_not_specialize=["blocks", "channels", "pixels"])
+def statistics_kernel(
+    parts, weight, bias, running_mean, running_var, kept, blocks: tl.int32, channels: tl.int32, pixels: tl.int64,
+    momentum: tl.float32, eps: tl.float32,
+    RUNNING: tl.constexpr, ROWS: tl.constexpr, CH: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Mean, 1 / deviation, scale and bias of each channel, the rows of `kept`; moves the running statistics on."""
+    c = tl.program_id(0) * CH + tl.arange(0, CH)
+    here = c < channels
+    middle, var = moments_of(parts, c, here, 0, blocks, blocks, channels, pixels, ROWS, CH, GROUP)
+    inverse = tl.div_rn(1.0, tl.sqrt_rn(var + eps))
+    tl.store(kept + c, middle, mask=here)
+    tl.store(kept + channels + c, inverse, mask=here)
+    tl.store(kept + 2 * channels + c, inverse * tl.load(weight + c, mask=here, other=0.0), mask=here)
+    tl.store(kept + 3 * channels + c, tl.load(bias + c, mask=here, other=0.0), mask=here)
+    if RUNNING:
+        old_mean = tl.load(running_mean + c, mask=here, other=0.0)
+        old_var = tl.load(running_var + c, mask=here, other=0.0)
+        unbiased = var * (pixels.to(tl.float32) / tl.maximum(pixels.to(tl.float32) - 1.0, 1.0))
+        tl.store(running_mean + c, old_mean * (1.0 - momentum) + middle * momentum, mask=here)
+        tl.store(running_var + c, old_var * (1.0 - momentum) + unbiased * momentum, mask=here)
+
+
+@triton.jit(do_not_specialize=["units", "pixels"])
+def normalise_kernel(
+    x, kept, out, units: tl.int32, pixels: tl.int64,
+    DTYPE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, CH: tl.constexpr,
+):  # fmt: skip
+    """(x - mean) * scale + bias for ROWS pixels of CH channels."""
+    channels = units * UNIT
+    c = tl.program_id(1) * CH + tl.arange(0, CH)
+    here = c < channels
+    mean = tl.load(kept + c, mask=here, other=0.0)
+    scale = tl.load(kept + 2 * channels + c, mask=here, other=0.0)
+    bias = tl.load(kept + 3 * channels + c, mask=here, other=0.0)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row = tl.arange(0, ROWS)[:, None]
+    at = first * channels + (row * channels + c[None, :])
+    if first + ROWS <= pixels:
+        inside = here[None, :] & (row >= 0)
+    else:
+        inside = here[None, :] & (row < (pixels - first).to(tl.int32))
+    v = widen(tl.load(x + at, mask=inside, other=0), DTYPE)
+    y = tl.fma(v - mean[None, :], scale[None, :], bias[None, :])
+    tl.store(out + at, narrow(y, DTYPE), mask=inside)
+
+
+class ForwardPlan:
+    """All that does not change from one call to the next for tensors of one size."""
+
+    __slots__ = ("apply", "channels", "device", "merge", "merged", "moments", "numbers", "parts", "statistics")
+    GROUP = GROUP
+
+    def __init__(self, pixels: int, channels: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.channels, self.device = channels, device
+        blocks = -(-pixels // GROUP)
+        self.parts = 2 * blocks * channels
+        self.numbers = (blocks, channels, pixels), (channels // UNIT, pixels)
+        most, programs, group = PARTS // UNIT, channels // UNIT, GROUP
+        self.merge: tuple[Launch, tuple[int, int, int]] | None = None
+        if blocks > MANY:
+            fewer = -(-blocks // most)
+            self.merge = Launch(merge_kernel, (programs, fewer), (most, UNIT, group), 8, 0), self.numbers[0]
+            self.numbers = (fewer, channels, pixels), self.numbers[1]
+            blocks, group = fewer, group * most
+        self.merged = (2, blocks, channels)
+        rows = min(most, max(triton.next_power_of_2(blocks), 16))
+        self.statistics = [
+            Launch(statistics_kernel, programs, (running, rows, UNIT, group), 8, 0) for running in (False, True)
+        ]
+        self.moments = Launch(moments_kernel, programs, (rows, UNIT, group), 8, 0)
+        width = min(triton.next_power_of_2(channels), 256)
+        rows = VALUES // width
+        grid = (-(-pixels // rows), -(-channels // width))
+        self.apply = Launch(normalise_kernel, grid, (TYPES[dtype], UNIT, rows, width), 4, 0)
+
+    def normalise(
+        self, x: Tensor, parts: Tensor, weight: Tensor, bias: Tensor, running: tuple[Tensor, Tensor] | None,
+        momentum: float, eps: float, kept: Tensor, out: Tensor,
+    ) -> None:  # fmt: skip
+        """Writes `kept`, [mean, 1 / deviation, scale, bias], and `out` from what the encoder wrote to `parts`."""
+        means = (weight, bias) if running is None else running
+        numbers = (*self.numbers[0], momentum, eps)
+        self.statistics[running is not None]((self.fewer(parts), weight, bias, *means, kept), numbers)
+        self.apply((x, kept, out), self.numbers[1])
+
+    def measure(self, parts: Tensor, mean: Tensor, var: Tensor) -> None:
+        """Writes mean and variance alone from what the encoder wrote to `parts`."""
+        self.moments((self.fewer(parts), mean, var), self.numbers[0])
+
+    def fewer(self, parts: Tensor) -> Tensor:
+        """Parts that one program for eight channels goes through quickly."""
+        if self.merge is None:
+            return parts
+        merged = torch.empty(self.merged, dtype=torch.float32, device=self.device)
+        launch, numbers = self.merge
+        launch((parts, merged), numbers)
+        return merged
+
+
+@functools.lru_cache(maxsize=4096)
+def forward_plan(
+    size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> ForwardPlan | None:
+    """The plan for tensors of that size in memory; None where the kernels do not take them."""
+    layout, numel = layout_of(size, stride)
+    channels = size[1]
+    if dtype.itemsize != 2 or not layout.dense or channel_stride(layout, numel, GROUP) != channels or channels % UNIT:
+        return None
+    return ForwardPlan(numel // channels, channels, dtype, device)

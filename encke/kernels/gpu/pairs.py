@@ -1,0 +1,383 @@
+"""Group quantisation of 16-bit values in Triton, two values in a word: half the instructions of gpu_rate.py's encoders.
+
+The bytes are the same. Packed instructions are written as PTX; what they mean stands beside it for the interpreter.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from encke.kernels.gpu.common import INTERPRETED, seed_of
+from encke.kernels.gpu.rate import below_code, fixed_point, of_group, random_left, scales_of, store_scales
+
+# Kinds of reductions of the halves of words.
+LARGEST = tl.constexpr(0)
+HIGHEST = tl.constexpr(1)
+LEAST = tl.constexpr(2)
+
+# What an encoder does beside encoding.
+ALONE = tl.constexpr(0)
+RELU = tl.constexpr(1)
+STATISTICS = tl.constexpr(2)
+
+
+@triton.jit
+def largest16(a, b):
+    return tl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.uint32, is_pure=True, pack=1)
+
+
+@triton.jit
+def highest16(a, b):
+    return tl.inline_asm_elementwise("max.s16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.uint32, is_pure=True, pack=1)
+
+
+@triton.jit
+def least16(a, b):
+    return tl.inline_asm_elementwise("min.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.uint32, is_pure=True, pack=1)
+
+
+@triton.jit
+def reduce16(words, axis: tl.constexpr, KIND: tl.constexpr):
+    """The largest (unsigned), highest (signed) or least (unsigned) along an axis, of the halves of words apart."""
+    if INTERPRETED:
+        low, high = words & 0xFFFF, words >> 16
+        if KIND == LEAST:
+            return tl.min(low, axis) | (tl.min(high, axis) << 16)
+        elif KIND == LARGEST:
+            return tl.max(low, axis) | (tl.max(high, axis) << 16)
+        else:
+            return (tl.max(low ^ 0x8000, axis) | (tl.max(high ^ 0x8000, axis) << 16)) ^ 0x80008000
+    elif KIND == LEAST:
+        return tl.reduce(words, axis, least16)
+    elif KIND == LARGEST:
+        return tl.reduce(words, axis, largest16)
+    else:
+        return tl.reduce(words, axis, highest16)
+
+
+@triton.jit
+def less_one16(words):
+    """One less in both halves, modulo 2^16."""
+    if INTERPRETED:
+        return ((words - 1) & 0xFFFF) | ((words & 0xFFFF0000) - 0x10000)
+    else:
+        return tl.inline_asm_elementwise(
+            "add.u16x2 $0, $1, $2;", "=r,r,r", [words, tl.full(words.shape, 0xFFFFFFFF, tl.uint32)], dtype=tl.uint32,
+            is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def zero16(words, DTYPE: tl.constexpr):
+    """All bits of the halves that are zero, of either sign."""
+    if INTERPRETED:
+        low, high = (words & 0x7FFF) == 0, (words & 0x7FFF0000) == 0
+        return tl.where(low, 0xFFFF, 0).to(tl.uint32) | tl.where(high, 0xFFFF0000, 0).to(tl.uint32)
+    elif DTYPE == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "set.eq.u32.bf16x2 $0, $1, $2;", "=r,r,r", [words, tl.zeros_like(words)], dtype=tl.uint32, is_pure=True,
+            pack=1,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            "set.eq.u32.f16x2 $0, $1, $2;", "=r,r,r", [words, tl.zeros_like(words)], dtype=tl.uint32, is_pure=True,
+            pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def relu16(words, DTYPE: tl.constexpr):
+    """ReLU of both halves; NaN stays NaN."""
+    if INTERPRETED:
+        top = 0x7F80 if DTYPE == tl.bfloat16 else 0x7C00
+        low, high = words & 0xFFFF, words >> 16
+        low = tl.where((low >= 0x8000) & ((low & 0x7FFF) <= top), 0, low)
+        high = tl.where((high >= 0x8000) & ((high & 0x7FFF) <= top), 0, high)
+        return (low | (high << 16)).to(tl.uint32)
+    elif DTYPE == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [words, tl.zeros_like(words)], dtype=tl.uint32, is_pure=True,
+            pack=1,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            "max.NaN.f16x2 $0, $1, $2;", "=r,r,r", [words, tl.zeros_like(words)], dtype=tl.uint32, is_pure=True,
+            pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def half_of(words, HIGH: tl.constexpr, DTYPE: tl.constexpr):
+    """The computing value of one half of each word."""
+    if DTYPE == tl.bfloat16:
+        return (words & 0xFFFF0000 if HIGH else words << 16).to(tl.float32, bitcast=True)
+    else:
+        return (words >> 16 if HIGH else words).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def upper_bytes(low, high, BITS: tl.constexpr):
+    """low >> 24 and high >> 24 in the two halves of a word; both are below 2^BITS."""
+    if INTERPRETED or BITS == 8:
+        return (low >> 24) | ((high >> 24) << 16)
+    else:
+        # Zeros are the sign of the codes.
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0xF7B3;", "=r,r,r", [low, high], dtype=tl.uint32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def bytes_of(words):
+    """The low bytes of both halves, as a half."""
+    if INTERPRETED:
+        return (words | (words >> 8)).to(tl.uint16)
+    else:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $1, 0x4420;", "=r,r", [words], dtype=tl.uint32, is_pure=True, pack=1
+        ).to(tl.uint16)
+
+
+@triton.jit
+def signed_point(t):
+    """A float as an integer, at most 2^31; what is below zero is only so for zeros, whose codes are replaced."""
+    if INTERPRETED:
+        return tl.minimum(tl.maximum(t, 0.0), 2147483520.0).to(tl.uint32)
+    else:
+        return tl.inline_asm_elementwise("cvt.rzi.s32.f32 $0, $1;", "=r,r", [t], dtype=tl.uint32, is_pure=True, pack=1)
+
+
+@triton.jit
+def raised_codes(v, h, lo, inverse, steps, extra, t, BITS: tl.constexpr, SIGNS: tl.constexpr):
+    """The code of each value in the highest byte, above what is left of it; `extra` is the code of the lowest one."""
+    from_lo = tl.abs(v) if SIGNS else v
+    scaled = (from_lo - lo) * inverse
+    if BITS == 8:
+        return fixed_point(tl.minimum(scaled, steps)) + below_code(extra, h, t, BITS)
+    else:
+        # A value may come out above the highest one, by a rounding error or where the spread is beyond fp32's largest.
+        most = (steps.to(tl.uint32) + (extra << 24)) | 0xFFFFFF
+        return tl.minimum(signed_point(scaled) + below_code(extra, h, t, BITS), most)
+
+
+@triton.jit
+def masked_codes(code, words, exact, DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr):
+    """Codes in the halves of words, with signs, and zero for zeros in the groups where these are `exact`."""
+    zero = zero16(words, DTYPE)
+    if SIGNS:
+        return (code | ((words & 0x80008000) >> (16 - BITS))) & (zero ^ 0xFFFFFFFF)
+    elif INTERPRETED:
+        return code & ((zero & exact) ^ 0xFFFFFFFF)
+    else:
+        # Left to itself the compiler makes three instructions of it.
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0x70;", "=r,r,r,r", [code, zero, exact], dtype=tl.uint32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def half_steps(largest, highest, least, HIGH: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr,
+               SIGNS: tl.constexpr):  # fmt: skip
+    """steps_of from one half of words, and the code of the lowest value."""
+    top = half_of(highest, HIGH, DTYPE)
+    lo, step, inverse, steps, signed = scales_of(
+        half_of(largest, HIGH, DTYPE), top, half_of(least, HIGH, DTYPE), top.to(tl.int32, bitcast=True) < 0,
+        DTYPE, BITS, SIGNS,
+    )  # fmt: skip
+    extra = tl.full(signed.shape, 1, tl.uint32) if SIGNS else tl.where(signed, 0, 1).to(tl.uint32)
+    return lo, step, inverse, steps, signed, extra
+
+
+@triton.jit
+def add_one16(words):
+    """One more in both halves, modulo 2^16."""
+    return ((words + 1) & 0xFFFF) | ((words & 0xFFFF0000) + 0x10000)
+
+
+@triton.jit
+def turned16(words):
+    return (words >> 16) | (words << 16)
+
+
+@triton.jit
+def larger16(a, b, KIND: tl.constexpr):
+    if INTERPRETED:
+        if KIND == LEAST:
+            return tl.minimum(a & 0xFFFF, b & 0xFFFF) | tl.minimum(a & 0xFFFF0000, b & 0xFFFF0000)
+        elif KIND == LARGEST:
+            return tl.maximum(a & 0xFFFF, b & 0xFFFF) | tl.maximum(a & 0xFFFF0000, b & 0xFFFF0000)
+        else:
+            return larger16(a ^ 0x80008000, b ^ 0x80008000, LARGEST) ^ 0x80008000
+    elif KIND == LEAST:
+        return least16(a, b)
+    elif KIND == LARGEST:
+        return largest16(a, b)
+    else:
+        return highest16(a, b)
+
+
+@triton.jit
+def group16(words, KIND: tl.constexpr):
+    """What is largest, highest or least of the values of each group, in both halves."""
+    found = reduce16(reduce16(reduce16(reduce16(words, 4, KIND), 3, KIND), 2, KIND), 0, KIND)
+    return larger16(found, turned16(found), KIND)
+
+
+@triton.jit
+def word_index(
+    ROWS: tl.constexpr, LENGTH: tl.constexpr, T: tl.constexpr, THREADS: tl.constexpr, MIXED: tl.constexpr
+):  # fmt: skip
+    """Where each pair of values stands in a tile: [thread, group, further words, slice, lane], four words at a time."""
+    w = tl.arange(0, THREADS)[:, None, None, None, None]
+    g = tl.arange(0, ROWS)[None, :, None, None, None]
+    u = tl.arange(0, LENGTH // (8 * THREADS))[None, None, :, None, None]
+    t = tl.arange(0, T)[None, None, None, :, None]
+    lane = tl.arange(0, 4)[None, None, None, None, :]
+    if MIXED:
+        # They share no bit, and the compiler finds a seed among them.
+        return (g * (LENGTH * T // 2)) ^ (u * (4 * THREADS)) ^ (w * 4) ^ (t * (LENGTH // 2)) ^ lane
+    else:
+        return g * (LENGTH * T // 2) + t * (LENGTH // 2) + u * (4 * THREADS) + w * 4 + lane
+
+
+@triton.jit(do_not_specialize=["numel", "groups", "seed_low", "seed_high"])
+def gq_encode_pairs_kernel(
+    x, data, seeds, numel: tl.int64, groups: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
+    DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIGNS: tl.constexpr,
+    THREADS: tl.constexpr, TABLE: tl.constexpr,
+):  # fmt: skip
+    """gq_encode_kernel of 16-bit values, two in a word: x lies at a multiple of 4 bytes. THREADS share a group."""
+    seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
+    T: tl.constexpr = 8 // BITS
+    LENGTH: tl.constexpr = GROUP // T
+    g0 = tl.program_id(0).to(tl.int64) * ROWS
+    first = g0 * GROUP
+    i = word_index(ROWS, LENGTH, T, THREADS, False)
+    if first + ROWS * GROUP <= numel:
+        words = tl.load((x + first).to(tl.pointer_type(tl.uint32)) + i)
+    else:
+        left = (numel - first).to(tl.int32)
+        halves = (x + first).to(tl.pointer_type(tl.uint16))
+        low = tl.load(halves + i * 2, mask=i * 2 < left, other=0).to(tl.uint32)
+        words = low | (tl.load(halves + i * 2 + 1, mask=i * 2 + 1 < left, other=0).to(tl.uint32) << 16)
+    size = words & 0x7FFF7FFF if SIGNS else words
+    lo, step, inverse, steps, signed, extra = half_steps(
+        group16(words, LARGEST), group16(size, HIGHEST), add_one16(group16(less_one16(size), LEAST)), False,
+        DTYPE, BITS, SIGNS,
+    )  # fmt: skip
+    pair = word_index(ROWS, LENGTH, 1, THREADS, False)
+    # The first byte of a tile is a multiple of their number, so that nothing is carried.
+    seed = (g0 * LENGTH).to(tl.uint32) ^ seed_low.to(tl.uint32)
+    byte = (word_index(ROWS, LENGTH, 1, THREADS, True) * 2).to(tl.uint32)
+    h_low, h_high = random_left(byte, seed, seed_high), random_left(byte, seed ^ 1, seed_high)
+    t = tl.arange(0, T)[None, None, None, :, None]
+    exact = of_group(tl.where(signed, 0, 0xFFFFFFFF).to(tl.uint32))
+    at, per, most, one = of_group(lo), of_group(inverse), of_group(steps), of_group(extra)
+    code = upper_bytes(
+        raised_codes(half_of(words, False, DTYPE), h_low, at, per, most, one, t, BITS, SIGNS),
+        raised_codes(half_of(words, True, DTYPE), h_high, at, per, most, one, t, BITS, SIGNS),
+        BITS,
+    )
+    code = masked_codes(code, words, exact, DTYPE, BITS, SIGNS)
+    packed = bytes_of(tl.sum(code << (t * BITS).to(tl.uint32), 3))
+    g = g0 + tl.arange(0, ROWS)
+    here = g < groups
+    to = (data + g0 * LENGTH).to(tl.pointer_type(tl.uint16)) + tl.reshape(pair, packed.shape)
+    if g0 + ROWS <= groups:
+        tl.store(to, packed)
+    else:
+        tl.store(to, packed, mask=here[None, :, None, None])
+    store_scales(data + groups * LENGTH, g, here, groups, lo, step, signed, SIGNS)
+
+
+@triton.jit
+def spread_of(v, k, count, FULL: tl.constexpr):
+    """The mean of the first `count` pixels of each channel, and the sum of the squares of the differences from it."""
+    share = tl.div_rn(1.0, count.to(tl.float32))
+    mean = tl.sum(tl.sum(v, 2), 1) * share
+    apart = v - mean[:, None, None]
+    if not FULL:
+        apart = tl.where(k < count, apart, 0.0)
+    return mean, tl.sum(tl.sum(apart * apart, 2), 1)
+
+
+@triton.jit(do_not_specialize=["stride", "pixels", "seed_low", "seed_high"])
+def gq_encode_channels_pairs_kernel(
+    x, data, beside, seeds, stride: tl.int64, pixels: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
+    DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SIGNS: tl.constexpr, CHANNELS: tl.constexpr,
+    WITH: tl.constexpr, FULL: tl.constexpr, TABLE: tl.constexpr,
+):  # fmt: skip
+    """gq_encode_channels_kernel of 16-bit values, two channels in a word: an even stride, and x as above.
+
+    [word of channels, byte, slice]. Each thread takes one word of each of its pixels, and a warp 32 words of them:
+    little passes between threads, and what is known of a group is worked out once a warp. GROUP * stride < 2^30.
+
+    WITH RELU it encodes x's ReLU, which it writes to `beside`. With STATISTICS it writes to `beside`, [2, blocks,
+    stride], the mean of each group and the sum of the squares of what its values are away from it. FULL: pixels are a
+    multiple of GROUP, and channels of CHANNELS.
+    """
+    seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
+    T: tl.constexpr = 8 // BITS
+    LENGTH: tl.constexpr = GROUP // T
+    row = (stride >> 1).to(tl.int32)
+    block, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * (CHANNELS // 2) + tl.arange(0, CHANNELS // 2)
+    t, j = tl.arange(0, T)[None, None, :], tl.arange(0, LENGTH)[None, :, None]
+    there = c < row
+    # In bytes, which the compiler adds with fewer instructions.
+    first = (x + block * GROUP * stride).to(tl.pointer_type(tl.uint8))
+    i = ((t * LENGTH + j).to(tl.uint32) * row.to(tl.uint32) + c[:, None, None].to(tl.uint32)) * 4
+    at_word = (first + i.to(tl.int64)).to(tl.pointer_type(tl.uint32))
+    if FULL:
+        words = tl.load(at_word)
+    else:
+        inside = there[:, None, None] & (t * LENGTH + j < (pixels - block * GROUP).to(tl.int32))
+        words = tl.load(at_word, mask=inside, other=0)
+    if WITH == RELU:
+        words = relu16(words, DTYPE)
+        to_word = (beside + block * GROUP * stride).to(tl.pointer_type(tl.uint8)) + i.to(tl.int64)
+        if FULL:
+            tl.store(to_word.to(tl.pointer_type(tl.uint32)), words)
+        else:
+            tl.store(to_word.to(tl.pointer_type(tl.uint32)), words, mask=inside)
+    elif WITH == STATISTICS:
+        count = tl.minimum(pixels - block * GROUP, GROUP).to(tl.int32)
+        to = beside + block * stride + c * 2
+        apart = tl.cdiv(pixels, GROUP) * stride
+        mean, square = spread_of(half_of(words, False, DTYPE), t * LENGTH + j, count, FULL)
+        tl.store(to, mean, mask=there)
+        tl.store(to + apart, square, mask=there)
+        mean, square = spread_of(half_of(words, True, DTYPE), t * LENGTH + j, count, FULL)
+        tl.store(to + 1, mean, mask=there)
+        tl.store(to + 1 + apart, square, mask=there)
+    size = words & 0x7FFF7FFF if SIGNS else words
+    largest = reduce16(reduce16(words, 2, LARGEST), 1, LARGEST)
+    highest = reduce16(reduce16(size, 2, HIGHEST), 1, HIGHEST)
+    least = add_one16(reduce16(reduce16(less_one16(size), 2, LEAST), 1, LEAST))
+    lo, step, inverse, steps, signed, extra = half_steps(largest, highest, least, False, DTYPE, BITS, SIGNS)
+    lo2, step2, inverse2, steps2, signed2, extra2 = half_steps(largest, highest, least, True, DTYPE, BITS, SIGNS)
+    exact = tl.where(signed, 0, 0xFFFF).to(tl.uint32) | tl.where(signed2, 0, 0xFFFF0000).to(tl.uint32)
+    at = block * LENGTH * stride
+    pair = tl.arange(0, LENGTH)[None, :] * row + c[:, None]
+    byte = at.to(tl.uint32) + pair.to(tl.uint32) * 2
+    h = random_left(byte, seed_low, seed_high)
+    # The byte after an even one.
+    h2 = random_left(byte, seed_low ^ 1, seed_high)
+    code = upper_bytes(
+        raised_codes(
+            half_of(words, False, DTYPE), h[:, :, None], lo[:, None, None], inverse[:, None, None],
+            steps[:, None, None], extra[:, None, None], t, BITS, SIGNS,
+        ),
+        raised_codes(
+            half_of(words, True, DTYPE), h2[:, :, None], lo2[:, None, None], inverse2[:, None, None],
+            steps2[:, None, None], extra2[:, None, None], t, BITS, SIGNS,
+        ),
+        BITS,
+    )  # fmt: skip
+    code = masked_codes(code, words, exact[:, None, None], DTYPE, BITS, SIGNS)
+    packed = bytes_of(tl.sum(code << (t * BITS).to(tl.uint32), 2))
+    tl.store((data + at).to(tl.pointer_type(tl.uint16)) + pair, packed, mask=there[:, None])
+    groups = tl.cdiv(pixels, GROUP) * stride
+    g = block * stride + c * 2
+    store_scales(data + groups * LENGTH, g, there, groups, lo, step, signed, SIGNS)
+    store_scales(data + groups * LENGTH, g + 1, there, groups, lo2, step2, signed2, SIGNS)

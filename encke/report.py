@@ -1,0 +1,193 @@
+"""What was saved, layer by layer: bytes before and after, codec, bound or bits, beside the measured peak."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from encke.capture.saved import LATE, Record
+from encke.codecs import Codec, DualPrecision, ErrorBounded, GroupQuant, LogProb
+from encke.codecs.logprob import BOUND
+from encke.codecs.pending import settle_all
+
+
+@dataclass(frozen=True)
+class Row:
+    """One site of the last forward pass."""
+
+    layer: str
+    operation: str
+    slot: str
+    codec: str
+    bound: str
+    saved_bytes: int
+    packed_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        return self.saved_bytes / self.packed_bytes if self.packed_bytes else float("inf")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the last forward pass saved. `print(report)` shows a table, `to_dict` and `to_json` give the same as data.
+
+    `saved_bytes` is what plain autograd would hold, each storage once; `packed_bytes` what is held instead;
+    `peak_bytes` the measured peak of the whole process (GPU: allocated memory since the last
+    `torch.cuda.reset_peak_memory_stats`; CPU: resident memory).
+    """
+
+    policy: str
+    saved_bytes: int
+    packed_bytes: int
+    peak_bytes: int
+    forwards: int
+    layers: tuple[Row, ...]
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller what is held is than what plain autograd would hold."""
+        return self.saved_bytes / self.packed_bytes if self.packed_bytes else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain Python data."""
+        data = asdict(self)
+        data["ratio"] = self.ratio
+        # JSON has no infinity: a layer that costs nothing has no ratio.
+        data["layers"] = [{**asdict(row), "ratio": row.ratio if row.packed_bytes else None} for row in self.layers]
+        return data
+
+    def to_json(self, path: str | os.PathLike[str]) -> None:
+        """Writes `to_dict()` as JSON, whole or not at all."""
+        target = Path(path)
+        if not target.parent.is_dir():
+            raise FileNotFoundError(f"cannot write the report to {target}: the folder {target.parent} does not exist")
+        draft = target.with_name(target.name + ".part")
+        draft.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        draft.replace(target)
+
+    def __str__(self) -> str:
+        if not self.forwards:
+            return f"encke: no training forward pass yet ({self.policy})"
+        head = ("layer", "operation", "codec", "bound", "saved", "packed", "ratio")
+        table = [head]
+        for row in self.layers:
+            ratio = f"{row.ratio:.1f}" if row.packed_bytes else "-"
+            name = f"{row.operation}.{row.slot}" if row.slot else row.operation
+            sizes = (human(row.saved_bytes), human(row.packed_bytes))
+            table.append((row.layer or "-", name, row.codec, row.bound, *sizes, ratio))
+        table.append(("all", "", "", "", human(self.saved_bytes), human(self.packed_bytes), f"{self.ratio:.1f}"))
+        widths = [max(len(line[i]) for line in table) for i in range(len(head))]
+        lines = [
+            "  ".join(
+                cell.ljust(w) if i < 4 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+            )
+            for line in table
+        ]
+        lines.insert(1, "-" * len(lines[0]))
+        lines.insert(len(lines) - 1, "-" * len(lines[0]))
+        note = f"{self.policy}; last of {self.forwards} forward passes; measured peak {human(self.peak_bytes)}"
+        return "\n".join([*(line.rstrip() for line in lines), note])
+
+
+class StepLog:
+    """Bound and ratio of every layer, forward pass by forward pass: JSON lines in a file, or lines to read."""
+
+    def __init__(self, target: str | os.PathLike[str] | TextIO, every: int) -> None:
+        self.every = every
+        self.written = 0
+        self.stream: TextIO | None = None
+        if isinstance(target, str | os.PathLike):
+            self.path = Path(target)
+            if not self.path.parent.is_dir():
+                raise FileNotFoundError(f"cannot log to {target}: the folder {self.path.parent} does not exist")
+            self.path.open("a").close()
+        elif callable(getattr(target, "write", None)):
+            self.stream = target
+        else:
+            raise TypeError(f"log takes a path or an open text stream, got {type(target).__name__}")
+
+    def write(self, step: int, records: list[Record]) -> None:
+        """One forward pass; each is written once."""
+        if step == self.written or step % self.every:
+            return
+        self.written = step
+        settle_all()
+        rows = rows_of(records)
+        saved, packed = sum(row.saved_bytes for row in rows), sum(row.packed_bytes for row in rows)
+        total = saved / packed if packed else None
+        if self.stream is None:
+            layers = [{**asdict(row), "ratio": row.ratio if row.packed_bytes else None} for row in rows]
+            line = {"step": step, "ratio": total, "saved_bytes": saved, "packed_bytes": packed, "layers": layers}
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            return
+        for row in rows:
+            ratio = f"{row.ratio:.2f}" if row.packed_bytes else "-"
+            setting = " ".join(filter(None, (row.codec, row.bound)))
+            self.stream.write(f"step {step} {row.layer or '-'} {row.operation}.{row.slot} {setting} ratio {ratio}\n")
+        self.stream.write(f"step {step} all ratio {f'{total:.2f}' if total else '-'}\n")
+
+
+def human(n: int) -> str:
+    """Bytes with a unit."""
+    value = float(n)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1024
+    raise AssertionError
+
+
+def describe(codec: Codec | str) -> tuple[str, str]:
+    """A codec's name and its bound or bits, for people."""
+    if isinstance(codec, str):
+        return codec, ""
+    bound = ""
+    if isinstance(codec, ErrorBounded):
+        absolute, relative = codec.bounds()
+        parts = [
+            f"{value:.3g} {mode}" for value, mode in ((absolute, "abs"), (relative, "rel")) if value != float("inf")
+        ]
+        bound = ", ".join(parts) if codec.bound else "0 (bit-exact)"
+        bound += " stochastic" if codec.rounding == "stochastic" else ""
+    elif isinstance(codec, GroupQuant | DualPrecision):
+        bound = f"{codec.bits} bits"
+    elif isinstance(codec, LogProb):
+        bound = f"{BOUND} abs"
+    return type(codec).__name__, bound
+
+
+def rows_of(records: list[Record]) -> tuple[Row, ...]:
+    """Rows in order of the forward pass; tensors that were left alone are summed up in one row for each layer."""
+    rows: dict[tuple[Any, ...], Row] = {}
+    for number, record in enumerate(records):
+        site = record.site
+        codec, bound = describe(record.codec)
+        packed = site.hint.nbytes if record.packed_bytes == LATE else record.packed_bytes
+        key = (site.layer, "kept") if codec == "kept" else (number,)
+        old = rows.get(key)
+        saved = record.saved_bytes + (old.saved_bytes if old else 0)
+        rows[key] = Row(
+            site.layer, site.operation, site.slot, codec, bound, saved, packed + (old.packed_bytes if old else 0)
+        )
+    return tuple(row for row in rows.values() if row.saved_bytes or row.packed_bytes)
+
+
+def peak_bytes(device: torch.device | None) -> int:
+    """The measured peak: allocated GPU memory, or the process's largest resident size."""
+    if device is not None and device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM"):
+                return int(line.split()[1]) * 1024
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

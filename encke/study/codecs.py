@@ -1,0 +1,131 @@
+"""Codecs that exist only to be studied: without exact zeros, and the two halves of DIVISION. Plain torch operations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from encke.codecs import Codec
+from encke.codecs.base import Hint
+from encke.codecs.packed import Layout, Packed
+from encke.kernels import FLOATS
+
+
+class LevelsPacked(Packed):
+    """Integer levels, and the half width of a cell."""
+
+    __slots__ = ()
+
+    def decode_flat(self, mask: bool = False) -> Tensor:
+        levels, half = self.parts
+        decoded = ((2 * levels.float() + 1) * half).to(self.dtype)
+        return decoded != 0 if mask else decoded
+
+
+@dataclass(frozen=True, repr=False)
+class Midpoint(Codec):
+    """Every value becomes the middle of its cell, as in stock SZ: the bound holds, but zeros come back as the bound.
+
+    `bound` is relative to the tensor's range, as in `ErrorBounded(bound, "rel")`, which gives the same for all values
+    but zeros.
+    """
+
+    bound: float
+    # A lie, on purpose: who reads a mask gets it from the decoded values, as with a compressor that knows nothing of
+    # masks. With the truth here, capture would keep exact zeros for ReLU.
+    keeps_zeros = True
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        return dtype in FLOATS
+
+    def covers(self, other: Codec) -> bool:
+        return other.signs_only or (isinstance(other, Midpoint) and self.bound <= other.bound)
+
+    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
+        half = self.bound * (flat.amax() - flat.amin()).float().clamp_min(torch.finfo(torch.float32).tiny)
+        levels = torch.floor(flat.float() / (2 * half)).to(torch.int32)
+        return LevelsPacked(self, layout, flat.dtype, flat.numel(), (levels, half))
+
+
+class LowPacked(Packed):
+    """The averages of the tiles of each plane."""
+
+    __slots__ = ()
+    codec: LowFrequency
+
+    def decode_flat(self, mask: bool = False) -> Tensor:
+        return self.layout_of(spread(self.parts[0].float(), self.layout.size, self.codec.block), mask)
+
+    def layout_of(self, x: Tensor, mask: bool) -> Tensor:
+        """The planes as the run of memory that was encoded."""
+        restored = torch.empty_strided(self.layout.size, self.layout.stride, dtype=self.dtype, device=x.device)
+        flat = restored.copy_(x).as_strided((self.numel,), (1,))
+        return flat != 0 if mask else flat
+
+
+class HighPacked(LowPacked):
+    """What the averages leave, as codes of a few bits with minimum and step for each plane."""
+
+    __slots__ = ()
+
+    def decode_flat(self, mask: bool = False) -> Tensor:
+        codes, low, step = self.parts
+        return self.layout_of(low.float() + codes.float() * step.float(), mask)
+
+    @property
+    def nbytes(self) -> int:
+        """As if the codes were packed: here each takes a byte."""
+        codes, low, step = self.parts
+        assert isinstance(self.codec, HighFrequency)
+        return -(-codes.numel() * self.codec.bits // 8) + low.nbytes + step.nbytes
+
+
+def tiles(x: Tensor, block: int) -> Tensor:
+    """The average of each tile of each plane; tiles at the edges may be smaller. A small plane is one tile."""
+    return F.avg_pool2d(x.float(), block, ceil_mode=True, count_include_pad=False).bfloat16()
+
+
+def spread(averages: Tensor, size: tuple[int, ...], block: int) -> Tensor:
+    """Each average at every place of its tile."""
+    rows, columns = (torch.arange(extent, device=averages.device) // block for extent in size[-2:])
+    return averages[..., rows[:, None], columns]
+
+
+@dataclass(frozen=True, repr=False)
+class LowFrequency(Codec):
+    """Only the average of each `block` x `block` tile, in bf16."""
+
+    block: int = 8
+    keeps_zeros = False
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        return dtype in FLOATS
+
+    def covers(self, other: Codec) -> bool:
+        return self == other
+
+    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
+        averages = tiles(layout.restore(flat), self.block)
+        return LowPacked(self, layout, flat.dtype, flat.numel(), (averages,))
+
+
+@dataclass(frozen=True, repr=False)
+class HighFrequency(LowFrequency):
+    """Only what the averages leave, at `bits` bits for each (sample, channel), rounded by chance, right on average."""
+
+    bits: int = 2
+    seed: int = 0
+
+    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
+        x = layout.restore(flat).float()
+        rest = x - spread(tiles(x, self.block).float(), layout.size, self.block)
+        low, high = rest.amin((-2, -1), keepdim=True), rest.amax((-2, -1), keepdim=True)
+        top = 2**self.bits - 1
+        step = ((high - low) / top).clamp_min(torch.finfo(torch.float32).tiny)
+        generator = torch.Generator(x.device).manual_seed(self.seed)
+        chance = torch.rand(x.shape, generator=generator, device=x.device)
+        codes = torch.floor((rest - low) / step + chance).clamp_(0, top).to(torch.uint8)
+        return HighPacked(self, layout, flat.dtype, flat.numel(), (codes, low, step))

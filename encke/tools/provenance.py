@@ -1,0 +1,68 @@
+"""Where a figure comes from: date, command, machine and versions, as columns for a CSV."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import importlib.metadata
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+# Taken before anything is measured: how busy the machine was with other work.
+LOAD_BEFORE = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else ""
+
+
+def cpu_name() -> str:
+    """The processor's name as the system gives it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def version(package: str) -> str:
+    """The installed version of a package, or an empty string."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def program() -> list[str]:
+    """What was called: a script of the project's benchmarks, or the command."""
+    script = Path(sys.argv[0])
+    return ["python3", f"benchmarks/{script.name}"] if script.parent.name == "benchmarks" else ["encke"]
+
+
+def provenance() -> dict[str, str | int | float]:
+    """The columns that every row of a published CSV carries."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "command": shlex.join([*program(), *sys.argv[1:]]),
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "load_before": LOAD_BEFORE,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "",
+        **{name: version(name) for name in ("numba", "triton", "torchvision", "transformers", "pysz", "zfpy")},
+    }
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """Writes the rows, each with the provenance of this run behind its own columns."""
+    origin = provenance()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*rows[0], *origin])
+        writer.writeheader()
+        writer.writerows({**row, **origin} for row in rows)

@@ -1,0 +1,1 @@
+"""Training: the models that Encke's accuracy is measured with."""

@@ -1,0 +1,160 @@
+"""The folder of a run: settings, environment, metrics, checkpoint, result. Only rank 0 writes.
+
+Everything is written whole or not at all; metrics grow line by line, and what a killed run wrote after its last
+checkpoint is cut off when it is resumed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import json
+import math
+import os
+import platform
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import encke
+from encke.tools.errors import UsageError
+from encke.tools.provenance import cpu_name
+from encke.train.settings import SETTINGS, Settings, fields, read, to_yaml, value_of
+
+CHECKPOINT, METRICS, LAYERS, RESULT, ENVIRONMENT = (
+    "checkpoint.pt",
+    "metrics.jsonl",
+    "layers.jsonl",
+    "result.json",
+    "environment.json",
+)
+FREE = ("data.path", "data.validation", "data.workers", "device", "out", "save", "metrics", "layers", "table")
+"""Settings that may differ when a run is resumed: its steps stay the same."""
+
+
+class Folder:
+    """A run's folder, locked for this process."""
+
+    def __init__(self, settings: Settings, resume: bool, overwrite: bool) -> None:
+        self.path = Path(settings.out)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.lock = (self.path / "lock").open("a")
+        except OSError as error:
+            raise UsageError(f"cannot write to out, {self.path}: {error.strerror}") from None
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UsageError(f"another process is training in {self.path}; name another folder with --out") from None
+        self.checkpoint = self.path / CHECKPOINT
+        if resume:
+            self.check_same(settings)
+        elif (self.path / SETTINGS).exists() and not overwrite:
+            raise UsageError(
+                f"{self.path} holds a run already: --resume goes on with it, --overwrite throws it away, "
+                "--out names another folder"
+            )
+        else:
+            for name in (CHECKPOINT, METRICS, LAYERS, RESULT, ENVIRONMENT):
+                (self.path / name).unlink(missing_ok=True)
+        self.write(SETTINGS, to_yaml(settings))
+
+    def check_same(self, settings: Settings) -> None:
+        """Resuming with other settings would be another training."""
+        if not (self.path / SETTINGS).exists():
+            raise UsageError(f"there is no run to resume in {self.path}")
+        before = read(str(self.path))
+        for name in fields():
+            if name not in FREE and value_of(before, name) != value_of(settings, name):
+                raise UsageError(
+                    f"{self.path} was trained with {name} {value_of(before, name)}, not {value_of(settings, name)}: "
+                    "resume it as it was, or start another run with --out"
+                )
+
+    def check_disk(self, need: int) -> None:
+        """An error if two checkpoints of `need` bytes do not fit: the last one stays until the next is complete."""
+        free = shutil.disk_usage(self.path).free
+        if free < 2 * need:
+            raise UsageError(
+                f"{self.path} has {free / 1e9:.2f} GB of disk left, two checkpoints take {2 * need / 1e9:.2f} GB: "
+                "free some, or name another folder with --out"
+            )
+
+    def write(self, name: str, text: str) -> None:
+        """One file, whole or not at all."""
+        draft = self.path / f"{name}.part"
+        draft.write_text(text)
+        draft.replace(self.path / name)
+
+    def note_start(self, facts: dict[str, Any], step: int) -> None:
+        """Where and when this process begins: in environment.json, or as a line of metrics if it resumes a run."""
+        here = {
+            "encke": encke.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "device": torch.cuda.get_device_name() if facts["cuda"] else cpu_name(),
+            "threads": torch.get_num_threads(),
+            "command": shlex.join(["encke", *sys.argv[1:]]),
+            "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        }
+        if step:
+            self.append(METRICS, {"event": "resume", "step": step, **here})
+        else:
+            self.write(ENVIRONMENT, json.dumps({**here, **facts}, indent=1) + "\n")
+
+    def append(self, name: str, line: dict[str, Any]) -> None:
+        with (self.path / name).open("a") as file:
+            file.write(json.dumps(finite(line)) + "\n")
+
+    def sizes(self) -> dict[str, int]:
+        """How long the files of lines are now, for a checkpoint."""
+        return {n: (self.path / n).stat().st_size for n in (METRICS, LAYERS) if (self.path / n).exists()}
+
+    def cut(self, sizes: dict[str, int]) -> None:
+        """Back to what they were at a checkpoint."""
+        for name in (METRICS, LAYERS):
+            path = self.path / name
+            if path.exists():
+                os.truncate(path, min(sizes.get(name, 0), path.stat().st_size))
+
+    def save(self, state: dict[str, Any]) -> None:
+        """The checkpoint; the one before stays until this one is on the disk."""
+        draft = self.path / f"{CHECKPOINT}.part"
+        try:
+            with draft.open("wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+        except (OSError, RuntimeError) as error:
+            draft.unlink(missing_ok=True)
+            kept = f"; the checkpoint before is kept: {self.checkpoint}" if self.checkpoint.exists() else ""
+            raise UsageError(f"cannot write a checkpoint to {self.path}: {first_line(error)}{kept}") from None
+        draft.replace(self.checkpoint)
+
+    def load(self) -> dict[str, Any] | None:
+        """The last checkpoint; None where the run was ended before its first one."""
+        if not self.checkpoint.exists():
+            return None
+        try:
+            return torch.load(self.checkpoint, map_location="cpu", weights_only=True)
+        except Exception as error:
+            words = f"{self.checkpoint} cannot be read ({first_line(error)}): start again with --overwrite"
+            raise UsageError(words) from None
+
+
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def finite(tree: Any) -> Any:
+    """Without what JSON has no words for: infinities and NaN become null."""
+    if isinstance(tree, dict):
+        return {name: finite(value) for name, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [finite(value) for value in tree]
+    return None if isinstance(tree, float) and not math.isfinite(tree) else tree

@@ -1,0 +1,122 @@
+"""Images that are all in memory, on the device that trains: a batch is a handful of operations and no worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from encke.train.data import seeded
+from encke.train.data.augment import DRAWS, View, pick
+from encke.train.data.order import Batch, Plan
+from encke.train.data.seeded import Use
+
+TILES = 64
+
+
+class Store(Protocol):
+    """Images by index."""
+
+    def __len__(self) -> int: ...
+
+    def to(self, device: torch.device) -> Store: ...
+
+    def take(self, index: Tensor) -> Batch: ...
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Images of 0 to 255 (N, C, H, W), uint8, and their labels, int64."""
+
+    images: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def to(self, device: torch.device) -> Stored:
+        return Stored(self.images.to(device), self.labels.to(device))
+
+    def take(self, index: Tensor) -> Batch:
+        return self.images[index], self.labels[index]
+
+
+@dataclass(frozen=True)
+class Made:
+    """Images that are made up when they are asked for: the smooth pattern of their class, moved, and noise over it."""
+
+    patterns: Tensor
+    """(classes, C, H, W), int16."""
+    noise: Tensor
+    """(TILES, C, H, W), int16."""
+    samples: int
+    first: int
+    """The index of the first sample: training and validation share none."""
+    seed: int
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def to(self, device: torch.device) -> Made:
+        return Made(self.patterns.to(device), self.noise.to(device), self.samples, self.first, self.seed)
+
+    def take(self, index: Tensor) -> Batch:
+        classes, _, side, _ = self.patterns.shape
+        labels = index % classes
+        draws = seeded.uniform(index + self.first, 5, self.seed, Use.PLACE)
+        tile = (draws[:, 4] * TILES).long()
+        near, far = (draws[:, :2] * (side // 4 + 1)).long(), (draws[:, 2:4] * side).long()
+        images = rolled(self.patterns[labels], near) + rolled(self.noise[tile], far)
+        return images.clamp_(0, 255).to(torch.uint8), labels
+
+
+def rolled(images: Tensor, by: Tensor) -> Tensor:
+    """Square images, each rolled down and across by its row of `by`."""
+    side = torch.arange(images.shape[2], device=images.device)
+    rows, columns = ((by[:, axis, None] + side) % len(side) for axis in (0, 1))
+    return pick(images, rows, columns)
+
+
+def made(classes: int, samples: int, channels: int, side: int, seed: int) -> tuple[Made, Made]:
+    """Made-up images to train with, and an eighth as many for validation."""
+    generator = torch.Generator().manual_seed(seeded.key_of(seed, Use.PATTERN))
+    place = torch.linspace(0, 2 * torch.pi, side + 1)[:-1]
+    patterns = torch.zeros(classes, channels, side, side)
+    for _ in range(3):
+        # Whole waves, so that a rolled pattern has no edge.
+        waves = torch.randint(0, 4, (2, classes, channels, 1), generator=generator)
+        phases = 2 * torch.pi * torch.rand(2, classes, channels, 1, generator=generator)
+        down, across = torch.cos(waves * place + phases)
+        patterns += 40 * down[..., :, None] * across[..., None, :]
+    noise = 32 * torch.randn(
+        TILES, channels, side, side, generator=generator.manual_seed(seeded.key_of(seed, Use.NOISE))
+    )
+    tables = (128 + patterns).round().to(torch.int16), noise.round().to(torch.int16)
+    return Made(*tables, samples, 0, seed), Made(*tables, max(1, samples // 8), samples, seed)
+
+
+class Images:
+    """A source of images in memory; the first batches for a device put them there."""
+
+    def __init__(self, store: Store, view: View) -> None:
+        self.store = store
+        self.view = view
+        self.there: tuple[torch.device, Store] | None = None
+
+    def __len__(self) -> int:
+        return len(self.store)
+
+    def on(self, device: torch.device) -> Store:
+        if self.there is None or self.there[0] != device:
+            self.there = device, self.store.to(device)
+        return self.there[1]
+
+    def batches(self, plan: Plan, device: torch.device) -> Iterator[Batch]:
+        store = self.on(device)
+        draws = plan.split(plan.draws(DRAWS, device)) if plan.train and self.view.augment != "none" else None
+        for batch, index in enumerate(plan.split(plan.order.to(device))):
+            images, labels = store.take(index)
+            yield self.view.show(images, draws[batch] if draws else None), labels

@@ -1,0 +1,155 @@
+"""Files of images: where they are, of which class, and how bright. What is in them is read by number."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from encke.tools.errors import UsageError
+from encke.train.data.augment import statistics
+from encke.train.data.pictures import ENDINGS, complaint, shown
+from encke.train.data.records import Records
+
+
+class Reader(Protocol):
+    """Files of images by number."""
+
+    labels: np.ndarray
+
+    def read(self, index: int) -> bytes: ...
+
+    def name(self, index: int) -> str: ...
+
+
+class Folder:
+    """The images of a folder with one folder for each class."""
+
+    def __init__(self, root: Path, listed: Sequence[tuple[str, int]]) -> None:
+        self.root = root
+        # One array instead of many strings: workers share it, where each string they touch would be copied.
+        self.paths = np.array([os.fsencode(path) for path, _ in listed])
+        self.labels = np.array([label for _, label in listed], dtype=np.int64)
+
+    def name(self, index: int) -> str:
+        return str(self.root / os.fsdecode(self.paths[index]))
+
+    def read(self, index: int) -> bytes:
+        return Path(self.name(index)).read_bytes()
+
+
+def classes_of(root: Path, what: str = "data.path") -> tuple[str, ...]:
+    """The folders of a folder, sorted: one for each class."""
+    if not root.is_dir():
+        state = "is a file" if root.exists() else "is not there"
+        raise UsageError(f"{what} {root} {state}; it must be a folder with one folder of images for each class")
+    with os.scandir(root) as inside:
+        found = sorted(entry.name for entry in inside if entry.is_dir() and not entry.name.startswith("."))
+    if not found:
+        raise UsageError(f"{what} {root}: no folders in it; it must hold one folder of images for each class")
+    return tuple(found)
+
+
+def list_images(root: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
+    """The images below each class's folder, as paths from `root` with the class's number, sorted."""
+    found: list[tuple[str, int]] = []
+    for label, name in enumerate(classes):
+        before = len(found)
+        for folder, _, files in os.walk(root / name, followlinks=True):
+            place = os.path.relpath(folder, root)
+            images = (each for each in files if each.lower().endswith(ENDINGS) and not each.startswith("."))
+            found += [(os.path.join(place, each), label) for each in images]
+        if len(found) == before:
+            raise UsageError(
+                f"{root / name}: no images in this class's folder ({', '.join(ENDINGS)}): add some or remove it"
+            )
+    return sorted(found, key=lambda each: (each[1], each[0]))
+
+
+def open_sets(kind: str, path: Path, validation: Path | None) -> tuple[Reader, Reader | None, tuple[str, ...]]:
+    """The images to train with, those for validation if they are apart, and the classes."""
+    inside = path / "train"
+    if (inside / "data.mdb").is_file() if kind == "lmdb" else is_split(inside):
+        path = inside
+    if validation is None and path.name == "train" and (path.parent / "val").is_dir():
+        validation = path.parent / "val"
+    readers: list[Reader] = []
+    classes: list[tuple[str, ...]] = []
+    for place, what in ((path, "data.path"), (validation, "data.validation")):
+        if place is None:
+            continue
+        if kind == "lmdb":
+            found = Records(place, what)
+            readers.append(found)
+            classes.append(tuple(found.meta["classes"]))
+        else:
+            classes.append(classes_of(place, what))
+            readers.append(Folder(place, list_images(place, classes[-1])))
+    if len(readers) == 1:
+        return readers[0], None, classes[0]
+    if classes[0] != classes[1]:
+        lone = sorted(set(classes[0]) ^ set(classes[1]))
+        raise UsageError(
+            f"{validation} must have the same classes as {path}: {lone[0]!r} is in one of them alone"
+            + (f", and so are {len(lone) - 1} others" if len(lone) > 1 else "")
+        )
+    return readers[0], readers[1], classes[0]
+
+
+def is_split(path: Path) -> bool:
+    """Whether a folder holds folders: then it is a set of classes and not a class."""
+    return path.is_dir() and any(each.is_dir() for each in path.iterdir())
+
+
+def mean_and_std(reader: Reader, scale: bool, size: tuple[int, int]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Of each channel: as the LMDB says, or mean.json beside the folder, or as some of the images are."""
+    if isinstance(reader, Records):
+        return tuple(reader.meta["mean"]), tuple(reader.meta["std"])
+    assert isinstance(reader, Folder)
+    file = reader.root.parent / "mean.json"
+    if not file.is_file():
+        return statistics(sampled(reader, scale, size))
+    try:
+        found = json.loads(file.read_text())
+        mean, std = ([float(value) for value in found[name]] for name in ("mean", "std"))
+        if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
+            raise ValueError("three numbers each, std above 0")
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f'{file}: must be {{"mean": [R, G, B], "std": [R, G, B]}} ({error}): remove it') from None
+    return tuple(mean), tuple(std)
+
+
+def sampled(reader: Reader, scale: bool, size: tuple[int, int], most: int = 512) -> Tensor:
+    """Some images spread over all, (N, 3, H, W), as the model will see them; broken ones are left to the training."""
+    count = len(reader.labels)
+    found = []
+    for number in np.linspace(0, count - 1, min(most, count)).astype(int).tolist():
+        try:
+            with Image.open(io.BytesIO(reader.read(number))) as image:
+                found.append(torch.from_numpy(shown(image, "none", size, scale, None).copy()))
+        except UsageError as error:
+            raise UsageError(complaint(reader.name(number), error)) from None
+        except Exception:
+            continue
+    if not found:
+        raise UsageError(f"{reader.name(0)}: neither this nor any other of {min(most, count)} images can be read")
+    return torch.stack(found).permute(0, 3, 1, 2)
+
+
+def first_size(reader: Reader) -> tuple[int, int]:
+    """Height and width of the first image that can be read."""
+    for number in range(len(reader.labels)):
+        try:
+            with Image.open(io.BytesIO(reader.read(number))) as image:
+                return image.height, image.width
+        except Exception:
+            continue
+    raise UsageError(f"{reader.name(0)}: neither this nor any other image here can be read")

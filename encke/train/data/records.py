@@ -1,0 +1,95 @@
+"""The LMDB that `encke data lmdb` makes, as it is read.
+
+Image number 17 is the bytes of its file under the key `00000017`. Beside them are `.labels` (uint32, one for each
+image), `.names` (JSON: the files they came from) and `.meta` (JSON: classes, count, mean, std and how it was made),
+which is written last: until then `.progress` is there instead.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from encke.tools.errors import UsageError
+
+FORMAT = "encke images 1"
+META, LABELS, NAMES, PROGRESS = b".meta", b".labels", b".names", b".progress"
+"""They sort before all numbers, so that images are always added at the end."""
+WAY_OUT = "make one with encke data lmdb SRC DST"
+_open: dict[Path, Any] = {}
+
+
+def key(number: int) -> bytes:
+    return b"%08d" % number
+
+
+def library() -> Any:
+    """The lmdb package."""
+    try:
+        import lmdb
+    except ModuleNotFoundError:
+        raise UsageError("this needs lmdb: pip install 'encke[train]'") from None
+    return lmdb
+
+
+def get(path: Path, name: bytes) -> bytes | None:
+    """A value of the LMDB, which stays open in this process."""
+    lmdb = library()
+    if path not in _open:
+        try:
+            _open[path] = lmdb.open(str(path), readonly=True, lock=False, readahead=False)
+        except lmdb.Error as error:
+            raise UsageError(f"{path}: cannot be read as LMDB ({reason(error)}): {WAY_OUT}") from None
+    try:
+        with _open[path].begin() as transaction:
+            return transaction.get(name)
+    except lmdb.Error as error:
+        raise UsageError(f"{path}: {name.decode()} cannot be read ({reason(error)}): {WAY_OUT}") from None
+
+
+def reason(error: Exception) -> str:
+    """What LMDB says, without the path in front of it."""
+    return str(error).rpartition(": ")[2]
+
+
+def close() -> None:
+    """Closes what this process has open: LMDB must not be open across a fork."""
+    while _open:
+        _open.popitem()[1].close()
+
+
+class Records:
+    """The images of a finished LMDB, by number."""
+
+    def __init__(self, path: Path, what: str = "data.path") -> None:
+        if not (path / "data.mdb").is_file():
+            state = "is a file" if path.is_file() else "holds no data.mdb" if path.exists() else "is not there"
+            raise UsageError(f"{what} {path} {state}; an lmdb is a folder with data.mdb in it: {WAY_OUT}")
+        # Two names of one file would open it twice, which LMDB forbids.
+        self.path = path.resolve()
+        found = get(self.path, META)
+        if found is None:
+            started = get(self.path, PROGRESS) is not None
+            what = "not finished: run the same encke data lmdb again" if started else f"not ours: {WAY_OUT}"
+            raise UsageError(f"{path}: this LMDB is {what}")
+        self.meta: dict[str, Any] = json.loads(found)
+        if self.meta.get("format") != FORMAT:
+            raise UsageError(f"{path}: format {self.meta.get('format')!r} is not {FORMAT!r}: {WAY_OUT}")
+        self.labels = np.frombuffer(self.value(LABELS), dtype="<u4").astype(np.int64)
+
+    def value(self, name: bytes) -> bytes:
+        found = get(self.path, name)
+        if found is None:
+            raise UsageError(f"{self.path}: {name.decode()} is missing: {WAY_OUT}")
+        return found
+
+    def read(self, index: int) -> bytes:
+        """The bytes of an image's file."""
+        return self.value(key(index))
+
+    def name(self, index: int) -> str:
+        """An image in words."""
+        return f"{self.path}: key {key(index).decode()} ({json.loads(self.value(NAMES))[index]})"

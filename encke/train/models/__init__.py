@@ -1,0 +1,1 @@
+"""Networks that recipes name."""

@@ -1,0 +1,125 @@
+"""The models that accuracy is measured with: torchvision's ResNet-18 and VGG-16, and a small GPT of our own."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+MISSING_OPERATOR = "operator torchvision::nms does not exist"
+_schemas: list[torch.library.Library] = []
+
+
+def torchvision_models() -> ModuleType:
+    """`torchvision.models`, also where its compiled operators do not load (a CUDA build beside a CPU torch)."""
+    try:
+        return importlib.import_module("torchvision.models")
+    except ModuleNotFoundError as error:
+        if error.name != "torchvision":
+            raise
+        raise ImportError("this model comes from torchvision: pip install 'encke[train]'") from error
+    except RuntimeError as error:
+        if MISSING_OPERATOR not in str(error):
+            raise
+    declare_operators()
+    return importlib.import_module("torchvision.models")
+
+
+def declare_operators() -> None:
+    """Declares the two operators that torchvision looks up while it is imported; no model here calls them."""
+    library = torch.library.Library("torchvision", "DEF")
+    library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _schemas.append(library)  # a schema lives as long as its Library
+
+
+def resnet18(classes: int = 10) -> nn.Module:
+    """ResNet-18 for 32 x 32 images: the first convolution is 3 x 3 with stride 1, with no max-pool behind it."""
+    model = torchvision_models().resnet18(num_classes=classes)
+    model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
+    model.maxpool = nn.Identity()
+    return model
+
+
+def vgg16(classes: int = 10) -> nn.Module:
+    """VGG-16 without batch norm, for images of 32 x 32 and more."""
+    return torchvision_models().vgg16(num_classes=classes)
+
+
+class Block(nn.Module):
+    """One layer of the transformer: attention, then an MLP, each behind a LayerNorm and beside a residual path."""
+
+    def __init__(self, heads: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.dropout = dropout
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.merge = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.widen = nn.Linear(width, 4 * width)
+        self.narrow = nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        dropout = self.dropout if self.training else 0.0
+        attended = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        x = x + self.drop(self.merge(attended.transpose(1, 2).reshape(batch, length, width)))
+        return x + self.drop(self.narrow(F.gelu(self.widen(self.norm2(x)))))
+
+
+class Gpt(nn.Module):
+    """A decoder-only transformer with learnt positions; the head shares the embedding's weight.
+
+    `forward` takes tokens (batch, length <= context) and returns logits (batch, length, vocab).
+    """
+
+    def __init__(
+        self, vocab: int, context: int = 256, layers: int = 6, heads: int = 6, width: int = 384, dropout: float = 0.1
+    ) -> None:
+        super().__init__()
+        if width % heads:
+            raise ValueError(f"width must be a multiple of heads, got width {width} and heads {heads}")
+        self.context = context
+        self.tokens = nn.Embedding(vocab, width)
+        self.positions = nn.Embedding(context, width)
+        self.drop = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(heads, width, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab, bias=False)
+        self.head.weight = self.tokens.weight
+        for name, parameter in self.named_parameters():
+            if name.endswith(("merge.weight", "narrow.weight")):
+                # 2 * layers of these add up in the residual path: its variance must not grow with the depth.
+                nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5)
+            elif parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        if length > self.context:
+            raise ValueError(f"this model sees {self.context} tokens at once, got {length}")
+        x = self.drop(self.tokens(tokens) + self.positions(torch.arange(length, device=tokens.device)))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+BUILDERS: dict[str, Callable[[int], nn.Module]] = {"resnet18": resnet18, "vgg16": vgg16, "gpt": Gpt}
+
+
+def build(name: str, classes: int) -> nn.Module:
+    """The model called `name`, with `classes` outputs (for "gpt": the size of the vocabulary)."""
+    if name not in BUILDERS:
+        raise ValueError(f"there is no model {name!r}; choose one of {', '.join(BUILDERS)}")
+    return BUILDERS[name](classes)

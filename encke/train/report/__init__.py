@@ -1,0 +1,1 @@
+"""Reports about runs."""

@@ -1,0 +1,391 @@
+"""Run folders as `encke train` writes them, read also while a training still runs or after it was killed."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from encke.tools.errors import UsageError
+from encke.train.settings import flat, load_yaml
+
+A_RUN_FOLDER = "a run folder is what `encke train` writes: settings.yaml, metrics.jsonl and more"
+MOST_FORWARDS = 100
+"""At least so many forward passes of a long layers.jsonl are kept, and at most twice as many."""
+NOT_THE_DATA = ("data.path", "data.validation", "data.workers", "data.augment")
+"""Where the data are and how they are read: the same data may come from elsewhere."""
+OF_NO_MATTER = ("out", "device", "save", "metrics", "layers", "table", "data.workers")
+"""Settings that do not change what is learnt; the device itself is in environment.json."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: its settings, what was measured, and what is wrong with it."""
+
+    name: str
+    folder: Path
+    settings: dict[str, Any]
+    """By dotted name."""
+    environment: dict[str, Any]
+    steps: list[dict[str, Any]]
+    epochs: list[dict[str, Any]]
+    forwards: list[dict[str, Any]]
+    """Lines of layers.jsonl, evenly thinned where there are very many."""
+    result: dict[str, Any]
+    resumed: int = 0
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def plain(self) -> bool:
+        return self.settings.get("policy.name") == "none"
+
+    @property
+    def ended(self) -> bool:
+        """Whether it was trained to the end."""
+        return self.result.get("finished") is True and self.result.get("reason", "done") == "done"
+
+    @property
+    def on_cpu(self) -> bool:
+        named = str(self.environment.get("device", "")).lower().startswith("cpu")
+        return named or self.environment.get("cuda") is False
+
+    @property
+    def unit(self) -> str:
+        """What is counted by the second."""
+        kind = self.environment.get("kind")
+        return kind if kind in ("images", "tokens") else "samples"
+
+    @property
+    def policy(self) -> str:
+        """The policy with the settings that it reads."""
+        name = self.settings.get("policy.name")
+        if name is None or name == "none":
+            return "none" if name else "not known"
+        words = [str(name)]
+        setting = {key.removeprefix("policy."): value for key, value in self.settings.items()}
+        if name == "comet" and setting.get("sigma") is not None:
+            words.append(f"sigma {setting['sigma']}")
+        if name in ("comet", "bounded") and setting.get("rounding") not in (None, "stochastic"):
+            words.append(str(setting["rounding"]))
+        if name in ("division", "group") and "bits" in setting:
+            words.append(f"{setting['bits']} bits")
+        if name == "bounded" and "bound" in setting:
+            words.append(f"{setting['bound']} {setting.get('mode', '')}".strip())
+        return ", ".join(words)
+
+    @property
+    def model(self) -> str:
+        return str(self.settings.get("model.name", "not known"))
+
+    @property
+    def data(self) -> str:
+        kind = str(self.settings.get("data.kind", "not known"))
+        named = kind in ("folder", "lmdb", "text") and self.settings.get("data.path")
+        # /data/imagenet/train is imagenet.
+        names = [part for part in Path(str(named)).parts if part not in ("train", "training")]
+        return f"{kind} {names[-1]}" if named and names else kind
+
+    @property
+    def sites(self) -> list[dict[str, Any]]:
+        """What the last forward pass saved: rows of the report, or of the last line of layers.jsonl."""
+        report = self.result.get("report")
+        rows = report.get("layers") if isinstance(report, dict) else None
+        if not isinstance(rows, list):
+            rows = self.forwards[-1]["layers"] if self.forwards else []
+        return [row for row in rows if isinstance(row, dict)]
+
+    @cached_property
+    def figures(self) -> dict[str, float | None]:
+        """The figures of result.json; those of an unfinished run come from the lines that it has written."""
+        last: dict[str, Any] = {}
+        for line in sorted([*self.steps, *self.epochs], key=step_of):
+            last |= {key: value for key, value in line.items() if value is not None}
+        found: dict[str, Any] = {
+            "steps": last.get("step"),
+            "epochs": last.get("epoch"),
+            "validation_accuracy": last.get("validation_accuracy"),
+            "best_validation_accuracy": best(self.epochs, "validation_accuracy", max),
+            "validation_loss": last.get("validation_loss"),
+            "best_validation_loss": best(self.epochs, "validation_loss", min),
+            "train_loss": last.get("train_loss", last.get("loss")),
+            "seconds": last.get("seconds"),
+            "step_seconds": median(self.steps, "step_seconds"),
+            "per_second": median(self.steps, "per_second"),
+            **{key: last.get(key) for key in ("peak_bytes", "memory_before_bytes", "held_bytes")},
+            **{key: last.get(key) for key in ("saved_bytes", "packed_bytes")},
+        }
+        if found["saved_bytes"] is None and self.forwards:
+            found |= {key: self.forwards[-1].get(key) for key in ("saved_bytes", "packed_bytes")}
+        found |= {key: self.result[key] for key in found if self.result.get(key) is not None}
+        figures = {key: number(value) for key, value in found.items()}
+        peak, before = figures["peak_bytes"], figures["memory_before_bytes"]
+        above = number(self.result.get("peak_above_bytes"))
+        if above is None and peak is not None and before is not None:
+            above = peak - before
+        saved, packed = figures["saved_bytes"], figures["packed_bytes"]
+        return {**figures, "peak_above_bytes": above, "ratio": saved / packed if saved and packed else None}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A compressed run beside a plain one of the same model and data."""
+
+    plain: Run
+    compressed: Run
+    differences: tuple[str, ...]
+    """What differs beside the policy, in words."""
+
+
+def read_all(folders: Sequence[Path]) -> list[Run]:
+    """The runs in the given order, each once, under names that tell them apart."""
+    once: dict[Path, Path] = {}
+    for folder in folders:
+        once.setdefault(folder.resolve(), folder)
+    resolved = list(once)
+    depth = 1
+    names = [path.name for path in resolved]
+    while len(set(names)) < len(names) and depth < max(len(path.parts) for path in resolved):
+        depth += 1
+        names = [
+            "/".join(path.parts[-depth:]) if names.count(name) > 1 else name
+            for path, name in zip(resolved, names, strict=True)
+        ]
+    return [read(path, name) for path, name in zip(once.values(), names, strict=True)]
+
+
+def read(folder: Path, name: str) -> Run:
+    """A run folder; UsageError where it is none, or where a file in it is broken."""
+    check_folder(folder)
+    cut: list[str] = []
+    settings = dict(flat(load_yaml(folder / "settings.yaml"), str(folder)))
+    steps, epochs, resumed = read_metrics(folder / "metrics.jsonl", cut)
+    run = Run(
+        name=name,
+        folder=folder,
+        settings=settings,
+        environment=read_object(folder / "environment.json"),
+        steps=steps,
+        epochs=epochs,
+        forwards=read_forwards(folder / "layers.jsonl", cut),
+        result=read_object(folder / "result.json"),
+        resumed=resumed,
+    )
+    run.warnings.extend(complaints(run))
+    run.warnings.extend(f"The last line of {file} is not complete; it is left out." for file in cut)
+    return run
+
+
+def check_folder(folder: Path) -> None:
+    if not folder.exists():
+        raise UsageError(f"{folder} does not exist; {A_RUN_FOLDER}")
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is a file; {A_RUN_FOLDER}")
+    for needed in ("settings.yaml", "metrics.jsonl"):
+        if not (folder / needed).is_file():
+            inside = sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
+            hint = f" (it holds run folders: give {' '.join(map(str, inside[:3]))})" if inside else ""
+            raise UsageError(f"{folder} is no run folder: it has no {needed}{hint}; {A_RUN_FOLDER}")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A file with one JSON object; empty if there is no such file."""
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_bytes())
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{path}, line {error.lineno}: not JSON: {error.msg}") from None
+    except (ValueError, RecursionError):
+        raise UsageError(f"{path}: not JSON") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"{path}: must hold a JSON object, not a {type(found).__name__}")
+    return found
+
+
+def read_lines(path: Path, cut: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Number and object of each line of JSON. A broken one is an error, or noted in `cut` if it is the last."""
+    broken: tuple[int, str] | None = None
+    with path.open("rb") as file:
+        for count, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            if broken is not None:
+                raise UsageError(f"{path}, line {broken[0]}: {broken[1]}")
+            try:
+                found = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                broken = (count, f"not JSON: {getattr(error, 'msg', 'cannot be read')}")
+                continue
+            if isinstance(found, dict) and is_finite(found.get("step")):
+                yield count, found
+            else:
+                broken = (count, "not an object with a step")
+    if broken is not None:
+        cut.append(path.name)
+
+
+def read_metrics(path: Path, cut: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:
+    """Lines of steps, lines of epochs, and how often the training was resumed."""
+    steps: list[dict[str, Any]] = []
+    epochs: list[dict[str, Any]] = []
+    resumed = 0
+    for _, line in read_lines(path, cut):
+        event, step = line.get("event"), line["step"]
+        if event == "resume":
+            resumed += 1
+            drop_from(steps, step + 1)
+            drop_from(epochs, step + 1)
+        elif event in ("step", "epoch"):
+            lines = steps if event == "step" else epochs
+            drop_from(lines, step)
+            lines.append(line)
+    if not steps and not epochs:
+        raise UsageError(f"{path} has no line of a step yet: the training has just begun, or ended before it")
+    return steps, epochs, resumed
+
+
+def read_forwards(path: Path, cut: list[str]) -> list[dict[str, Any]]:
+    """The lines of layers.jsonl; of very many every second, fourth, ... and the last."""
+    kept: list[dict[str, Any]] = []
+    last: dict[str, Any] | None = None
+    every = 1
+    for seen, (count, line) in enumerate(read_lines(path, cut) if path.exists() else ()):
+        rows = line.get("layers")
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise UsageError(f"{path}, line {count}: has no list of layers")
+        drop_from(kept, line["step"])
+        last = line
+        if seen % every == 0:
+            kept.append(line)
+        if len(kept) > 2 * MOST_FORWARDS:
+            kept, every = kept[::2], 2 * every
+    return kept if last is None or (kept and kept[-1] is last) else [*kept, last]
+
+
+def drop_from(lines: list[dict[str, Any]], step: float) -> None:
+    """Takes the lines of a step and all later ones off the end: what a resumed training does again."""
+    while lines and lines[-1]["step"] >= step:
+        lines.pop()
+
+
+def complaints(run: Run) -> Iterator[str]:
+    """What a reader must know before believing the figures."""
+    figures = run.figures
+    total = number(run.settings.get("epochs"))
+    where = f"step {figures['steps'] or 0:g}"
+    if figures["epochs"] is not None:
+        where += f", epoch {figures['epochs']:.3g}" + (f" of {total:g}" if total is not None else "")
+    if not run.result:
+        yield f"It has not ended: still running, or killed. Its figures are those of its last lines ({where})."
+    elif not run.ended:
+        yield f"It did not train to its end ({run.result.get('reason', 'interrupted')} at {where})."
+    for line in run.steps:
+        if not is_finite(line.get("loss", 0.0)):
+            yield f"The loss is not finite from step {line['step']:g} on."
+            break
+    else:
+        for line in run.epochs:
+            if any(isinstance(value, float) and not math.isfinite(value) for value in line.values()):
+                yield f"A figure of the epoch that ends at step {line['step']:g} is not finite."
+                break
+    if run.resumed:
+        yield f"It was resumed {'once' if run.resumed == 1 else f'{run.resumed} times'}."
+    if not run.epochs:
+        yield "There has been no validation yet."
+    if not run.environment:
+        yield "There is no environment.json: device, versions and the number of validation samples are not known."
+    if not run.plain and not run.forwards and run.settings.get("layers") != 0:
+        yield "There is no layers.jsonl: ratio and bound over time are not known."
+
+
+def pairs(runs: Sequence[Run]) -> list[Pair]:
+    """Each compressed run beside the plain one of the same model and data that differs least in other settings."""
+    found = []
+    for run in runs:
+        mates = [other for other in runs if other.plain and same_experiment(run, other)]
+        if run.plain or not mates:
+            continue
+        mate = min(mates, key=lambda other: len(differences(other, run)))
+        found.append(Pair(mate, run, tuple(differences(mate, run))))
+    return found
+
+
+def same_experiment(one: Run, other: Run) -> bool:
+    """Whether two runs have the same model and data."""
+
+    def identity(run: Run) -> dict[str, Any]:
+        parts = {key: value for key, value in run.settings.items() if key.startswith(("model.", "data."))}
+        return {key: value for key, value in parts.items() if key not in NOT_THE_DATA} | {"data": run.data}
+
+    return identity(one) == identity(other)
+
+
+def differences(plain: Run, compressed: Run) -> list[str]:
+    """What differs between two runs beside the policy and where they were written."""
+    found = []
+    for name in dict.fromkeys((*plain.settings, *compressed.settings)):
+        one, other = plain.settings.get(name), compressed.settings.get(name)
+        if one != other and name not in OF_NO_MATTER and not name.startswith("policy."):
+            found.append(f"{name} ({shown(one)}, {shown(other)})")
+    for name in ("device", "world", "threads", "torch", "train_samples", "validation_samples"):
+        a, b = plain.environment.get(name), compressed.environment.get(name)
+        if a != b and a is not None and b is not None:
+            found.append(f"{name} ({shown(a)}, {shown(b)})")
+    return found
+
+
+def shown(value: Any) -> str:
+    """A setting as it is written in YAML, more or less."""
+    if isinstance(value, list | tuple):
+        return ", ".join(map(shown, value))
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def chance(one: float, other: float, samples: float) -> float:
+    """How far apart two accuracies may come to lie by chance alone: two standard deviations of their difference.
+
+    One right and one wrong answer are added to each (Agresti and Caffo), so that 100 % has a margin too.
+    """
+
+    def variance(accuracy: float) -> float:
+        share = (accuracy * samples + 1) / (samples + 2)
+        return share * (1 - share) / (samples + 2)
+
+    return 2 * math.sqrt(variance(one) + variance(other))
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_finite(value: Any) -> bool:
+    try:
+        return is_number(value) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None for anything else."""
+    return value if is_finite(value) else None
+
+
+def step_of(line: Mapping[str, Any]) -> float:
+    return line["step"]
+
+
+def best(lines: Sequence[Mapping[str, Any]], key: str, which: Any) -> float | None:
+    found = [value for line in lines if (value := number(line.get(key))) is not None]
+    return which(found) if found else None
+
+
+def median(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    found = [value for line in lines if (value := number(line.get(key))) is not None]
+    return statistics.median(found) if found else None

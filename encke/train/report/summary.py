@@ -1,0 +1,409 @@
+"""What a report says about runs, in words and tables, whatever the format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from encke.train.report.runs import Pair, Run, chance, number, pairs, shown
+
+UNKNOWN = "–"
+ONLY_PLAIN = "All runs are plain (policy.name none): there is nothing compressed to compare."
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text. The first cell of each row names the row."""
+
+    caption: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    marked: frozenset[int] = frozenset()
+    """Rows that stand out."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the report: paragraphs, then tables."""
+
+    title: str
+    paragraphs: tuple[str, ...] = ()
+    tables: tuple[Table, ...] = ()
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One figure that is to be seen first."""
+
+    name: str
+    value: str
+    note: str
+
+
+def size(value: float | None) -> str:
+    """Bytes with a unit."""
+    if value is None:
+        return UNKNOWN
+    for unit, factor, digits in (("GB", 1e9, 2), ("MB", 1e6, 1), ("kB", 1e3, 1)):
+        if abs(value) >= factor:
+            return f"{value / factor:,.{digits}f} {unit}"
+    return f"{value:.0f} B"
+
+
+def times(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:.1f}x" if value < 100 else f"{value:,.0f}x"
+
+
+def percent(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{100 * value:.2f} %"
+
+
+def loss(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:.4g}"
+
+
+def count(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:,.0f}"
+
+
+def rate(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def step_time(value: float | None) -> str:
+    """Seconds of a step."""
+    return UNKNOWN if value is None else f"{value:.3f} s" if value >= 0.1 else f"{1000 * value:.3g} ms"
+
+
+def duration(value: float | None) -> str:
+    """Seconds of a training."""
+    if value is None:
+        return UNKNOWN
+    if value < 60:
+        return f"{value:.1f} s"
+    minutes, seconds = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s"
+
+
+def smaller(plain: float | None, compressed: float | None) -> str:
+    """How many times less, or more."""
+    if plain is None or compressed is None or plain <= 0 or compressed <= 0:
+        return ""
+    less = plain / compressed
+    if round(less, 2) == 1:
+        return "the same"
+    if less < 1:
+        return f"{1 / less:.2f}x more"
+    return f"{less:.1f}x less" if less >= 2 else f"{less:.2f}x less"
+
+
+def plural(n: int, one: str, several: str = "") -> str:
+    return f"{n:,} {one if n == 1 else several or one + 's'}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What compression saved, what it cost in time and what it did to the accuracy, for one pair of runs."""
+
+    pair: Pair
+
+    @property
+    def title(self) -> str:
+        run = self.pair.compressed
+        return f"{run.name} against {self.pair.plain.name}: {run.model} on {run.data}, policy {run.policy}"
+
+    @property
+    def same_machine(self) -> bool:
+        return not any(text.startswith(("device ", "world ", "threads ")) for text in self.pair.differences)
+
+    @property
+    def peak(self) -> str:
+        """Of a process on the CPU only what comes on top of interpreter and libraries says something."""
+        above = self.pair.plain.on_cpu and None not in self.of("peak_above_bytes")
+        return "peak_above_bytes" if above else "peak_bytes"
+
+    def of(self, key: str) -> tuple[float | None, float | None]:
+        return self.pair.plain.figures[key], self.pair.compressed.figures[key]
+
+    @property
+    def epoch(self) -> float | None:
+        """The epoch at which they are compared where one of them has not ended; None compares their ends."""
+        if self.pair.plain.ended and self.pair.compressed.ended:
+            return None
+        a, b = ([number(line.get("epoch")) for line in run.epochs] for run in (self.pair.plain, self.pair.compressed))
+        return max((epoch for epoch in a if epoch is not None and epoch in b), default=0.0)
+
+    def learnt(self, key: str) -> tuple[float | None, float | None]:
+        """A figure of the validation, of both runs at the same time."""
+        at = self.epoch
+        if at is None:
+            return self.of(key)
+        lines = [
+            next((line for line in run.epochs if line.get("epoch") == at), {})
+            for run in (self.pair.plain, self.pair.compressed)
+        ]
+        return number(lines[0].get(key)), number(lines[1].get(key))
+
+    @property
+    def when(self) -> str:
+        return "" if self.epoch is None else f" after epoch {self.epoch:g}"
+
+    @property
+    def samples(self) -> float:
+        """How many samples both were validated with; 0 if that is not known."""
+        both = (number(run.environment.get("validation_samples")) for run in (self.pair.plain, self.pair.compressed))
+        return min((samples for samples in both if samples is not None), default=0)
+
+    @property
+    def margin(self) -> float | None:
+        """How far apart the accuracies may be by chance."""
+        a, b = self.learnt("validation_accuracy")
+        return None if a is None or b is None or not self.samples else chance(a, b, self.samples)
+
+    def verdict(self) -> str:
+        """The difference of the accuracies beside chance."""
+        a, b = self.learnt("validation_accuracy")
+        if a is None or b is None:
+            return ""
+        gain = f"{100 * (b - a):+.2f} points"
+        if self.margin is None:
+            return gain
+        judged = "within chance" if abs(b - a) <= self.margin else "more than chance"
+        return f"{gain}, {judged}"
+
+    def sentences(self) -> Iterator[str]:
+        saved, packed = self.pair.compressed.figures["saved_bytes"], self.pair.compressed.figures["packed_bytes"]
+        if saved and packed:
+            yield (
+                f"What autograd saves for the backward pass takes {size(packed)} instead of {size(saved)}"
+                f" ({smaller(saved, packed)}, counted by Encke)."
+            )
+        if self.same_machine:
+            held = self.of("held_bytes")
+            if smaller(*held):
+                yield f"Held after forward, measured: {size(held[1])} instead of {size(held[0])} ({smaller(*held)})."
+            peak = self.of(self.peak)
+            if smaller(*peak):
+                above = " above the memory before the first step" if self.peak == "peak_above_bytes" else ""
+                yield f"The measured peak{above} is {size(peak[1])} instead of {size(peak[0])} ({smaller(*peak)})."
+                if self.pair.plain.on_cpu:
+                    yield "On the CPU that is the memory of the process, compiled kernels included."
+            a, b = self.of("step_seconds")
+            if a and b:
+                yield f"A step takes {step_time(b)} instead of {step_time(a)} ({b / a:.2f}x the time)."
+        else:
+            yield "They ran on different machines: neither time nor measured memory can be compared."
+        yield from self.accuracy()
+        if self.pair.differences:
+            yield f"Beside the policy they differ in {'; '.join(self.pair.differences)}."
+
+    def accuracy(self) -> Iterator[str]:
+        a, b = self.learnt("validation_accuracy")
+        if a is not None and b is not None:
+            yield f"Validation accuracy{self.when} is {percent(b)} against {percent(a)}: {100 * (b - a):+.2f} points."
+            if self.margin is None:
+                return
+            judged = "this is more than" if abs(b - a) > self.margin else "this is within"
+            yield f"With {count(self.samples)} validation samples, {judged} chance ({100 * self.margin:.2f} points)."
+            return
+        a, b = self.learnt("validation_loss")
+        if a and b is not None:
+            yield (
+                f"Validation loss{self.when} is {loss(b)} against {loss(a)} ({100 * (b / a - 1):+.2f} %);"
+                " how much of that is chance only more seeds can tell."
+            )
+        elif self.epoch == 0:
+            yield "They have no validation in common yet."
+
+    def tiles(self) -> Iterator[Tile]:
+        saved, packed = self.pair.compressed.figures["saved_bytes"], self.pair.compressed.figures["packed_bytes"]
+        if saved and packed:
+            yield Tile("saved tensors, counted", smaller(saved, packed), f"{size(saved)} → {size(packed)}")
+        peak = self.of(self.peak)
+        if self.same_machine and smaller(*peak):
+            yield Tile("peak memory, measured", smaller(*peak), f"{size(peak[0])} → {size(peak[1])}")
+        a, b = self.of("step_seconds")
+        if self.same_machine and a and b:
+            yield Tile("time of a step", f"{b / a:.2f}x", f"{step_time(a)} → {step_time(b)}")
+        a, b = self.learnt("validation_accuracy")
+        if a is not None and b is not None:
+            _, _, judged = self.verdict().partition(", ")
+            note = f"{percent(a)} → {percent(b)}" + (f", {judged} ({100 * self.margin:.2f})" if self.margin else "")
+            yield Tile(f"validation accuracy{self.when}", f"{100 * (b - a):+.2f} points", note)
+            return
+        a, b = self.learnt("validation_loss")
+        if a and b is not None:
+            yield Tile(f"validation loss{self.when}", f"{100 * (b / a - 1):+.2f} %", f"{loss(a)} → {loss(b)}")
+
+    def table(self) -> Table:
+        plain, compressed = self.pair.plain, self.pair.compressed
+        counted = compressed.figures["saved_bytes"], compressed.figures["packed_bytes"]
+        rows = [("saved tensors, counted by Encke", size(counted[0]), size(counted[1]), smaller(*counted))]
+        memory = "process memory" if plain.on_cpu else "memory"
+        for key, name in {
+            "held_bytes": f"{memory} held after forward",
+            "peak_bytes": f"peak {memory}",
+            "peak_above_bytes": "peak above memory before step 1",
+        }.items():
+            a, b = self.of(key)
+            rows.append((name, size(a), size(b), smaller(a, b) if self.same_machine else ""))
+
+        def slower(key: str) -> str:
+            a, b = self.of(key)
+            alike = key != "seconds" or len({*self.of("steps")}) == 1
+            return f"{b / a:.2f}x" if self.same_machine and alike and a and b else ""
+
+        for key, name, write in (
+            ("step_seconds", "time of a step", step_time),
+            ("per_second", f"{compressed.unit} in a second", rate),
+            ("seconds", "time of the training", duration),
+        ):
+            a, b = self.of(key)
+            rows.append((name, write(a), write(b), slower(key)))
+        a, b = self.learnt("validation_accuracy")
+        if (a, b) != (None, None):
+            rows.append((f"validation accuracy{self.when}", percent(a), percent(b), self.verdict()))
+        a, b = self.learnt("validation_loss")
+        change = f"{100 * (b / a - 1):+.2f} %" if a and b is not None else ""
+        rows.append((f"validation loss{self.when}", loss(a), loss(b), change))
+        kept = tuple(row for row in rows if row[1:3] != (UNKNOWN, UNKNOWN))
+        return Table(f"{compressed.name} against {plain.name}", ("", "plain", "compressed", "difference"), kept)
+
+
+def alone(run: Run) -> str:
+    """What can be said of a compressed run without a plain one."""
+    figures = run.figures
+    saved, packed = figures["saved_bytes"], figures["packed_bytes"]
+    words = f"{run.name} ({run.model} on {run.data}, policy {run.policy}): "
+    if saved and packed:
+        words += (
+            f"what autograd saves for the backward pass takes {size(packed)} instead of {size(saved)}"
+            f" ({smaller(saved, packed)}, counted by Encke). "
+        )
+    if figures["peak_bytes"] is not None:
+        words += f"The measured peak is {size(figures['peak_bytes'])}. "
+    return words + "Without a plain run (policy.name none) of the same model and data there is nothing to compare with."
+
+
+def summary(runs: Sequence[Run]) -> Section:
+    """Plain words for every compressed run."""
+    found = pairs(runs)
+    paired = {id(pair.compressed) for pair in found}
+    words = []
+    for pair in found:
+        comparison = Comparison(pair)
+        words.append(f"{comparison.title}. " + " ".join(comparison.sentences()))
+    words += [alone(run) for run in runs if not run.plain and id(run) not in paired]
+    words += [ONLY_PLAIN] if all(run.plain for run in runs) else []
+    return Section("Summary", tuple(words), tuple(Comparison(pair).table() for pair in found))
+
+
+def warnings(runs: Sequence[Run]) -> Section:
+    return Section("Warnings", tuple(f"{run.name}: {text}" for run in runs for text in run.warnings))
+
+
+def run_table(runs: Sequence[Run]) -> Table:
+    """One row for each run."""
+    columns: dict[str, Callable[[Run], str]] = {
+        "run": lambda run: run.name,
+        "model": lambda run: run.model,
+        "data": lambda run: run.data,
+        "policy": lambda run: run.policy,
+        "epochs": lambda run: shown_epochs(run),
+        "validation accuracy": lambda run: percent(run.figures["validation_accuracy"]),
+        "best": lambda run: percent(run.figures["best_validation_accuracy"]),
+        "validation loss": lambda run: loss(run.figures["validation_loss"]),
+        "best loss": lambda run: loss(run.figures["best_validation_loss"]),
+        "peak memory": lambda run: size(run.figures["peak_bytes"]),
+        "saved": lambda run: size(run.figures["saved_bytes"]),
+        "packed": lambda run: size(run.figures["packed_bytes"]),
+        "ratio": lambda run: times(run.figures["ratio"]),
+        f"{'/'.join(dict.fromkeys(run.unit for run in runs))} per second": lambda run: rate(run.figures["per_second"]),
+        "step": lambda run: step_time(run.figures["step_seconds"]),
+        "time": lambda run: duration(run.figures["seconds"]),
+    }
+    cells = {name: [write(run) for run in runs] for name, write in columns.items()}
+    kept = [name for name in columns if any(cell != UNKNOWN for cell in cells[name])]
+    rows = tuple(zip(*(cells[name] for name in kept), strict=True))
+    return Table("Counted bytes and measured peak", tuple(kept), rows)
+
+
+def shown_epochs(run: Run) -> str:
+    done, total = run.figures["epochs"], number(run.settings.get("epochs"))
+    if done is None:
+        return UNKNOWN
+    return f"{done:.3g}" if run.ended or total is None else f"{done:.3g} of {total:g}"
+
+
+def epoch_table(runs: Sequence[Run], most: int | None = None) -> Table | None:
+    """Losses and accuracies at the end of each epoch; of more than `most` some."""
+    epochs = sorted({epoch for run in runs for line in run.epochs if (epoch := number(line.get("epoch"))) is not None})
+    if most is not None and len(epochs) > most:
+        epochs = [epochs[round(i * (len(epochs) - 1) / (most - 1))] for i in range(most)]
+    lines = [{line.get("epoch"): line for line in run.epochs} for run in runs]
+    wanted: dict[str, tuple[str, Callable[[float | None], str]]] = {
+        "train_loss": ("train loss", loss),
+        "validation_loss": ("validation loss", loss),
+        "train_accuracy": ("train accuracy", percent),
+        "validation_accuracy": ("validation accuracy", percent),
+    }
+    columns = [
+        (run, at, key)
+        for key in wanted
+        for run, at in zip(runs, lines, strict=True)
+        if any(number(line.get(key)) is not None for line in run.epochs)
+    ]
+    if not epochs or not columns:
+        return None
+    head = ("epoch", *(f"{wanted[key][0]}, {run.name}" for run, _, key in columns))
+    rows = tuple(
+        (f"{epoch:g}", *(wanted[key][1](number(at.get(epoch, {}).get(key))) for _, at, key in columns))
+        for epoch in epochs
+    )
+    return Table("At the end of each epoch", head, rows)
+
+
+def site_table(run: Run) -> Table:
+    """What the last forward pass saved, site by site, as `handle.report()` shows it."""
+    rows = tuple(
+        (
+            str(row.get("layer") or "–"),
+            ".".join(str(row[key]) for key in ("operation", "slot") if row.get(key)),
+            str(row.get("codec", "")),
+            str(row.get("bound", "")),
+            size(number(row.get("saved_bytes"))),
+            size(number(row.get("packed_bytes"))),
+            times(number(row.get("ratio"))),
+        )
+        for row in run.sites
+    )
+    head = ("layer", "operation", "codec", "bound", "saved", "packed", "ratio")
+    return Table(f"{run.name}: what was saved in the last forward pass, in its order", head, rows)
+
+
+def setting_tables(runs: Sequence[Run]) -> list[Table]:
+    """Settings and environment: what differs between the runs, marked, then what is the same."""
+
+    def split(of: Sequence[Mapping[str, Any]], differing: bool) -> list[tuple[str, ...]]:
+        names = dict.fromkeys(name for each in of for name in each)
+        cells = {name: [shown(each[name]) if name in each else UNKNOWN for each in of] for name in names}
+        return [
+            (name, *(found if differing or len(runs) == 1 else found[:1]))
+            for name, found in cells.items()
+            if (len(set(found)) > 1) == differing
+        ]
+
+    parts = [[run.settings for run in runs], [run.environment for run in runs]]
+    different = [row for part in parts for row in split(part, True)]
+    tables = []
+    if different:
+        head = ("", *(run.name for run in runs))
+        tables.append(Table("What differs between the runs", head, tuple(different), frozenset(range(len(different)))))
+    for name, part in zip(("Settings", "Environment"), parts, strict=True):
+        same = tuple(split(part, False))
+        if same:
+            head = ("", runs[0].name if len(runs) == 1 else "all runs")
+            tables.append(Table(name if len(runs) == 1 else f"{name} that all runs share", head, same))
+    return tables

@@ -1,1 +1,0 @@
-"""Training: the models that Halley's accuracy is measured with."""

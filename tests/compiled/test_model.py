@@ -1,0 +1,657 @@
+"""Compiled models: one graph, packed inside, the gradients of eager mode, and a clear error where that cannot be."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import encke
+from encke.codecs import ErrorBounded, GroupQuant
+from encke.codecs.base import mix
+from encke.compiled import model as compiled_module
+from encke.compiled.pair import layer_of, root_of
+from encke.policies import Comet, Division, Fixed
+from encke.train.models.builders import Gpt
+from tests.models import MODELS, resnet
+
+TWO = Fixed(GroupQuant(bits=2))
+EIGHT = Fixed(GroupQuant(bits=8))
+inductor = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU")
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    yield
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def net(channels: int = 16) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Conv2d(3, channels, 3, padding=1),
+        nn.BatchNorm2d(channels),
+        nn.ReLU(),
+        nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+        nn.BatchNorm2d(channels),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(channels, 10),
+    )
+
+
+class Wrapped(nn.Module):
+    """A forward of its own: `nn.Sequential.compile()` compiles nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+def images(batch: int = 8, seed: int = 0) -> Tensor:
+    return torch.randn(batch, 3, 24, 24, generator=torch.Generator().manual_seed(seed))
+
+
+def compile(model: nn.Module, **options: object) -> nn.Module:
+    return torch.compile(model, **({"backend": "aot_eager", "fullgraph": True} | options))
+
+
+def gradients(model: nn.Module, *inputs: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    torch.manual_seed(2)
+    model(*inputs).float().square().mean().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def error(a: list[Tensor], b: list[Tensor]) -> float:
+    """The largest relative error, beside the largest gradient: a bias before batch norm has none of its own."""
+    top = max(x.norm() for x in a)
+    return max(float((x - y).norm() / (x.norm() + 0.01 * top)) for x, y in zip(a, b, strict=True))
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_graph_that_packs_and_is_compiled_once() -> None:
+    model = compile(net())
+    handle = encke.attach(model, TWO)
+    for seed in range(3):
+        gradients(model, images(seed=seed))
+    assert graphs() == 1
+    report = handle.report()
+    assert report.forwards == 3 and report.ratio > 8
+    rows = {row.layer: row.codec for row in report.layers if row.codec != "kept"}
+    assert rows == {"1": "GroupQuant", "3": "GroupQuant", "4": "GroupQuant", "5": "Mask"}
+    assert "2 bits" in str(report)
+
+
+class Expected:
+    """Eager mode with the operators and seeds of a compiled model: packs what the report says was packed, in order."""
+
+    def __init__(self, compiled: compiled_module.Compiled, step: int) -> None:
+        packings = [p for graph in compiled.packings.values() for p in graph if p.kind != "kept"]
+        self.coded = {p.sites[0].layer: p for p in packings}
+        self.step = step
+        self.layer = ""
+
+    def pack(self, t: Tensor) -> object:
+        packing = self.coded.get(self.layer)
+        if t.numel() * t.element_size() < 16384 or packing is None or t.dim() != 4:
+            return t
+        t = t.detach()
+        order = compiled_module.order_of(t)
+        if packing.kind == "mask":
+            data = torch.ops.encke.mask_encode(t, order)
+            return lambda: torch.ops.encke.mask_decode(data, t.shape, t.stride(), t.dtype, order)
+        codec, site = packing.codec, packing.sites[0]
+        stride = compiled_module.stride_of(t, codec.group, order)
+        seeds = torch.tensor([mix(codec.seed, mix(self.step, site.number, 0))])
+        settings = (order, 0, codec.bits, codec.group, stride, codec.signs)
+        data = torch.ops.encke.site_encode(t, seeds, *settings)
+        return lambda: torch.ops.encke.site_decode(data, seeds, t.shape, t.stride(), t.dtype, *settings)
+
+    def unpack(self, packed: object) -> Tensor:
+        return packed() if callable(packed) else packed  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_gradients_equal_those_of_eager_mode_bit_for_bit(memory_format: torch.memory_format) -> None:
+    model = net().to(memory_format=memory_format)
+    twin = copy.deepcopy(model)
+    x = images().to(memory_format=memory_format)
+    compiled = compile(model)
+    handle = encke.attach(compiled, TWO)
+    gradients(compiled, x)
+    found = gradients(compiled, x)
+    (around,) = handle._hooks
+    expected = Expected(around.compiled, 2)
+    for name, module in twin.named_modules():
+        module.register_forward_pre_hook(lambda m, a, name=name: setattr(expected, "layer", name))
+    with torch.autograd.graph.saved_tensors_hooks(expected.pack, expected.unpack):
+        out = twin(x).square().mean()
+    out.backward()
+    assert same(found, [p.grad for p in twin.parameters()])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "lstm"])
+def test_eight_bits_are_close_to_plain_gradients_on_all_models(name: str) -> None:
+    model, inputs = MODELS[name]()
+    compiled = compile(model)
+    plain = gradients(compiled, *inputs)
+    handle = encke.attach(compiled, EIGHT)
+    assert error(plain, gradients(compiled, *inputs)) < 0.03
+    assert handle.report().ratio > 1.5
+
+
+def test_a_gpt_keeps_attention_at_eight_and_four_bits() -> None:
+    model = compile(Gpt(64, 64, 1, 4, 64, dropout=0.0))
+    handle = encke.attach(model, TWO)
+    tokens = torch.randint(64, (8, 64))
+    gradients(model, tokens)
+    bits = {row.slot: row.bound for row in handle.report().layers if "Attention" in row.operation}
+    assert bits == {"query": "8 bits", "key": "8 bits", "value": "4 bits", "output": "4 bits"}
+    assert handle.report().ratio > 6
+
+
+def test_the_log_has_a_line_for_each_forward_pass(tmp_path: Path) -> None:
+    model = compile(net())
+    handle = encke.attach(model, TWO)
+    handle.log(tmp_path / "log.jsonl")
+    for _ in range(3):
+        gradients(model, images())
+    handle.detach()
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3] and all(line["ratio"] > 8 for line in lines)
+
+
+def test_softmax_is_saved_and_not_computed_anew_from_lossy_scores() -> None:
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.softmax(self.q(x) @ self.k(x).transpose(1, 2), -1) @ x
+
+    model = compile(Scores())
+    handle = encke.attach(model, TWO)
+    gradients(model, torch.randn(4, 64, 64))
+    rows = {(row.operation, row.bound) for row in handle.report().layers if row.codec == "GroupQuant"}
+    assert ("Softmax", "8 bits") in rows and {bound for _, bound in rows} == {"8 bits"}
+
+
+def test_seeds_differ_from_step_to_step_and_repeat_from_run_to_run() -> None:
+    runs = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        model = compile(net())
+        encke.attach(model, TWO)
+        runs.append([gradients(model, images()) for _ in range(2)])
+    assert same(runs[0][0], runs[1][0]) and same(runs[0][1], runs[1][1])
+    assert not same(runs[0][0], runs[0][1])
+
+
+def test_several_forwards_before_backward_each_use_their_own_seed() -> None:
+    def run(together: bool) -> list[Tensor]:
+        torch._dynamo.reset()
+        model = compile(net())
+        encke.attach(model, TWO)
+        losses = []
+        for seed in range(3):
+            losses.append(model(images(seed=seed)).square().mean())
+            if not together:
+                losses.pop().backward()
+        for loss in reversed(losses):
+            loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    for a, b in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_retain_graph_gives_the_same_gradients_again() -> None:
+    model = compile(net())
+    encke.attach(model, TWO)
+    # Compiled graphs refuse it otherwise, with or without us.
+    with torch._functorch.config.patch(donated_buffer=False):
+        loss = model(images()).square().mean()
+    loss.backward(retain_graph=True)
+    first = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    loss.backward()
+    assert same(first, [p.grad for p in model.parameters()])
+
+
+def test_relu_between_convolutions_has_exact_masks_at_two_bits() -> None:
+    """Small values may come back negative: zeros are what is kept."""
+    model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    compiled = compile(model)
+    plain = gradients(compiled, images())
+    handle = encke.attach(compiled, TWO)
+    found = gradients(compiled, images())
+    # The gradient of a bias needs the masks alone.
+    for i in (1, 3, 5):
+        torch.testing.assert_close(found[i], plain[i], rtol=1e-4, atol=1e-7)
+    assert [row.codec for row in handle.report().layers if row.layer in ("2", "4")] == ["GroupQuant"] * 2
+
+
+def test_a_value_computed_anew_from_a_lossy_one_is_saved_instead() -> None:
+    """The partitioner would compute ReLU's result again from the lossy input of batch norm, and its mask from that."""
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.out = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 1)
+            self.norm = nn.BatchNorm2d(16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = nn.functional.silu(self.norm(self.conv(x)) + 1)
+            return self.out(y * torch.sigmoid(y.mean((2, 3), keepdim=True)))
+
+    model = compile(Chain())
+    plain = gradients(model, images())
+    encke.attach(model, EIGHT)
+    assert error(plain, gradients(model, images())) < 0.03
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def held_by(output: Tensor) -> int:
+    """Bytes of what the compiled backward holds."""
+    node, seen = output.grad_fn, set()
+    while "CompiledFunction" not in node.name():
+        node = node.next_functions[0][0]
+    total = 0
+    for t in node.saved_tensors:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in seen and not isinstance(t, nn.Parameter):
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total
+
+
+def test_what_the_backward_graph_holds_is_what_the_report_says() -> None:
+    model = compile(net())
+    plain = held_by(model(images()).square().mean())
+    handle = encke.attach(model, TWO)
+    packed = held_by(model(images()).square().mean())
+    report = handle.report()
+    assert packed < plain / 6
+    weights = sum(p.nbytes for p in model.parameters() if p.dim() > 1)
+    assert report.packed_bytes <= packed <= report.packed_bytes + weights + 4096
+
+
+def test_values_are_packed_where_they_are_made_and_restored_where_they_are_read(monkeypatch) -> None:
+    seen = {}
+
+    def spy(self, forward, backward, *rest):
+        inline(self, forward, backward, *rest)
+        seen["forward"], seen["backward"] = forward.graph, backward.graph
+
+    inline = compiled_module.Compiled.inline
+    monkeypatch.setattr(compiled_module.Compiled, "inline", spy)
+    model = compile(net())
+    encke.attach(model, TWO)
+    gradients(model, images())
+    forward = list(seen["forward"].nodes)
+    for i, node in enumerate(forward):
+        if "encode" in str(node.target):
+            assert forward[i - 1] is node.args[0]
+    backward = list(seen["backward"].nodes)
+    decoded = [node for node in backward if "decode" in str(node.target)]
+    assert len(decoded) == 4
+    for node in decoded:
+        assert min(backward.index(user) for user in node.users) == backward.index(node) + 1
+
+
+# -- shapes ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_smaller_last_batch_works() -> None:
+    model = net().to(memory_format=torch.channels_last)
+    compiled = compile(model)
+    encke.attach(compiled, EIGHT)
+    for batch in (8, 8, 5, 7, 8, 3):
+        x = images(batch).to(memory_format=torch.channels_last)
+        assert error(gradients(copy.deepcopy(model), x), gradients(compiled, x)) < 0.03
+    # The second size makes the batch a symbol; all further ones share that graph.
+    assert graphs() == 2
+
+
+@pytest.mark.slow
+def test_dynamic_shapes_from_the_start() -> None:
+    model = Gpt(64, 64, 1, 4, 64, dropout=0.0)
+    compiled = compile(model, dynamic=True)
+    encke.attach(compiled, EIGHT)
+    for batch, length in ((8, 64), (6, 48), (9, 33)):
+        tokens = torch.randint(64, (batch, length))
+        assert error(gradients(copy.deepcopy(model), tokens), gradients(compiled, tokens)) < 0.05
+    assert graphs() <= 2
+
+
+# -- coming and going --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_model_that_ran_before_is_compiled_anew_and_runs_plain_after_detach(in_place: bool) -> None:
+    model = Wrapped()
+    if in_place:
+        model.compile(backend="aot_eager", fullgraph=True)
+    else:
+        model = compile(model)
+    x = images()
+    plain = gradients(model, x)
+    handle = encke.attach(model, TWO)
+    assert handle.attached and not same(plain, gradients(model, x))
+    handle.detach()
+    assert not handle.attached and same(plain, gradients(model, x))
+    forwards = handle.report().forwards
+    encke.attach(model, TWO)
+    assert not same(plain, gradients(model, x)) and handle.report().forwards == forwards == 1
+
+
+def test_nothing_happens_in_eval_and_under_no_grad() -> None:
+    model = compile(net())
+    handle = encke.attach(model, TWO)
+    with torch.no_grad():
+        model(images())
+    model.eval()
+    gradients(model, images())
+    assert handle.report().forwards == 0
+    model.train()
+    gradients(model, images())
+    assert handle.report().forwards == 1
+
+
+def test_copies_are_not_attached() -> None:
+    model = Wrapped()
+    model.compile(backend="aot_eager")
+    encke.attach(model, TWO)
+    twin = copy.deepcopy(model)
+    assert twin._compiled_call_impl is None and not twin._forward_hooks
+    assert same(gradients(twin, images()), gradients(net(), images()))
+
+
+def test_an_exception_in_forward_leaves_no_hooks_behind() -> None:
+    model = compile(net())
+    encke.attach(model, TWO)
+    with pytest.raises(Exception, match="channels"):
+        model(torch.randn(2, 4, 8, 8))
+    gradients(model, images())
+
+
+def test_filter_leaves_layers_as_they_are() -> None:
+    model = compile(net())
+    names = []
+    handle = encke.attach(model, TWO, filter=lambda module, name: names.append(name) or name not in ("3", "1"))
+    gradients(model, images())
+    assert names == ["", *map(str, range(9))]
+    assert {row.layer for row in handle.report().layers if row.codec != "kept"} == {"4", "5"}
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def test_packing_nothing_is_an_error() -> None:
+    small = compile(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))
+    encke.attach(small, TWO)
+    with pytest.raises(RuntimeError, match="packed nothing.*16 KiB"):
+        small(torch.randn(4, 8))
+    other = compile(net(), backend="eager")
+    encke.attach(other, TWO)
+    with pytest.raises(RuntimeError, match="packed nothing.*AOTAutograd"):
+        other(images())
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_attaching_first_and_compiling_then_is_an_error(fullgraph: bool) -> None:
+    model = net()
+    encke.attach(model, TWO)
+    compiled = compile(model, fullgraph=fullgraph)
+    with pytest.raises(Exception, match="(?s)attached and then compiled"):
+        gradients(compiled, images())
+
+
+def test_a_model_attached_first_may_be_compiled_for_evaluation() -> None:
+    model = net()
+    encke.attach(model, TWO)
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(compile(model)(images()), net().eval()(images()))
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_an_attached_compiled_model_within_another_compiled_function_is_an_error(fullgraph: bool) -> None:
+    model = compile(Wrapped())
+    encke.attach(model, TWO)
+    outer = torch.compile(lambda x: model(x) + 1, backend="aot_eager", fullgraph=fullgraph)
+    with pytest.raises(Exception, match="(?s)within another function"):
+        outer(images())
+
+
+def test_a_part_that_is_compiled_in_a_model_that_is_not() -> None:
+    model = nn.Sequential(compile(net()), nn.Linear(10, 10))
+    with pytest.raises(NotImplementedError, match="0 of this Sequential is compiled"):
+        encke.attach(model)
+
+
+def test_another_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_module.graph_compile, compiled_module.INLINE, lambda fw_module: None)
+    with pytest.raises(NotImplementedError, match=torch.__version__.replace("+", r"\+")):
+        encke.attach(compile(net()))
+
+
+# -- policies ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "bits", "words"),
+    [
+        (Fixed(ErrorBounded(1e-2, "rel")), "8 bits", "ErrorBounded"),
+        (Division(), "2 bits", "DualPrecision"),
+    ],
+)
+def test_a_codec_of_fixed_rate_takes_the_place_of_others(policy, bits: str, words: str) -> None:
+    compiled_module._said.clear()
+    model = compile(net())
+    handle = encke.attach(model, policy)
+    with pytest.warns(RuntimeWarning, match=words):
+        gradients(model, images())
+    assert {row.bound for row in handle.report().layers if row.codec == "GroupQuant"} == {bits}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gradients(model, images())
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> None:
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images(seed=step)), torch.arange(8)).backward()
+        optimizer.step()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("follows", [True, False])
+def test_comet_collects_in_eager_steps_and_compiles_again_only_for_more_bits(follows: bool) -> None:
+    model = compile(net())
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    handle = encke.attach(model, Comet(sigma=0.1), optimizer=optimizer if follows else None)
+    train(model, optimizer, 9)
+    assert graphs() == 1 and {row["step"] for row in handle.history} == {1}
+    assert {row.bound for row in handle.report().layers if row.codec == "GroupQuant"} == {"2 bits"}
+    train(model, optimizer, 4, 9)
+    assert {row["step"] for row in handle.history} == {1, 10}
+    settings = {row["layer"]: row["bits"] for row in handle.history}
+    report = handle.report()
+    found = {row.layer: row.bound for row in report.layers if row.codec == "GroupQuant"}
+    assert found == {layer: f"{settings[layer]} bits" for layer in found}
+    assert report.forwards == 13 and graphs() == 1 + any(bits > 2 for bits in settings.values())
+    # Fewer bits, or the same: the graph has room, and stays.
+    for setting in handle.policy.settings.values():
+        setting.codec = GroupQuant(bits=2)
+    (around,) = handle._hooks
+    around.compiled.stale = True
+    before = graphs()
+    train(model, optimizer, 2, 13)
+    assert graphs() == before
+
+
+@pytest.mark.slow
+def test_state_goes_on_with_the_settings_it_had() -> None:
+    model = compile(net())
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    handle = encke.attach(model, Comet(sigma=0.05), optimizer=optimizer)
+    train(model, optimizer, 12)
+    state = handle.state_dict()
+    again = compile(net())
+    resumed = encke.attach(again, Comet(sigma=0.05), optimizer=torch.optim.SGD(again.parameters(), 0.05))
+    resumed.load_state_dict(state)
+    gradients(again, images())
+    rows = [[(r.layer, r.bound) for r in h.report().layers] for h in (handle, resumed)]
+    assert rows[0] == rows[1] and any(bound == "8 bits" or bound == "4 bits" for _, bound in rows[0])
+
+
+# -- several graphs, inductor, caches ----------------------------------------------------------------------------------
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = net()[:6], nn.Conv2d(16, 16, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        torch._dynamo.graph_break()
+        y = torch.tanh(x) if x.shape[0] else x
+        torch._dynamo.graph_break()
+        return self.b(y)
+
+
+def test_a_model_that_breaks_into_several_graphs() -> None:
+    model = compile(Broken(), fullgraph=False)
+    plain = gradients(model, images())
+    handle = encke.attach(model, EIGHT)
+    assert error(plain, gradients(model, images())) < 0.03
+    assert {"a.1", "a.3", "a.4"} <= {row.layer for row in handle.report().layers if row.codec == "GroupQuant"}
+
+
+@inductor
+@pytest.mark.slow
+def test_inductor_gives_the_same_gradients() -> None:
+    model, inputs = resnet()
+    model = nn.Sequential(*model[:5], *model[6:8]).to(memory_format=torch.channels_last)
+    x = inputs[0].to(memory_format=torch.channels_last)
+    found = []
+    for backend in ("aot_eager", "inductor"):
+        compiled = compile(model, backend=backend)
+        handle = encke.attach(compiled, EIGHT)
+        found.append(gradients(compiled, x))
+        assert handle.report().ratio > 3
+        handle.detach()
+    assert error(*found) < 0.03
+
+
+CACHED = """
+import sys, torch, encke
+from torch import nn
+from encke.codecs import GroupQuant
+from encke.policies import Fixed
+for kind in sys.argv[1:]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    compiled = torch.compile(model, fullgraph=True)
+    handle = None if kind == "plain" else encke.attach(compiled, Fixed(GroupQuant(bits=int(kind))))
+    compiled(torch.randn(256, 64)).square().mean().backward()
+    bounds = {row.bound for row in handle.report().layers if row.bound} if handle else ""
+    print(kind, *bounds, model[2].weight.grad.norm().item())
+"""
+
+
+@inductor
+@pytest.mark.slow
+def test_graphs_cached_by_another_process_are_not_mixed_up(tmp_path: Path) -> None:
+    found = []
+    for kinds in (("plain", "2"), ("8", "2", "plain")):
+        run = subprocess.run(
+            [sys.executable, "-c", CACHED, *kinds],
+            env={"PATH": "/usr/bin:/bin", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "2"},
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=Path(__file__).parents[2],
+        )
+        found.append(sorted(run.stdout.splitlines()))
+    assert set(found[0]) < set(found[1]) and len({line.split()[-1] for line in found[1]}) == 3
+    assert [line.split()[:2] for line in found[1][:2]] == [["2", "2"], ["8", "8"]]
+
+
+# -- operators ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(4, 16, 9, 7), (300, 65), (5000,)])
+def test_operators_give_back_size_and_strides(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    variants = [x, x.t() if x.dim() == 2 else x[::2]]
+    if x.dim() == 4:
+        variants += [x.to(memory_format=torch.channels_last), x[:, :, 1:, ::2], x.permute(2, 0, 3, 1)]
+    seed = torch.tensor([5, -3])
+    for t in variants:
+        order = compiled_module.order_of(t)
+        stride = compiled_module.stride_of(t, 128, order)
+        settings = (order, 1, 8, 128, stride, False)
+        data = torch.ops.encke.site_encode(t, seed, *settings)
+        back = torch.ops.encke.site_decode(data, seed, t.shape, t.stride(), t.dtype, *settings)
+        assert back.shape == t.shape and back.stride() == t.stride()
+        assert (back - t).abs().max() < 0.05
+        bits = torch.ops.encke.mask_encode(t, order)
+        assert bits.numel() == -(-t.numel() // 8)
+        assert torch.equal(torch.ops.encke.mask_decode(bits, t.shape, t.stride(), torch.bool, order), t > 0)
+        checks = ("test_schema", "test_faketensor")
+        torch.library.opcheck(torch.ops.encke.site_encode.default, (t, seed, *settings), test_utils=checks)
+        torch.library.opcheck(
+            torch.ops.encke.site_decode.default,
+            (data, seed, list(t.shape), list(t.stride()), t.dtype, *settings),
+            test_utils=checks,
+        )
+
+
+def test_names_of_layers_and_operations() -> None:
+    node = torch.fx.Graph().placeholder("x")
+    for path, name in (
+        ("L['self'].blocks.0.norm", "blocks.0.norm"),
+        ("L['self']._modules['0']._modules['conv']", "0.conv"),
+        ("L['fn']._orig_mod.module.a[3].b", "a.3.b"),
+        ("", ""),
+    ):
+        node.meta["nn_module_stack"] = {"k": (path, nn.Linear)} if path else {}
+        assert layer_of(node) == name
+    assert root_of("_native_batch_norm_legit_functional") == root_of("native_batch_norm_backward") == "batch_norm"
+    assert root_of("gelu_backward") == root_of("gelu") != root_of("threshold_backward")

@@ -1,0 +1,324 @@
+"""Graphs that read codes, restore less and read less twice: the same gradients, and nothing elsewhere.
+
+The graphs are those that inductor would get, and are run as they are: no compiler is needed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.fx import Graph
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read by triton.jit when the kernels are imported
+
+import encke
+from encke.codecs import GroupQuant
+from encke.compiled import ops, rewrites
+from encke.compiled.model import Compiled
+from encke.compiled.pair import name_of
+from tests.compiled.test_model import TWO, compile, error, fresh, gradients, images, net, same  # noqa: F401
+
+LAST = torch.channels_last
+
+
+def as_inductor_gets_it(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+    from torch._inductor.decomposition import select_decomp_table
+
+    def run(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        return make_boxed_func(graph.forward)
+
+    partition = min_cut_rematerialization_partition
+    return aot_autograd(fw_compiler=run, decompositions=select_decomp_table(), partition_fn=partition)(graph, inputs)
+
+
+@pytest.fixture
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rewrites on a CPU too, whatever the size."""
+    monkeypatch.setattr(rewrites, "NORMS_ON", {"cuda", "cpu"})
+    monkeypatch.setattr(rewrites, "SMALLEST", 1)
+    monkeypatch.setattr(rewrites, "LARGE_CONV", 1)
+
+
+@pytest.fixture
+def backward(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
+    """The backward graphs that were written, the last one last."""
+    seen: list[Graph] = []
+    inline = Compiled.inline
+
+    def spy(self, forward, backward, *rest):
+        inline(self, forward, backward, *rest)
+        seen.append(backward.graph)
+
+    monkeypatch.setattr(Compiled, "inline", spy)
+    return seen
+
+
+@pytest.fixture
+def forward(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
+    """The forward graphs that were written."""
+    seen: list[Graph] = []
+    inline = Compiled.inline
+
+    def spy(self, forward, *rest):
+        inline(self, forward, *rest)
+        seen.append(forward.graph)
+
+    monkeypatch.setattr(Compiled, "inline", spy)
+    return seen
+
+
+def names(graph: Graph) -> Counter[str]:
+    return Counter(name_of(node.target) for node in graph.nodes if node.op == "call_function")
+
+
+def both(model: Callable[[], nn.Module], x: Tensor, backend: object) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of a model without and with rewrites; codes and seeds are the same."""
+    found = []
+    for on in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if not on:
+                patch.setattr(rewrites, "norm_behind", lambda x: None)
+                patch.setattr(rewrites, "parts", lambda conv, x: False)
+            torch.manual_seed(1)
+            compiled = compile(model(), backend=backend)
+            encke.attach(compiled, TWO)
+            found.append(gradients(compiled, x))
+        torch._dynamo.reset()
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("form", [torch.contiguous_format, LAST])
+def test_batch_norm_reads_codes(everywhere: None, backward: list[Graph], form: torch.memory_format) -> None:
+    plain, found = both(lambda: net().to(memory_format=form), images().to(memory_format=form), as_inductor_gets_it)
+    for a, b in zip(plain, found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6)
+    before, after = map(names, backward)
+    assert before["site_decode"] == 3 and after["site_decode"] == 1
+    assert after["norm_sums"] == after["norm_apply"] == 2 and not before["norm_sums"]
+    # Nothing is left of what they stand for.
+    assert after["sum"] == 1 and not after["mul"] and not after["sub"]
+
+
+class Half(nn.Module):
+    """In half precision."""
+
+    def __init__(self, channels: int = 16, form: torch.memory_format = LAST) -> None:
+        super().__init__()
+        self.net = net(channels).to(memory_format=form)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.net(x)
+
+
+def test_a_batch_norm_in_half_precision_reads_codes_of_its_input_as_it_was(everywhere: None, backward) -> None:
+    plain, found = both(Half, images().to(memory_format=LAST), as_inductor_gets_it)
+    assert names(backward[1])["norm_apply"] == 2
+    assert error(plain, found) < 0.02
+
+
+def test_an_encoder_computes_the_statistics_of_the_batch_norm_that_reads_the_same(
+    everywhere: None, forward: list[Graph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, found = images().to(memory_format=LAST), []
+    for on in (True, False):
+        if not on:
+            monkeypatch.setattr(rewrites, "measured_by_encoder", lambda *settings: False)
+        model = Half()
+        compiled = compile(model, backend=as_inductor_gets_it)
+        encke.attach(compiled, TWO)
+        found.append([*gradients(compiled, x), *model.buffers()])
+        torch._dynamo.reset()
+    after, before = map(names, forward)
+    assert before["var_mean"] == 2 and not before["site_encode_moments"] and before["site_encode"] == 4
+    assert not after["var_mean"] and after["site_encode_moments"] == 2 and after["site_encode"] == 2
+    assert before["convert_element_type"] - after["convert_element_type"] == 2
+    # On a CPU the operator is what it stands for: the same bits.
+    assert same(*found)
+    order = list(forward[0].nodes)
+    for i, node in enumerate(order):
+        if name_of(node.target) == "site_encode_moments":
+            assert order[i - 1] is node.args[0] and name_of(order[i - 1].target) == "convolution"
+
+
+@pytest.mark.parametrize(
+    ("model", "policy"),
+    [
+        (lambda: net().to(memory_format=LAST), TWO),
+        (lambda: Half(12), TWO),
+        (lambda: Half(form=torch.contiguous_format), TWO),
+        (Half, encke.policies.Fixed(GroupQuant(bits=4, signs=True))),
+        (Half, encke.policies.Fixed(GroupQuant(bits=2, group=256))),
+    ],
+    ids=["fp32", "channels", "contiguous", "signs", "group"],
+)
+def test_statistics_of_others_stay_as_they_are(everywhere: None, forward: list[Graph], model, policy) -> None:
+    made = model()
+    form = LAST if next(made.parameters()).is_contiguous(memory_format=LAST) else torch.contiguous_format
+    compiled = compile(made, backend=as_inductor_gets_it)
+    encke.attach(compiled, policy)
+    gradients(compiled, images().to(memory_format=form))
+    assert names(forward[0])["var_mean"] == 2 and names(forward[0])["site_encode"] >= 3
+
+
+def test_small_inputs_are_not_measured(forward: list[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewrites, "NORMS_ON", {"cpu"})
+    compiled = compile(Half(), backend=as_inductor_gets_it)
+    encke.attach(compiled, TWO)
+    gradients(compiled, images().to(memory_format=LAST))
+    assert names(forward[0])["var_mean"] == 2
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("channels", "measured"), [(24, True), (12, False)])
+def test_kernels_measure_while_they_encode(monkeypatch: pytest.MonkeyPatch, channels: int, measured: bool) -> None:
+    """On a GPU, else in Triton's interpreter; where the kernels do not take a tensor, torch measures it."""
+    gpu = pytest.importorskip("encke.kernels.gpu.launch")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def plan_of(like, dtype, bits, group, stride, signs, table=False):
+        return gpu.gq_plan(like.numel(), bits, group, dtype, stride, signs, like.device, table)
+
+    seen: list[object] = []
+    beside = gpu.GqPlan.encode_beside
+    monkeypatch.setattr(ops, "plan_of", plan_of)
+    monkeypatch.setattr(gpu.GqPlan, "encode_beside", lambda *all: seen.append(all) or beside(*all))
+    x = (torch.randn(4, channels, 15, 17) * 2 + 20).to(device, torch.bfloat16).contiguous(memory_format=LAST)
+    settings = ([0, 2, 3, 1], 1, 2, 128, channels, False)
+    seed = torch.tensor([3, -5], device=device)
+    data, var, mean = torch.ops.encke.site_encode_moments(x, seed, *settings)
+    assert len(seen) == measured
+    assert torch.equal(data, torch.ops.encke.site_encode(x, seed, *settings))
+    expected = torch.var_mean(x.double(), [0, 2, 3], correction=0, keepdim=True)
+    for got, wanted in zip((var, mean), expected, strict=True):
+        assert got.dtype == torch.float32 and got.shape == wanted.shape
+        assert (got / wanted - 1).abs().max() < 1e-5
+
+
+class Twice(nn.Module):
+    """Somebody else reads the input of the batch norm too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return self.norm(y) * y
+
+
+@pytest.mark.parametrize(
+    "model",
+    [Twice, lambda: nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16, affine=False), nn.ReLU())],
+    ids=["read twice", "no weight"],
+)
+def test_other_batch_norms_stay_as_they_are(everywhere: None, backward: list[Graph], model) -> None:
+    plain, found = both(model, images(), as_inductor_gets_it)
+    assert not names(backward[1])["norm_sums"] and same(plain, found)
+
+
+def test_small_inputs_and_other_devices_stay_as_they_are(backward: list[Graph]) -> None:
+    both(net, images(), as_inductor_gets_it)
+    found = names(backward[1])
+    assert not found["norm_sums"] and not found["conv_input_grad"]
+
+
+@pytest.mark.parametrize("form", [torch.contiguous_format, LAST])
+def test_a_convolution_lets_go_of_its_input_before_its_gradient(everywhere: None, backward, form) -> None:
+    plain, found = both(lambda: net().to(memory_format=form), images().to(memory_format=form), "aot_eager")
+    assert same(plain, found)
+    order = list(backward[1].nodes)
+    (part,) = (node for node in order if name_of(node.target) == "conv_input_grad")
+    conv = next(node for node in order if name_of(node.target) == "convolution_backward" and node.args[-1][0] is False)
+    assert order.index(conv) < order.index(part) and conv.args[0] is part.args[0]
+    # The mask of the ReLU behind it comes from the codes.
+    assert name_of(conv.args[1].target) == "site_decode" and list(conv.args[1].users) == [conv]
+    assert names(backward[1])["site_mask"] == 1
+
+
+def test_a_relu_before_a_convolution_gates_its_gradient_from_the_codes(backward: list[Graph]) -> None:
+    both(lambda: net().to(memory_format=LAST), images().to(memory_format=LAST), as_inductor_gets_it)
+    found = names(backward[1])
+    assert found["site_gate"] == 1 and not found["site_mask"] and not found["le"] - 1
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Conv2d(i, 16, 3, padding=1) for i in (3, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.first(x))
+        return self.last(y) + y
+
+
+def test_a_relu_before_a_sum_takes_its_mask_from_the_codes(backward: list[Graph]) -> None:
+    model = Residual()
+    compiled = compile(model, backend=as_inductor_gets_it)
+    plain = gradients(compiled, images())
+    encke.attach(compiled, TWO)
+    found = gradients(compiled, images())
+    assert names(backward[-1])["site_mask"] == 1 and not names(backward[-1])["site_gate"]
+    # The gradient of the first bias needs the mask alone.
+    torch.testing.assert_close(found[1], plain[1], rtol=1e-4, atol=1e-7)
+
+
+def test_masks_and_gates_are_exact_where_values_come_back_as_zero() -> None:
+    """A few tiny values beside a large one: restored they may be zero, in the codes they are not."""
+    x = torch.rand(4, 8, 16, 16).mul(1e-30).relu()
+    x[:, :, ::2] = 0
+    x[..., 0] = 1e30
+    x = x.to(memory_format=LAST)
+    order, rate = [0, 2, 3, 1], (2, 128, 8, False)
+    data = torch.ops.encke.site_encode(x, torch.tensor([1]), order, 0, *rate)
+    mask = torch.ops.encke.site_mask(data, x.shape, x.stride(), x.dtype, order, *rate)
+    assert torch.equal(mask, x > 0) and mask.stride() == x.stride()
+    grad = torch.randn_like(x)
+    assert torch.equal(torch.ops.encke.site_gate(grad, data, *rate), torch.where(x > 0, grad, 0))
+
+
+def test_other_batch_sizes_share_one_graph(everywhere: None, backward: list[Graph]) -> None:
+    model = net().to(memory_format=LAST)
+    compiled = compile(model, backend=as_inductor_gets_it)
+    plain = [gradients(model, images(batch).to(memory_format=LAST)) for batch in (8, 6, 7)]
+    encke.attach(compiled, encke.policies.Fixed(encke.codecs.GroupQuant(bits=8)))
+    for batch, expected in zip((8, 6, 7), plain, strict=True):
+        assert error(expected, gradients(compiled, images(batch).to(memory_format=LAST))) < 0.03
+    assert len(backward) == 2
+    for graph in backward:
+        assert names(graph)["norm_apply"] == 2 and names(graph)["conv_input_grad"] == 1
+
+
+def test_operators_agree_with_their_fakes() -> None:
+    x = torch.randn(4, 16, 12, 12).to(memory_format=LAST)
+    grad, seed, line = torch.randn_like(x), torch.tensor([3, 5]), torch.rand(16)
+    data = torch.ops.encke.site_encode(x, seed, [0, 2, 3, 1], 1, 2, 128, 16, False)
+    settings = (1, 2, 16)
+    sums = torch.ops.encke.norm_sums(grad, data, seed, line, line, line, *settings)
+    weight = torch.randn(8, 16, 3, 3)
+    conv = (torch.randn(4, 8, 12, 12), weight, x.shape, x.stride(), [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    encode = (seed, [0, 2, 3, 1], 1, 2, 128, 16, False)
+    calls = {
+        "site_encode_moments": (x.bfloat16(), *encode),
+        "site_mask": (data, x.shape, x.stride(), x.dtype, [0, 2, 3, 1], 2, 128, 16, False),
+        "site_gate": (grad, data, 2, 128, 16, False),
+        "norm_sums": (grad, data, seed, line, line, line, *settings),
+        "norm_apply": (grad, data, seed, sums, *settings),
+        "conv_input_grad": conv,
+    }
+    torch.library.opcheck(
+        torch.ops.encke.site_encode_moments.default, (x.contiguous().half(), *encode), test_utils=("test_schema",)
+    )
+    for name, arguments in calls.items():
+        arguments = tuple(list(a) if isinstance(a, torch.Size | tuple) else a for a in arguments)
+        operator = getattr(torch.ops.encke, name).default
+        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -1,0 +1,284 @@
+"""Batch norm and ReLU whose results are computed while what they save is packed: the values of plain layers.
+
+Without a GPU the kernels run on CPU tensors in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import encke
+from encke import kernels
+from encke.capture import hooks
+from encke.capture.hooks import Work
+from encke.capture.sites import Site
+from encke.codecs import GroupQuant
+from encke.fused import layers
+from encke.policies import Comet, Fixed
+from encke.policies.comet.policy import Following
+
+pytest.importorskip("triton")
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read by triton.jit when the kernels are imported
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TWO_BITS = Fixed(GroupQuant(bits=2))
+HALF = 2**-8
+
+
+@pytest.fixture(autouse=True)
+def gpu_kernels(monkeypatch) -> None:
+
+    from encke.kernels.gpu import launch
+
+    monkeypatch.setattr(kernels, "of", lambda device: launch)
+    monkeypatch.setattr(hooks, "SMALL", 1)
+
+
+def attach(model: nn.Module, policy=TWO_BITS, device: str = DEVICE) -> encke.Handle:
+    """An attached model whose layers are fused on that device, whatever their size; nowhere on `none`."""
+    handle = encke.attach(model, policy)
+    for forward in [hook for hook in handle._hooks if isinstance(hook, layers.Forward)]:
+        forward.device, forward.where, forward.smallest = device, None, 1
+    return handle
+
+
+def photos(height: int = 16) -> torch.Tensor:
+    x = torch.randn(1, 3, height, 16, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def ready(model: nn.Module) -> nn.Module:
+    torch.manual_seed(1)
+    for p in model.parameters():
+        nn.init.uniform_(p, -0.5, 1.0)
+    return model.to(DEVICE, memory_format=torch.channels_last).train()
+
+
+def results(model: nn.Module, x: torch.Tensor, steps: int = 3) -> list[torch.Tensor]:
+    """Output, gradients and buffers after a few steps: from the second one on the sites are known."""
+    for _ in range(steps):
+        model.zero_grad()
+        with torch.autocast(DEVICE, torch.bfloat16):
+            out = model(x)
+        out.float().square().mean().backward()
+    return [t.detach().float() for t in (out, *(p.grad for p in model.parameters()), *model.buffers())]
+
+
+@pytest.fixture
+def worked(monkeypatch) -> list[str]:
+    """What was computed while packing, and what `alone`."""
+    seen: list[str] = []
+
+    def watch(kind: type, name: str) -> None:
+        original = getattr(kind, name)
+
+        def watched(self, *args):
+            seen.append(f"{kind.__name__} {name}")
+            return original(self, *args)
+
+        monkeypatch.setattr(kind, name, watched)
+
+    for kind in (layers.NormWork, layers.ReluWork):
+        watch(kind, "encode")
+        watch(kind, "alone")
+    return seen
+
+
+def agree(got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    """Equal up to a few roundings of bf16, which pass through two layers."""
+    pairs = zip(got, expected, strict=True)
+    return all((a - b).norm() <= 4 * HALF * b.norm() and (a - b).abs().max() <= 0.05 * b.abs().max() for a, b in pairs)
+
+
+def both(model: nn.Module, x: torch.Tensor, policy=TWO_BITS, steps: int = 3) -> bool:
+    """Whether the model trains as it does with plain hooks."""
+    other = copy.deepcopy(model)
+    attach(model, policy)
+    attach(other, policy, device="none")
+    return agree(results(model, x, steps), results(other, x, steps))
+
+
+@pytest.mark.parametrize("inplace", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_as_with_plain_hooks(inplace, worked):
+    model = ready(
+        nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace), nn.Conv2d(16, 4, 1))
+    )
+    assert both(model, photos())
+    assert worked == ["NormWork encode", "ReluWork encode"] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("norm", "encoded"),
+    [
+        (nn.BatchNorm2d(16, affine=False), False),
+        (nn.BatchNorm2d(16, momentum=None), True),
+        (nn.BatchNorm2d(16, track_running_stats=False), True),
+        (nn.BatchNorm2d(16, eps=0.1, momentum=0.3), True),
+        (nn.BatchNorm2d(20), False),
+    ],
+    ids=str,
+)
+def test_settings(norm, encoded, worked):
+    n = norm.num_features
+    model = ready(nn.Sequential(nn.Conv2d(3, n, 3, padding=1, bias=False), norm, nn.Conv2d(n, 4, 1)))
+    assert both(model, photos())
+    assert worked == ["NormWork encode"] * 2 * encoded
+
+
+def test_running_statistics_are_those_of_torch():
+    model = ready(nn.Sequential(nn.Conv2d(3, 16, 1), nn.BatchNorm2d(16), nn.Conv2d(16, 4, 1)))
+    plain = copy.deepcopy(model)
+    attach(model)
+    results(model, photos())
+    results(plain, photos())
+    for got, want in zip(model[1].buffers(), plain[1].buffers(), strict=True):
+        assert torch.allclose(got, want, rtol=1e-5, atol=1e-6)
+    assert model[1].num_batches_tracked == 3
+
+
+class Shared(nn.Module):
+    """A batch norm whose input a convolution has saved before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.side = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 1)
+        self.norm, self.relu, self.last = nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.last(self.side(x) + self.relu(self.norm(x)))
+
+
+@pytest.mark.slow
+def test_an_input_that_is_packed_already(worked):
+    assert both(ready(Shared()), photos())
+    assert worked.count("NormWork alone") == 2 and "NormWork encode" not in worked
+
+
+def test_a_result_of_which_only_the_mask_is_kept(worked):
+    model = ready(nn.Sequential(nn.Conv2d(3, 16, 1), nn.ReLU(), nn.Sigmoid(), nn.Conv2d(16, 4, 1)))
+    assert both(model, photos())
+    assert worked == ["ReluWork encode", "ReluWork alone"] * 2
+
+
+@pytest.mark.slow
+def test_other_sizes_in_between(worked):
+    """A last batch that fills groups badly goes the plain way, and the next one does not."""
+    model = ready(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1)))
+    other = copy.deepcopy(model)
+    attach(model)
+    attach(other, device="none")
+    results(model, photos())
+    results(other, photos())
+    worked.clear()
+    assert agree(results(model, photos(17), 1), results(other, photos(17), 1))
+    assert "NormWork encode" not in worked
+    worked.clear()
+    assert agree(results(model, photos(), 1), results(other, photos(), 1))
+    assert worked == ["NormWork encode", "ReluWork encode"]
+
+
+@pytest.mark.slow
+def test_an_error_in_between_leaves_nothing_behind(worked, monkeypatch):
+    model = ready(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1)))
+    other = copy.deepcopy(model)
+    attach(model)
+    attach(other, device="none")
+    results(model, photos())
+
+    def broken(*args):
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layers.NormWork, "encode", broken)
+        with pytest.raises(RuntimeError, match="no memory"):
+            results(model, photos(), 1)
+    results(other, photos(), 4)  # as many, so that chance is the same
+    got, expected = results(model, photos(), 1), results(other, photos(), 1)
+    assert agree(got[:-3], expected[:-3])  # the interrupted step moved the counter of batches
+
+
+class Misaligned(nn.Module):
+    """Gives its input on at an address that is not one of 32-bit words."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.permute(0, 2, 3, 1).reshape(-1)
+        y = torch.cat([flat[:1], flat])[1:].view(*x.shape[:1], *x.shape[2:], x.shape[1]).permute(0, 3, 1, 2)
+        assert y.data_ptr() & 3 == 2
+        return y
+
+
+def test_inputs_that_are_not_aligned_are_packed_after_the_work(worked):
+    model = ready(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), Misaligned(), nn.BatchNorm2d(16), nn.Conv2d(16, 4, 1)))
+    assert both(model, photos())
+    assert not worked
+
+
+@pytest.mark.slow
+def test_steps_in_which_the_policy_collects(worked, monkeypatch):
+    model = ready(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1)))
+    other = copy.deepcopy(model)
+    seen = []
+    least = Following._least
+    monkeypatch.setattr(Following, "_least", lambda self, norms: seen.append(list(norms)) or least(self, seen[-1]))
+    for device, trained in ((DEVICE, model), ("none", other)):
+        handle = attach(trained, Comet(every=2), device)
+        results(trained, photos(), 3)
+        assert handle.history
+    assert worked.count("NormWork encode") == 2
+    assert len(seen) == 4  # after the first and the second step of each
+    (found,), (expected,) = ([figures for _, _, *figures in norms] for norms in seen[1::2])
+    assert found == pytest.approx(expected, rel=0.05)  # what a coarse input spoils of the gradient given on
+
+
+@pytest.mark.slow
+def test_work_while_another_layer_is_learnt_anew(worked):
+    """What the batch norm saves is held until ReLU saves: the graph behind that is read before the work is done."""
+    model = ready(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1)))
+    other = copy.deepcopy(model)
+    for handle, trained in ((attach(model), model), (attach(other, device="none"), other)):
+        results(trained, photos())
+        for record in handle._capture.last:
+            record.site.stable = "BatchNorm" not in record.site.operation
+    worked.clear()
+    assert agree(results(model, photos(), 1), results(other, photos(), 1))
+    assert worked == ["ReluWork encode"]
+
+
+class Left(Work):
+    """Work for a tensor that is not saved next."""
+
+    done = False
+
+    def alone(self) -> None:
+        Left.done = True
+
+
+class Other(nn.Module):
+    """Saves a tensor while the work that was left is for another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.handle = nn.Conv2d(3, 16, 1), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        self.handle._capture.forward.work = Left(Site("", 0, ()), None, x)
+        return x.exp()
+
+
+def test_work_for_another_tensor_is_done_before_this_one_is_packed():
+    model = Other().to(DEVICE)
+    model.handle = attach(model)
+    for _ in range(2):
+        Left.done = False
+        model(photos()).sum().backward()
+        assert Left.done and model.handle._capture.forward.work is None

@@ -1,0 +1,263 @@
+"""Batch norm's backward from a packed input against the formula in float64: on a GPU, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read by triton.jit when the kernels are imported
+
+from encke.kernels import reference
+from encke.kernels.gpu import norm_backward  # noqa: E402
+from encke.kernels.reference import gq_groups  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+ROOT = Path(__file__).resolve().parents[3]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SEED = 0x9E3779B97F4A7C15 >> 1
+GROUP = 128
+
+
+def packed(numel: int, bits: int, stride: int, positive: bool) -> torch.Tensor:
+    """A buffer as gq_encode makes them, of random codes; with `positive`, every third group is not negative."""
+    generator = torch.Generator().manual_seed(numel + bits)
+    groups = gq_groups(numel, GROUP, stride)
+    codes = torch.randint(0, 256, (groups * GROUP * bits // 8,), dtype=torch.uint8, generator=generator)
+    step = torch.rand(groups, generator=generator) + 0.5
+    lo = -1 - torch.rand(groups, generator=generator)
+    if positive:
+        lo[::3] = lo[::3].abs()
+    return torch.cat([codes, *(part.to(torch.bfloat16).view(torch.uint8) for part in (lo, step))]).to(DEVICE)
+
+
+def decoded(data: torch.Tensor, numel: int, bits: int, stride: int) -> torch.Tensor:
+    """What the format says the values are, in float64, in the order of memory."""
+    i = torch.arange(numel, device=data.device)
+    length, groups = GROUP * bits // 8, gq_groups(numel, GROUP, stride)
+    pixel, c = i // stride, i % stride
+    block, k = pixel // GROUP, pixel % GROUP
+    group, byte = block * stride + c, (block * length + k % length) * stride + c
+    codes = groups * length
+    lo = data[codes : codes + 2 * groups].clone().view(torch.bfloat16).double()[group]
+    step = data[codes + 2 * groups :].clone().view(torch.bfloat16).double()[group]
+    code = (data[byte].long() >> k // length * bits) & ((1 << bits) - 1)
+    # random24 takes value indices of runs that share bytes: this one has the byte's number and the slice wanted.
+    hash = reference.random24(byte // length * GROUP + byte % length + k // length * length, SEED, GROUP, length)
+    value = lo + (code - (lo >= 0).long() + hash * 2.0**-24 - 0.5) * step
+    return torch.where((code == 0) & (lo >= 0) & ~step.isnan(), 0.0, value)
+
+
+def formula(x, grad, mean, invstd, weight):
+    """Gradients of input, weight and bias in float64; the channel is the second dimension."""
+    over = [d for d in range(x.dim()) if d != 1]
+    shape = [1, -1] + [1] * (x.dim() - 2)
+    mean, invstd, weight = (t.double().view(shape) for t in (mean, invstd, weight))
+    count = x.numel() // x.shape[1]
+    sum_g, sum_gx = grad.sum(over, keepdim=True), (grad * (x - mean)).sum(over, keepdim=True)
+    out = (grad - sum_g / count - (x - mean) * invstd**2 * sum_gx / count) * invstd * weight
+    return out, (sum_gx * invstd).flatten(), sum_g.flatten()
+
+
+def tensors(size: tuple[int, ...], last: bool, dtype: torch.dtype, affine: torch.dtype | None):
+    """Gradient, mean, invstd and weight for a tensor of that size."""
+    torch.manual_seed(sum(size))
+    grad = torch.randn(size).to(dtype).to(DEVICE)
+    if last:
+        grad = grad.contiguous(memory_format=torch.channels_last if len(size) == 4 else torch.channels_last_3d)
+    channels = size[1]
+    mean, invstd = torch.randn(channels) * 0.5, torch.rand(channels) + 0.5
+    weight = torch.rand(channels).to(affine) + 0.5 if affine is not None else None
+    return grad, mean.to(DEVICE), invstd.to(DEVICE), weight.to(DEVICE) if weight is not None else None
+
+
+def in_memory(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Values in the order of memory as a tensor that lies as `like` does."""
+    return flat.as_strided(like.shape, like.stride())
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """Memory that nobody has written holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def check(size, last, dtype, bits, affine=torch.float32, positive=True) -> None:
+    grad, mean, invstd, weight = tensors(size, last, dtype, affine)
+    numel, stride = grad.numel(), size[1] if last else 1
+    assert norm_backward.supported(size, stride, last, bits, GROUP, dtype)
+    data = packed(numel, bits, stride, positive)
+    x = in_memory(decoded(data, numel, bits, stride), grad)
+    if norm_backward.ROUND:
+        x = x.to(dtype).double()
+    ones = torch.ones_like(mean) if weight is None else weight
+    expected = formula(x, grad.double(), mean, invstd, ones)
+    out, grad_weight, grad_bias = norm_backward.norm_backward(grad, data, mean, invstd, weight, bits, SEED, last)
+    assert out.dtype == dtype and out.stride() == grad.stride()
+    half = 2**-8 if dtype == torch.bfloat16 else 2**-10 if dtype == torch.float16 else 1e-5
+    assert (out - expected[0]).abs().max() <= half * expected[0].abs().max()
+    if weight is None:
+        assert grad_weight is None and grad_bias is None
+        return
+    narrow = 2**-8 if affine == torch.bfloat16 else 1e-5
+    for got, want in ((grad_weight, expected[1]), (grad_bias, expected[2])):
+        assert got.dtype == affine
+        assert (got - want).abs().max() <= narrow * (want.abs().max() + numel**0.5 / size[1])
+
+
+SIZES = [(2, 3, 7, 7), (1, 7, 14, 14), (3, 64, 7, 7), (2, 5, 8, 16), (1, 2, 80, 64), (2, 3, 9, 4), (5, 2, 6, 7)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("positive", [True, False])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_planes(size, positive):
+    check(size, False, torch.float32, 2, positive=positive)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("positive", [True, False])
+@pytest.mark.parametrize("size", [(3, 7, 7, 7), (1, 64, 12, 12), (2, 3, 1, 1), (5, 72, 9, 9)], ids=str)
+def test_channels_last(size, positive):
+    check(size, True, torch.bfloat16, 2, positive=positive)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("last", [False, True])
+def test_dtypes_and_bits(last, dtype, bits):
+    affine = {2: torch.float32, 4: None, 8: torch.bfloat16}[bits]
+    check((2, 8, 14, 14), last, dtype, bits, affine, positive=last)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_work_that_is_shared_out(last, monkeypatch):
+    """Programs with several tiles, sums with several parts."""
+    for name, value in {"PROGRAMS": 6, "GATHER": 32, "TILES": 3}.items():
+        monkeypatch.setattr(norm_backward, name, value)
+    check((9, 3, 12, 12), last, torch.float32, 2)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_values_rounded_to_the_dtype(last, monkeypatch):
+    monkeypatch.setattr(norm_backward, "ROUND", True)
+    check((2, 8, 14, 14), last, torch.bfloat16, 2)
+
+
+def test_volumes():
+    check((2, 8, 3, 6, 7), True, torch.float32, 2)
+    check((2, 8, 3, 6, 7), False, torch.float32, 2)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_decoded_as_the_reference_decodes(last):
+    """The format in this file is that of the kernels: the same values up to the bits of the hash that are dropped."""
+    numel, stride = 8 * 640, 8 if last else 1
+    for bits in (2, 4, 8):
+        data = packed(numel, bits, stride, True)
+        expected = reference.gq_decode(data, numel, bits, GROUP, torch.float32, False, SEED, stride)
+        assert (decoded(data, numel, bits, stride) - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_group_that_is_not_finite_spoils_its_channel_alone(last):
+    size, stride = (2, 4, 16, 16), 4 if last else 1
+    grad, mean, invstd, weight = tensors(size, last, torch.float32, torch.float32)
+    data = packed(grad.numel(), 2, stride, True)
+    data[-2 * gq_groups(grad.numel(), GROUP, stride) :].view(torch.bfloat16)[0] = float("nan")
+    out, grad_weight, grad_bias = norm_backward.norm_backward(grad, data, mean, invstd, weight, 2, SEED, last)
+    assert grad_weight.isnan().tolist() == [True, False, False, False] and out.isnan().any((0, 2, 3)).sum() == 1
+    assert grad_bias.isfinite().all()
+
+
+def test_parameters_alone():
+    grad, mean, invstd, weight = tensors((2, 8, 14, 14), False, torch.float32, torch.float32)
+    data = packed(grad.numel(), 2, 1, True)
+    args = (grad, data, mean, invstd, weight, 2, SEED, False)
+    out, *rest = norm_backward.norm_backward(*args, apply=False)
+    assert out is None and all(
+        torch.equal(a, b) for a, b in zip(rest, norm_backward.norm_backward(*args)[1:], strict=True)
+    )
+
+
+def test_spreads_below_the_means():
+    grad, mean, invstd, weight = tensors((2, 8, 16, 16), True, torch.bfloat16, torch.float32)
+    data = packed(grad.numel(), 2, 8, True)
+    apart = norm_backward.norm_backward(grad, data, mean, invstd, weight, 2, SEED, True)
+    below = norm_backward.norm_backward(grad, data, torch.stack([mean, invstd]), None, weight, 2, SEED, True)
+    assert all(torch.equal(a, b) for a, b in zip(apart, below, strict=True))
+
+
+@pytest.mark.parametrize("size", [(2, 8, 14, 14), (2, 6, 9, 9)])
+@pytest.mark.parametrize("last", [False, True])
+def test_two_parts_give_what_the_whole_gives(size, last):
+    grad, mean, invstd, weight = tensors(size, last, torch.bfloat16, torch.float32)
+    data = packed(grad.numel(), 2, size[1] if last else 1, True)
+    whole = norm_backward.norm_backward(grad, data, mean, invstd, weight, 2, SEED, last)
+    sums, out = torch.empty(5, size[1], device=DEVICE), torch.empty_like(grad)
+    norm_backward.norm_sums(grad, data, mean, invstd, weight, 2, SEED, last, sums)
+    norm_backward.norm_apply(grad, data, sums, 2, SEED, last, out)
+    assert all(torch.equal(a, b) for a, b in zip(whole, (out, sums[3], sums[4]), strict=True))
+    # The same with a seed that is on the device.
+    seeds, read, there = torch.tensor([3, SEED], device=DEVICE), torch.empty_like(sums), torch.empty_like(grad)
+    norm_backward.norm_sums(grad, data, mean, invstd, weight, 2, (seeds, 1), last, read)
+    norm_backward.norm_apply(grad, data, read, 2, (seeds, 1), last, there)
+    assert torch.equal(read, sums) and torch.equal(there, out)
+
+
+def test_what_is_left_to_others():
+    """Planes of a few values, one channel, groups across channels in channels_last memory, other settings."""
+    good = ((2, 8, 14, 14), 1, False, 2, 128, torch.float32)
+    assert norm_backward.supported(*good)
+    other = [((2, 8, 5, 5), *good[1:]), ((2, 1, 14, 14), *good[1:]), ((0, 8, 14, 14), *good[1:])]
+    other += [(*good[:2], True, *good[3:]), (good[0], 8, *good[2:]), (*good[:4], 256, good[5])]
+    other += [(*good[:5], torch.float64), ((8, 32), *good[1:])]
+    assert not any(norm_backward.supported(*settings) for settings in other)
+
+
+COMPILE = """
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from encke.kernels.gpu import norm_backward
+
+def build(kernel, pointers, constants, warps):
+    types = {p.name: pointers.get(p.name, p.annotation_type) for p in kernel.params}
+    types |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(kernel, types, {(kernel.arg_names.index(name),): value for name, value in constants.items()})
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "enable_fp_fusion": False})
+
+floats = ("mean", "invstd", "sums", "line", "parts", "weight", "grad_weight", "grad_bias")
+for dtype, name in ((tl.float32, "*fp32"), (tl.float16, "*fp16"), (tl.bfloat16, "*i16")):
+    pointers = dict.fromkeys(floats, "*fp32") | {"data": "*u8", "seeds": "*i64", "grad": name, "out": name}
+    common = {"DTYPE": dtype, "BITS": 2, "ROUND": False, "TABLE": dtype == tl.bfloat16}
+    last = common | {"UNIT": 8, "V": 8, "R": 4, "CH": 64}
+    flat = common | {"PARTS": 2, "BIG": False, "ONCE": True, "V": 8, "G": 8}
+    build(norm_backward.last_reduce_kernel, pointers, last, 1)
+    build(norm_backward.last_apply_kernel, pointers, last, 1)
+    build(norm_backward.flat_reduce_kernel, pointers, flat | {"TILES": 1}, 1)
+    build(norm_backward.flat_apply_kernel, pointers, flat | {"ONCE": False, "PARTS": 4}, 4)
+build(norm_backward.gather_kernel, pointers, {"ROWS": 32, "WIDTH": 32}, 4)
+for together, below in ((False, False), (False, True), (True, False)):
+    constants = {"AFFINE": True, "WEIGHT": tl.float32, "ROWS": 256, "CH": 8, "TOGETHER": together, "BELOW": below}
+    build(norm_backward.finish_kernel, pointers, constants, 4)
+"""
+
+
+@pytest.mark.slow
+def test_compiles_for_hopper():
+    """The interpreter takes what the compiler refuses; no GPU is needed to compile."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,188 @@
+"""Batch norm and ReLU computed while encoding, against float64 and torch: on a GPU, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read by triton.jit when the kernels are imported
+
+from encke.kernels.gpu import (
+    launch,  # noqa: E402
+    norm_forward,  # noqa: E402
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+ROOT = Path(__file__).resolve().parents[3]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SEED = 0x9E3779B97F4A7C15 >> 1
+EPS, MOMENTUM = 1e-5, 0.1
+SIZES = [(4, 8, 16, 16), *(pytest.param(size, marks=pytest.mark.slow) for size in ((5, 24, 23, 23), (4, 72, 16, 16)))]
+"""A whole number of groups, a last one that is not full, channels for two programs of which one is not full."""
+
+
+def values(size: tuple[int, ...], dtype: torch.dtype, offset: float = 0.0) -> torch.Tensor:
+    torch.manual_seed(sum(size))
+    x = (torch.randn(size) * (0.5 + torch.rand(size[1]).view(-1, 1, 1)) + offset).to(dtype)
+    return x.to(DEVICE).contiguous(memory_format=torch.channels_last)
+
+
+def plan_of(x: torch.Tensor, bits: int) -> launch.GqPlan:
+    plan = launch.gq_plan(x.numel(), bits, 128, x.dtype, x.shape[1], False, x.device)
+    assert plan is not None
+    return plan
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """Memory that nobody has written holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("dtype", "bits", "offset"), [(torch.bfloat16, 2, 0.0), (torch.float16, 4, 30.0)])
+def test_norm(size, dtype, bits, offset):
+    x = values(size, dtype, offset)
+    channels = size[1]
+    weight, bias = torch.rand(channels, device=DEVICE) + 0.5, torch.randn(channels, device=DEVICE)
+    running = torch.randn(channels, device=DEVICE), torch.rand(channels, device=DEVICE)
+    before = [t.double() for t in running]
+    forward = norm_forward.forward_plan(x.shape, x.stride(), dtype, x.device)
+    assert forward is not None
+    plan = plan_of(x, bits)
+    parts, kept = torch.empty(forward.parts, device=DEVICE), torch.empty(4, channels, device=DEVICE)
+    out = torch.empty_like(x)
+    data = plan.encode_beside(plan.statistics, x, parts, SEED)
+    forward.normalise(x, parts, weight, bias, running, MOMENTUM, EPS, kept, out)
+    assert torch.equal(data, plan.codes(x, SEED))
+    exact = x.double()
+    over, shape = [0, 2, 3], (1, -1, 1, 1)
+    var, mean = torch.var_mean(exact, over, correction=0)
+    alone = torch.empty(2, channels, device=DEVICE)
+    forward.measure(parts, alone[0], alone[1])
+    assert torch.equal(alone[0], kept[0])
+    assert (alone[1] / var - 1).abs().max() <= 1e-5
+    invstd = 1 / (var + EPS).sqrt()
+    assert (kept[0] - mean).abs().max() <= 1e-6 * exact.abs().max()
+    assert (kept[1] / invstd - 1).abs().max() <= 1e-5
+    expected = (exact - mean.view(shape)) * (invstd * weight).view(shape) + bias.view(shape)
+    half = 2**-8 if dtype == torch.bfloat16 else 2**-11
+    assert out.stride() == x.stride()
+    assert ((out - expected).abs() <= 1.01 * half * (expected.abs() + 2e-2)).all()
+    pixels = x.numel() // channels
+    wanted = mean, var * pixels / (pixels - 1)
+    for got, old, new in zip(running, before, wanted, strict=True):
+        assert (got - (0.9 * old + 0.1 * new)).abs().max() <= 1e-5 * (1 + new.abs().max())
+
+
+def test_many_groups_are_merged_first(monkeypatch):
+    x = values((5, 24, 40, 23), torch.bfloat16, 20.0)
+    monkeypatch.setattr(norm_forward, "MANY", 8)
+    monkeypatch.setattr(norm_forward, "PARTS", 128)
+    forward, plan = norm_forward.ForwardPlan(x.numel() // 24, 24, x.dtype, x.device), plan_of(x, 2)
+    assert forward.parts == 2 * 36 * 24 and forward.merged == (2, 3, 24)
+    parts, found = torch.empty(forward.parts, device=DEVICE), torch.empty(2, 24, device=DEVICE)
+    plan.encode_beside(plan.statistics, x, parts, SEED)
+    forward.measure(parts, found[0], found[1])
+    var, mean = torch.var_mean(x.double(), [0, 2, 3], correction=0)
+    assert (found[0] / mean - 1).abs().max() <= 1e-6 and (found[1] / var - 1).abs().max() <= 1e-5
+
+
+def test_norm_without_running_statistics_and_with_values_that_are_not_numbers():
+    x = values((8, 16, 16, 16), torch.bfloat16)
+    x[1, 3, 2, 2] = torch.nan
+    x[1, 5, 2, 2] = torch.inf
+    forward, plan = norm_forward.forward_plan(x.shape, x.stride(), x.dtype, x.device), plan_of(x, 2)
+    weight, bias = torch.ones(16, device=DEVICE), torch.zeros(16, device=DEVICE)
+    parts, kept, out = torch.empty(forward.parts, device=DEVICE), torch.empty(4, 16, device=DEVICE), torch.empty_like(x)
+    plan.encode_beside(plan.statistics, x, parts, SEED)
+    forward.normalise(x, parts, weight, bias, None, MOMENTUM, EPS, kept, out)
+    expected = torch.nn.functional.batch_norm(x.float(), None, None, weight, bias, True, MOMENTUM, EPS)
+    bad = torch.zeros(16, dtype=torch.bool, device=DEVICE)
+    bad[3] = bad[5] = True
+    assert torch.equal(out.isnan().all(0).all(1).all(1), bad) and torch.equal(kept[0].isfinite(), ~bad)
+    assert torch.allclose(out[:, ~bad].float(), expected[:, ~bad], rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize(
+    ("size", "memory"),
+    [((4, 12, 16, 16), torch.channels_last), ((8, 16, 16, 16), torch.contiguous_format), ((2, 16, 5, 5), None)],
+)
+def test_what_the_kernels_do_not_take(size, memory):
+    """Channels that fill no 16 bytes, another memory format, too few pixels for groups; and fp32."""
+    x = torch.zeros(size, dtype=torch.bfloat16).contiguous(memory_format=memory or torch.channels_last)
+    assert norm_forward.forward_plan(x.shape, x.stride(), x.dtype, x.device) is None
+    good = torch.zeros(8, 16, 16, 16).contiguous(memory_format=torch.channels_last)
+    assert norm_forward.forward_plan(good.shape, good.stride(), good.dtype, good.device) is None
+    assert norm_forward.forward_plan(good.shape, good.stride(), torch.float16, good.device) is not None
+    gap = good[:, :8]
+    assert norm_forward.forward_plan(gap.shape, gap.stride(), torch.float16, gap.device) is None
+
+
+@pytest.mark.parametrize(("dtype", "inplace"), [(torch.bfloat16, False), (torch.float16, True)])
+@pytest.mark.parametrize("size", SIZES)
+def test_relu(size, dtype, inplace):
+    x = values(size, dtype)
+    special = [torch.nan, -torch.nan, torch.inf, -torch.inf, -0.0, 0.0, torch.finfo(dtype).tiny / 8]
+    x[0, : len(special), 0, 0] = torch.tensor(special, dtype=dtype)
+    plan, expected = plan_of(x, 2), torch.relu(x)
+    y = x if inplace else torch.empty_like(x)
+    data = plan.encode_beside(plan.relu, x, y, SEED)
+    same = y.view(torch.int16) == expected.view(torch.int16)
+    assert (same | (y.isnan() & expected.isnan()) | ((y == 0) & (expected == 0))).all()
+    assert not (y == 0).logical_and(y.signbit()).any()
+    finite = expected.isfinite().permute(0, 2, 3, 1).reshape(-1, size[1])
+    whole = plan.values(data, SEED, False).view(-1, size[1])
+    wanted = plan.values(plan.codes(expected, SEED), SEED, False).view(-1, size[1])
+    assert torch.equal(whole.isnan(), wanted.isnan()) and not whole[:, len(special) :].isnan().any()
+    assert torch.equal(whole[finite & ~whole.isnan()], wanted[finite & ~whole.isnan()])
+
+
+COMPILE = """
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from encke.kernels.gpu import norm_forward
+from encke.kernels.gpu import pairs
+
+def build(kernel, pointers, constants, **options):
+    types = {p.name: pointers.get(p.name, p.annotation_type) for p in kernel.params}
+    types |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(kernel, types, {(kernel.arg_names.index(name),): value for name, value in constants.items()})
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options | {"enable_fp_fusion": False})
+
+floats = ("parts", "weight", "bias", "running_mean", "running_var", "kept")
+for dtype, name in ((tl.float16, "*fp16"), (tl.bfloat16, "*i16")):
+    pointers = dict.fromkeys(floats, "*fp32") | {"data": "*u8", "seeds": "*i64", "x": name, "out": name}
+    encode = {"DTYPE": dtype, "BITS": 2, "GROUP": 128, "SIGNS": False, "CHANNELS": 64}
+    for beside, kind in enumerate(("*u8", name, "*fp32")):
+        for full in (True, False):
+            more = {"WITH": beside, "FULL": full, "TABLE": full}
+            build(pairs.gq_encode_channels_pairs_kernel, pointers | {"beside": kind}, encode | more, maxnreg=96)
+    build(norm_forward.normalise_kernel, pointers, {"DTYPE": dtype, "UNIT": 8, "ROWS": 64, "CH": 64})
+for running in (True, False):
+    constants = {"RUNNING": running, "ROWS": 512, "CH": 8, "GROUP": 128}
+    build(norm_forward.statistics_kernel, pointers, constants, num_warps=8)
+moments = dict.fromkeys(("parts", "mean", "var", "merged"), "*fp32")
+build(norm_forward.merge_kernel, moments, {"ROWS": 512, "CH": 8, "GROUP": 128}, num_warps=8)
+build(norm_forward.moments_kernel, moments, {"ROWS": 512, "CH": 8, "GROUP": 128}, num_warps=8)
+"""
+
+
+@pytest.mark.slow
+def test_compiles_for_hopper():
+    """The interpreter takes what the compiler refuses; no GPU is needed to compile."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
