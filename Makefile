@@ -1,7 +1,12 @@
-# make demo   train plain and compressed, side by side (3 to 4 minutes after the installation)
-# make test   everything that CI checks: format, lint, types, tests
-# make fast   the quick tests alone;  make lint   format, lint and types alone
-# Each makes .venv itself. constraints-dev.txt keeps torch at the version that the project is developed with.
+# make demo     train plain and compressed, side by side           3 to 4 minutes
+# make fast     the tests that are neither slow nor soak           at most 2 minutes on two idle cores
+# make test     lint, then every test that is not soak             at most 7 minutes
+# make soak     random and long tests, ended after 25 minutes      at most 30 minutes
+# make lint     format, style, types, spelling, Markdown           1 minute
+# make browser  install a browser for the one test that uses it    needs root and apt-get
+#
+# Each makes its own environment in .venv. No target but `browser` installs a system package.
+# constraints-dev.txt keeps torch at the version that the project is developed with.
 
 SHELL := /bin/bash
 BASE_PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -10,29 +15,33 @@ INSTALL := $(PYTHON) -m pip install -qq --disable-pip-version-check -c constrain
 # Triton's interpreter runs the GPU kernels on a CPU in the tests. CUDA builds of torch bring their own triton.
 TRITON := triton==3.6.0
 
-# Two test files at a time; the tests of one file stay together, because they share what they have made.
-TOGETHER := -n 2 --dist loadfile --no-loadscope-reorder
+# Two processes. One that is done takes tests from the other, so that no list of long tests has to be kept.
+PYTEST := OMP_WAIT_POLICY=passive $(PYTHON) -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test fast lint clean browser
+.PHONY: demo test fast soak lint browser clean
 
 demo: .venv/installed
 	$(PYTHON) -m encke demo
 
-test: .venv/installed-dev lint browser
-	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest $(TOGETHER)
+test: lint
+	$(PYTEST)
 
 fast: .venv/installed-dev
-	OMP_WAIT_POLICY=passive $(PYTHON) -m pytest $(TOGETHER) -m "not slow"
+	$(PYTEST) -m "not slow"
+
+# After 25 minutes no test is started any more. `timeout` is for one that hangs.
+soak: .venv/installed-dev
+	timeout --kill-after=30 1770 $(PYTEST) --soak --minutes 25
 
 lint: .venv/installed-dev
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
+	$(PYTHON) -m codespell_lib encke tests benchmarks Makefile pyproject.toml README.md docs
 
-# One test looks at the report's page in a real browser, and is skipped where there is none.
 browser:
-	@command -v chromium chromium-browser google-chrome >/dev/null || { [ "$$(id -u)" != 0 ] || \
-		(apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium) >/dev/null 2>&1 || true; }
+	@command -v chromium chromium-browser google-chrome || \
+		(apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium)
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
@@ -43,7 +52,7 @@ $(PYTHON):
 	@"$(BASE_PYTHON)" -m venv .venv
 
 .venv/installed: $(PYTHON) pyproject.toml constraints-dev.txt
-	@echo "Installing encke with torch, torchvision, numba, matplotlib and what they need into .venv (1 to 5 minutes, once)"
+	@echo "Installing encke with torch, torchvision, numba, matplotlib and their dependencies into .venv (1 to 5 minutes, once)"
 	@$(INSTALL) -e '.[cpu,train]'
 	@touch $@
 

@@ -1,25 +1,69 @@
-"""Settings that must be in the environment before the libraries read them."""
+"""Environment of the tests, and two options: `--soak` and `--minutes`."""
 
 import os
+import time
 
 # Without this, bf16 matrix products die with SIGILL in oneDNN on some CPUs.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
 
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
 import torch  # noqa: E402
 
 # The Triton kernels run on CPU tensors in Triton's interpreter where there is no GPU. Read when a kernel is defined.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Files that take longest come first, so that at the end no process is left with one of them.
-LONGEST = (
-    "train/test_loop", "test_demo", "fused/test_deferred", "train/test_recipes", "compiled/test_model",
-    "kernels/gpu/test_launch", "bench/test_training", "compiled/test_lowerings", "codecs/test_promises",
-    "kernels/gpu/test_dual", "fused/test_layers", "kernels/gpu/test_norm_forward", "train/test_distributed",
-    "kernels/gpu/test_norm_backward", "bench/test_maxbatch",
-)  # fmt: skip
+START = pytest.StashKey[float]()
+NOT_STARTED = "not started: the time box ended before it"
+MORE_EXAMPLES = 10
+"""`--soak` gives property tests this many times their examples, and another random seed in each run."""
 
 
-def pytest_collection_modifyitems(items: list) -> None:
-    names = [f"tests/{name}.py" for name in LONGEST]
-    items.sort(key=lambda item: next((i for i, name in enumerate(names) if item.nodeid.startswith(name)), len(names)))
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("encke")
+    group.addoption("--soak", action="store_true", help="run the tests marked soak, and property tests at length")
+    group.addoption("--minutes", type=float, help="start no test after this many minutes")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[START] = time.monotonic()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    soak = config.getoption("--soak")
+    chosen: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item in items:
+        marked, longer = item.get_closest_marker("soak") is not None, soak and lengthen(item)
+        (chosen if marked == soak or longer else left_out).append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = chosen
+
+
+def lengthen(item: pytest.Item) -> bool:
+    """Give a property test more examples. Return whether it is one."""
+    test = getattr(item, "obj", None)
+    if not hypothesis.is_hypothesis_test(test):
+        return False
+    function = getattr(test, "__func__", test)
+    usual = getattr(function, "_hypothesis_internal_use_settings", hypothesis.settings.default)
+    more = MORE_EXAMPLES * usual.max_examples
+    longer = hypothesis.settings(usual, max_examples=more, derandomize=False, deadline=None)
+    function._hypothesis_internal_use_settings = longer
+    return True
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes = item.config.getoption("--minutes")
+    if minutes is not None and time.monotonic() - item.config.stash[START] >= 60 * minutes:
+        pytest.skip(NOT_STARTED)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    late = [each for each in terminalreporter.stats.get("skipped", []) if NOT_STARTED in str(each.longrepr)]
+    if late:
+        terminalreporter.write_line(
+            f"{len(late)} tests were not started within {config.getoption('--minutes'):g} minutes"
+        )
