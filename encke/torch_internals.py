@@ -1,0 +1,305 @@
+"""Private symbols of torch, each behind a name of our own with a check.
+
+No other module of Encke imports from a private module of torch or calls a private function of it
+(tests/test_torch_internals.py reads the source and fails on it). A symbol that a release lacks is an error here, which
+names the release, the symbol and the way out. Functions that run for every saved tensor are plain aliases: a wrapper
+would cost a Python call each.
+
+Attributes of tensors, modules and autograd nodes (`ATTRIBUTES`) are read where they are needed, for the same reason.
+They are listed and tested here as well. Operators under `torch.ops` are found by their schema and are not private.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+SUPPORTED = ("2.11", "2.12", "2.13")
+"""Releases of torch whose private symbols look as expected: tests/test_torch_internals.py passes on each."""
+
+ATTRIBUTES: dict[str, tuple[type, str]] = {
+    "_version": (Tensor, "counts changes in place; what was saved is checked against it"),
+    "_base": (Tensor, "the tensor that a view was made of, None for others"),
+    "_cdata": (torch.UntypedStorage, "address of the storage object: the same for all tensors that share memory"),
+    "_parameters": (nn.Module, "own parameters by name, past the slow `Module.__getattr__`"),
+    "_buffers": (nn.Module, "own buffers by name"),
+    "_modules": (nn.Module, "own children by name"),
+    "_orig_mod": (nn.Module, "on what `torch.compile(model)` returns: the model"),
+    "_forward_hooks": (nn.Module, "hooks behind forward, by handle id"),
+    "_forward_pre_hooks": (nn.Module, "hooks before forward, by handle id"),
+    "_forward_hooks_always_called": (nn.Module, "ids of hooks that run after an exception too"),
+    "_call_impl": (nn.Module, "the module's call without what `compile()` put in its place"),
+    "_compiled_call_impl": (nn.Module, "what `Module.compile()` put in its place, or None"),
+    "_check_input_dim": (nn.BatchNorm2d, "raises unless the input has the right number of dimensions"),
+    "_raw_saved_tensors": (torch.autograd.Function, "on a node: its saved tensors as packed; `.data` is what we gave"),
+    "_sequence_nr": (torch.autograd.graph.Node, "on a node: its number within the process, by order of creation"),
+}
+"""Private attributes that are read in place: where they are found, and what they hold. Checked with 2.11 to 2.13."""
+
+
+def unsupported(symbol: str, use: str) -> NotImplementedError:
+    """Return the error for a private symbol that this release of torch lacks or has changed."""
+    return NotImplementedError(
+        f"torch {torch.__version__} has no {symbol} of the kind that Encke needs for {use}. Encke works with torch "
+        f"{SUPPORTED[0]} to {SUPPORTED[-1]}: install one of these, or report this release as an issue"
+    )
+
+
+def _find(path: str, use: str) -> Any:
+    """Return the symbol `torch.<path>`, or raise `unsupported`."""
+    found: Any = torch
+    for name in path.split("."):
+        found = getattr(found, name, None)
+        if found is None:
+            raise unsupported(f"torch.{path}", use)
+    return found
+
+
+def _module(name: str, symbols: tuple[str, ...], use: str) -> Any:
+    """Import a private module of torch and check that it has these symbols."""
+    try:
+        module = importlib.import_module(name)
+    except ImportError:
+        raise unsupported(name, use) from None
+    for symbol in symbols:
+        found: Any = module
+        for part in symbol.split("."):
+            found = getattr(found, part, None)
+        if found is None:
+            raise unsupported(f"{name}.{symbol}", use)
+    return module
+
+
+# -- saved-tensor hooks ------------------------------------------------------------------------------------------------
+
+push_saved_tensors_hooks: Callable[[Any, Any], None] = _find(
+    "_C._autograd._push_saved_tensors_default_hooks", "capture"
+)
+"""Put a pack and an unpack function on this thread's stack of hooks.
+
+`torch.autograd.graph.saved_tensors_hooks` does the same as a context manager. Encke pushes in one function and pops in
+another. Checked with 2.11 to 2.13.
+"""
+
+pop_saved_tensors_hooks: Callable[[], None] = _find("_C._autograd._pop_saved_tensors_default_hooks", "capture")
+"""Take the topmost pair of hooks off this thread's stack. Checked with 2.11 to 2.13."""
+
+top_saved_tensors_hooks: Callable[[], tuple[Any, Any] | None] = functools.partial(
+    _find("_C._autograd._top_saved_tensors_default_hooks", "capture"), True
+)
+"""Return the topmost pair of hooks of this thread, None if there is none, whether or not torch is tracing.
+
+A partial object and no function: calling it makes no Python frame. Checked with 2.11 to 2.13.
+"""
+
+functorch_interpreter: Callable[[], Any] = _find("_C._functorch.peek_interpreter_stack", "capture")
+"""Return the torch.func transform that is running, None outside of one; they refuse saved-tensor hooks.
+
+Checked with 2.11 to 2.13.
+"""
+
+is_functorch_tensor: Callable[[Tensor], bool] = _find("_C._functorch.is_functorch_wrapped_tensor", "fused layers")
+"""Return whether a tensor belongs to a torch.func transform. Checked with 2.11 to 2.13."""
+
+current_autograd_node: Callable[[], Any] = _find("_C._current_autograd_node", "capture")
+"""Return the node whose backward is running on this thread, None outside of one. Checked with 2.11 to 2.13."""
+
+eval_frame_callback: Callable[[], Any] = _find("_C._dynamo.eval_frame.get_eval_frame_callback", "capture")
+"""Return the function that dynamo runs new Python frames through, None or False where it does not.
+
+Tells that torch.compile has given up tracing a call and runs it piece by piece. Checked with 2.11 to 2.13.
+"""
+
+# -- autograd nodes ----------------------------------------------------------------------------------------------------
+
+RAW_SAVED = "_raw_saved_"
+"""Prefix of the attributes of a node that give its saved tensors without unpacking them."""
+
+
+def raw_saved_slots(kind: type) -> list[str]:
+    """Return the slots in which nodes of this type save tensors: `["input", "weight"]` for a convolution.
+
+    Checked with 2.11 to 2.13.
+    """
+    return [name.removeprefix(RAW_SAVED) for name in dir(kind) if name.startswith(RAW_SAVED)]
+
+
+def saved_setting(node: Any, name: str, default: Any = None) -> Any:
+    """Return a setting that a node keeps for its backward, such as a convolution's `stride`; `default` if it has none.
+
+    Not for tensors: reading one unpacks it. Checked with 2.11 to 2.13.
+    """
+    return getattr(node, f"_saved_{name}", default)
+
+
+def queue_backward_callback(function: Callable[[], None]) -> None:
+    """Call `function` when the backward pass that is running ends. Checked with 2.11 to 2.13."""
+    engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+    if not hasattr(engine, "queue_callback"):
+        raise unsupported("torch.autograd.Variable._execution_engine.queue_callback", "adaptive policies")
+    engine.queue_callback(function)  # type: ignore[union-attr]
+
+
+def apply_as(function: type[torch.autograd.Function], name: str, node: dict[str, Any] | None = None) -> Any:
+    """Return what applies an autograd function whose nodes are called `<name>Backward` and have further attributes.
+
+    Capture compares the names of nodes with those it has learnt, so a function in the place of an operation has to bear
+    the operation's name. Two detours of `torch.autograd.Function` are left out, each of them several Python calls: the
+    search for torch.func transforms in forward (the caller must have made sure that none is running), and the search
+    for the function's own `vjp` in backward. Checked with 2.11 to 2.13.
+    """
+    named: Any = types.new_class(name, (function,))
+    backward = getattr(named, "_backward_cls", None)
+    if backward is None or not hasattr(super(torch.autograd.Function, named), "apply"):
+        raise unsupported("torch.autograd.Function._backward_cls", "fused layers")
+    backward.apply = function.backward
+    for attribute, value in (node or {}).items():
+        setattr(backward, attribute, value)
+    return super(torch.autograd.Function, named).apply
+
+
+# -- operations --------------------------------------------------------------------------------------------------------
+
+batch_norm_forward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, int]] = _find(
+    "_batch_norm_impl_index", "fused batch norm"
+)
+"""Run the batch norm that `torch.nn.functional.batch_norm` runs: output, mean, invstd, reserve, implementation.
+
+Checked with 2.11 to 2.13.
+"""
+
+cudnn_enabled: Callable[[], bool] = _find("_C._get_cudnn_enabled", "fused batch norm")
+"""Return `torch.backends.cudnn.enabled`, without that module's Python calls. Checked with 2.11 to 2.13."""
+
+verify_batch_size: Callable[[Any], None] = _find("nn.functional._verify_batch_size", "fused batch norm")
+"""Raise unless there is more than one value for each channel. Checked with 2.11 to 2.13."""
+
+_select_conv_backend = _find("_C._select_conv_backend", "fused convolutions")
+_conv_backend_format = _find("_C._conv_determine_backend_memory_format", "fused convolutions")
+
+
+def conv_memory_format(x: Tensor, weight: Tensor, settings: tuple[Any, ...]) -> torch.memory_format | None:
+    """Return the memory format in which a convolution's backward reads its input.
+
+    None if it might read the input's values for the input's own gradient too. The backends of cuDNN and oneDNN do not:
+    they ask the input for its size and format, and copy it only if it has another format. `settings` are those of
+    `aten.convolution` from stride on. Checked with 2.11 to 2.13.
+    """
+    backend = _select_conv_backend(x, weight, None, *settings)
+    if backend.name not in ("Cudnn", "Mkldnn"):
+        return None
+    memory_format = _conv_backend_format(x, weight, backend)
+    return memory_format if x.is_contiguous(memory_format=memory_format) else None
+
+
+def storageless(size: tuple[int, ...], stride: tuple[int, ...], like: Tensor) -> Tensor:
+    """Return a tensor without memory, which may be asked for its size and memory format and for nothing else.
+
+    A tensor of zero strides would not do: none of those is channels_last. Checked with 2.11 to 2.13.
+    """
+    x = like.new_empty_strided(size, stride)
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def operator_name(target: Any) -> str:
+    """Return the name of an operator or function without namespace and overload: `aten.mul.Tensor` -> `mul`.
+
+    Checked with 2.11 to 2.13.
+    """
+    schema = getattr(target, "_schema", None)
+    return schema.name.rpartition("::")[2] if schema is not None else getattr(target, "__name__", str(target))
+
+
+storage_from_weak_pointer: Callable[[Any], torch.UntypedStorage | None] = _find(
+    "UntypedStorage._new_with_weak_ptr", "capture"
+)
+"""Return the storage behind the `cdata` of a `StorageWeakRef`, None if it is gone. Checked with 2.11 to 2.13."""
+
+# -- devices and processes ---------------------------------------------------------------------------------------------
+
+
+def _no_cuda(*arguments: Any) -> Any:
+    raise unsupported("torch._C._cuda_getDevice", "kernels on a GPU (this build of torch is without CUDA)")
+
+
+current_cuda_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", _no_cuda)
+"""Return the current CUDA device, without the checks of `torch.cuda.current_device`. Checked with 2.11 to 2.13."""
+
+current_cuda_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_cuda)
+"""Return the address of a device's current CUDA stream, as Triton's launcher takes it. Checked with 2.11 to 2.13."""
+
+
+def active_ddp_module() -> DistributedDataParallel | None:
+    """Return the DistributedDataParallel whose forward pass is running, if one is. Checked with 2.11 to 2.13."""
+    return getattr(DistributedDataParallel, "_active_ddp_module", None)
+
+
+# -- torch.compile -----------------------------------------------------------------------------------------------------
+
+AOT_INLINE = "maybe_inline_graph_saved_tensors_hooks"
+AOT_ARGUMENTS = ["fw_module", "bw_module", "num_inner_fwd_outputs", "inner_meta", "aot_config", "static_input_indices"]
+
+
+@functools.cache
+def aot_graph_compile() -> types.ModuleType:
+    """Return the module of AOTAutograd that has `AOT_INLINE`, the function that writes hooks into graphs.
+
+    It calls that function by its global name, so whoever replaces it there is asked for every pair of graphs. Imports
+    the compiler. Checked with 2.11 to 2.13.
+    """
+    module: types.ModuleType = _module(
+        "torch._functorch._aot_autograd.graph_compile", (AOT_INLINE,), "compiled models; attach without torch.compile"
+    )
+    if list(inspect.signature(getattr(module, AOT_INLINE)).parameters) != AOT_ARGUMENTS:
+        raise unsupported(f"{module.__name__}.{AOT_INLINE}", "compiled models; attach without torch.compile")
+    return module
+
+
+class Inductor(NamedTuple):
+    """The modules of inductor that lowerings are written with."""
+
+    ir: Any
+    lowering: Any
+    extern_kernels: Any
+    virtualized: Any
+
+
+def inductor_is_loaded() -> bool:
+    """Return whether inductor has been imported, which takes seconds: only then graphs may be compiled by it."""
+    return "torch._inductor.lowering" in sys.modules
+
+
+@functools.cache
+def inductor() -> Inductor:
+    """Return the modules of inductor with all that our lowerings use. Checked with 2.11 to 2.13."""
+    use = "lowerings under torch.compile; take backend='aot_eager'"
+    nodes = (
+        "ExternKernel.realize_input", "ExternKernelAlloc", "ExternKernelOut", "FallbackKernel.tensor_to_layout",
+        "IRNode", "MultiOutput", "MultiOutputLayout", "TensorBox.create",
+    )  # fmt: skip
+    functions = (
+        "add_layout_constraint", "add_needs_realized_inputs", "constrain_to_fake_tensors", "fallback_handler",
+        "register_lowering",
+    )  # fmt: skip
+    return Inductor(
+        _module("torch._inductor.ir", nodes, use),
+        _module("torch._inductor.lowering", functions, use),
+        _module("torch._inductor.select_algorithm", ("extern_kernels",), use).extern_kernels,
+        _module("torch._inductor.virtualized", ("V",), use).V,
+    )
+
+
+def set_activation_memory_budget(share: float) -> None:
+    """Let the compiler save this share of what it would save; it recomputes the rest. Checked with 2.11 to 2.13."""
+    module = _module("torch._functorch.config", ("activation_memory_budget",), "the benchmark's budget methods")
+    module.activation_memory_budget = share
