@@ -19,9 +19,10 @@ from typing import Any
 from encke.bench.children import Child, measure
 from encke.bench.steps import Task
 from encke.tools.errors import UsageError
+from encke.tools.files import write_json
 from encke.tools.provenance import provenance
 from encke.tools.terminal import note, table
-from encke.train.display import clock
+from encke.tools.units import duration, size
 from encke.train.report import page
 from encke.train.report.summary import Section, Table
 
@@ -57,9 +58,11 @@ def demo(image: int = 128, batch: int = 32, epochs: int = 3, seed: int = 0, out:
     sections = [memory_section(photos, image, batch), accuracy_section(digits)]
     for section in sections:
         show(section)
-    (out / "results.json").write_text(json.dumps({**provenance(), "photos": photos, "digits": digits}, indent=1) + "\n")
+    write_json(out / "results.json", {**provenance(), "photos": photos, "digits": digits})
     page.write([out / method for method in METHODS], out / "report.html", sections, "Encke demo")
-    note(f"\n{clock(time.monotonic() - began)}. Wrote {out / 'report.html'} (open it in a browser) and results.json.")
+    note(
+        f"\n{duration(time.monotonic() - began)}. Wrote {out / 'report.html'} (open it in a browser) and results.json."
+    )
 
 
 def act_one(image: int, batch: int) -> dict[str, Any]:
@@ -74,14 +77,14 @@ def act_one(image: int, batch: int) -> dict[str, Any]:
             raise UsageError(f"the {method} training failed: {answer['failed']}")
         if answer["peak_added_bytes"] is None:
             raise UsageError("this system does not tell a process's memory: the demo needs Linux")
-        note(f"  {label(method)}: peak {megabytes(answer['peak_above_bytes'])}, {answer['step_ms'] / 1e3:.2f} s a step")
+        note(f"  {label(method)}: peak {size(answer['peak_above_bytes'])}, {answer['step_ms'] / 1e3:.2f} s a step")
     cap = round(math.sqrt(found["plain"]["peak_added_bytes"] * found["default"]["peak_added_bytes"]))
     for method, task in tasks.items():
-        note(f"  {label(method)} with {megabytes(cap)} of memory ...")
+        note(f"  {label(method)} with {size(cap)} of memory ...")
         with Child(Task(**{**task.__dict__, "cap": cap})) as child:
             answer = child.ask(trial=batch)
         found[method]["capped"] = words = outcome(answer)
-        note(f"  {label(method)} with {megabytes(cap)} of memory: {words}")
+        note(f"  {label(method)} with {size(cap)} of memory: {words}")
     return {**found, "cap_bytes": cap}
 
 
@@ -144,10 +147,6 @@ def label(method: str) -> str:
     return "plain" if method == "plain" else "Encke"
 
 
-def megabytes(value: float) -> str:
-    return f"{value / 1e6:,.0f} MB"
-
-
 def less(plain: float, other: float) -> str:
     return f"{plain / other:.1f}x less" if other > 0 else ""
 
@@ -156,17 +155,17 @@ def memory_section(found: dict[str, Any], image: int, batch: int) -> Section:
     """The first act's figures."""
     plain, ours = found["plain"], found["default"]
     rows: list[tuple[str, ...]] = [
-        (name, megabytes(plain[key]), megabytes(ours[key]), less(plain[key], ours[key]))
+        (name, size(plain[key]), size(ours[key]), less(plain[key], ours[key]))
         for name, key in (
             ("peak memory above that before the first step", "peak_above_bytes"),
             ("memory held after forward", "held_bytes"),
         )
     ]
     saved, packed = ours["saved_bytes"], ours["packed_bytes"]
-    rows.append(("saved tensors, counted by Encke", megabytes(saved), megabytes(packed), less(saved, packed)))
+    rows.append(("saved tensors, counted by Encke", size(saved), size(packed), less(saved, packed)))
     a, b = plain["step_ms"] / 1e3, ours["step_ms"] / 1e3
     rows.append(("time of a step", f"{a:.2f} s", f"{b:.2f} s", f"{b / a:.2f}x the time"))
-    rows.append((f"with {megabytes(found['cap_bytes'])} of memory", *(short(found[m]["capped"]) for m in METHODS), ""))
+    rows.append((f"with {size(found['cap_bytes'])} of memory", *(short(found[m]["capped"]) for m in METHODS), ""))
     caption = f"Act 1, memory: ResNet-50, {batch} photos of {image} x {image}"
     paragraphs = (
         "The peak holds everything: saved tensors, outputs, gradients, and each tensor while it is being read again.",
@@ -194,8 +193,8 @@ def accuracy_section(found: dict[str, Any]) -> Section:
         ("time of a step", f"{a:.3f} s", f"{b:.3f} s", f"{b / a:.2f}x the time"),
         (
             "saved tensors, counted by Encke",
-            megabytes(ours["saved_bytes"]),
-            megabytes(ours["packed_bytes"]),
+            size(ours["saved_bytes"]),
+            size(ours["packed_bytes"]),
             less(ours["saved_bytes"], ours["packed_bytes"]),
         ),
     )

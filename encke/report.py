@@ -14,6 +14,8 @@ from encke.capture.saved import LATE, Record
 from encke.codecs import Codec, DualPrecision, ErrorBounded, GroupQuant, LogProb
 from encke.codecs.logprob import BOUND
 from encke.codecs.pending import settle_all
+from encke.tools.files import write_json
+from encke.tools.units import size
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,7 @@ class Report:
         target = Path(path)
         if not target.parent.is_dir():
             raise FileNotFoundError(f"cannot write the report to {target}: the folder {target.parent} does not exist")
-        draft = target.with_name(target.name + ".part")
-        draft.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
-        draft.replace(target)
+        write_json(target, self.to_dict())
 
     def __str__(self) -> str:
         if not self.forwards:
@@ -79,9 +79,9 @@ class Report:
         for row in self.layers:
             ratio = f"{row.ratio:.1f}" if row.packed_bytes else "-"
             name = f"{row.operation}.{row.slot}" if row.slot else row.operation
-            sizes = (human(row.saved_bytes), human(row.packed_bytes))
+            sizes = (size(row.saved_bytes), size(row.packed_bytes))
             table.append((row.layer or "-", name, row.codec, row.bound, *sizes, ratio))
-        table.append(("all", "", "", "", human(self.saved_bytes), human(self.packed_bytes), f"{self.ratio:.1f}"))
+        table.append(("all", "", "", "", size(self.saved_bytes), size(self.packed_bytes), f"{self.ratio:.1f}"))
         widths = [max(len(line[i]) for line in table) for i in range(len(head))]
         lines = [
             "  ".join(
@@ -91,7 +91,7 @@ class Report:
         ]
         lines.insert(1, "-" * len(lines[0]))
         lines.insert(len(lines) - 1, "-" * len(lines[0]))
-        note = f"{self.policy}; last of {self.forwards} forward passes; measured peak {human(self.peak_bytes)}"
+        note = f"{self.policy}; last of {self.forwards} forward passes; measured peak {size(self.peak_bytes)}"
         return "\n".join([*(line.rstrip() for line in lines), note])
 
 
@@ -132,16 +132,6 @@ class StepLog:
             setting = " ".join(filter(None, (row.codec, row.bound)))
             self.stream.write(f"step {step} {row.layer or '-'} {row.operation}.{row.slot} {setting} ratio {ratio}\n")
         self.stream.write(f"step {step} all ratio {f'{total:.2f}' if total else '-'}\n")
-
-
-def human(n: int) -> str:
-    """Bytes with a unit."""
-    value = float(n)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
-        value /= 1024
-    raise AssertionError
 
 
 def describe(codec: Codec | str) -> tuple[str, str]:

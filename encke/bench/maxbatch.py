@@ -23,8 +23,10 @@ from encke.bench.training import (
     title_of,
 )
 from encke.tools.errors import UsageError
+from encke.tools.progress import track
 from encke.tools.provenance import write_csv
-from encke.tools.terminal import note, number, progress, size, table, times
+from encke.tools.terminal import note, number, table, times
+from encke.tools.units import GB, size_in
 
 START = 8
 """The first batch that is tried."""
@@ -156,7 +158,7 @@ def max_batch(
     options = with_defaults(options, methods)
     files = out / "max_batch.csv", out / "max_batch_trials.csv"
     rows, trials = [], []
-    for task in progress([(f"{t.model}, {t.precision}: {METHODS[t.method].label}", t) for t in tasks_of(options)]):
+    for task in track([(f"{t.model}, {t.precision}: {METHODS[t.method].label}", t) for t in tasks_of(options)]):
         row, tried = search(task)
         rows.append(row)
         trials += tried
@@ -211,7 +213,7 @@ def show(rows: Sequence[Row]) -> None:
             number(row["per_second"]),
             compared[1],
             number(row["pipelined_ms"]),
-            size(peak, 1e9),
+            size_in(peak, GB),
         ]
 
     heads = ["method", "largest batch", "of plain", f"{rows[0]['unit']}/s", "of plain", "step ms", "taken GB"]

@@ -20,7 +20,8 @@ from encke.bench.training import (
     title_of,
     unit_of,
 )
-from encke.tools.terminal import note, number, size, table, times
+from encke.tools.terminal import note, number, table, times
+from encke.tools.units import size_in
 
 COLUMNS = (
     "held: after the forward pass less before it. Peak: of ordinary steps. Collecting: the peak with collection steps.",
@@ -82,7 +83,7 @@ def show(rows: Sequence[Row]) -> None:
     def cells(row: Row) -> list[str]:
         columns = ("held", "peak", "peak_with_collection", "peak_run", "peak_above", "reserved", "papers_total")
         values = [row[f"{column}_bytes"] for column in columns]
-        found = [size(value, unit) for value in values]
+        found = [size_in(value, unit) for value in values]
         held, peak = times(plain.get("held_bytes"), row["held_bytes"]), times(peak_of(plain), peak_of(row))
         return [found[0], held, *found[1:5], peak, *found[5:], number(row["pipelined_ms"])]
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -97,20 +96,6 @@ MODELS = {
     "gpt2": Model(gpt2, "tokens", 16, VOCABULARY),
     "gpt_mini": Model(gpt_mini, "tokens", 64, MINI_VOCABULARY),
 }
-
-
-def nearest(name: str, known: Collection[str], option: str) -> str:
-    """The known name that `name` means, whatever its case and dashes; an error names the one that comes closest."""
-
-    def bare(text: str) -> str:
-        return "".join(filter(str.isalnum, text.lower()))
-
-    names = {bare(each): each for each in known}
-    if bare(name) in names:
-        return names[bare(name)]
-    close = difflib.get_close_matches(bare(name), names, n=1, cutoff=0.5)
-    hint = f"did you mean {names[close[0]]}?" if close else f"choose from {', '.join(known)}"
-    raise UsageError(f"{option}: there is no {name!r}; {hint}")
 
 
 def check_installed(name: str) -> None:

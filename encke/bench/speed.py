@@ -20,7 +20,8 @@ from encke.bench.training import (
     title_of,
     unit_of,
 )
-from encke.tools.terminal import note, number, size, table, times
+from encke.tools.terminal import note, number, table, times
+from encke.tools.units import size_in
 
 
 def speed(
@@ -83,7 +84,7 @@ def show(rows: Sequence[Row]) -> None:
         peak = peak_of(row)
         less = times(peak_of(plain), peak)
         time = times(row["pipelined_ms"], plain.get("pipelined_ms"))
-        return [*found[:2], time, *found[2:], number(row["per_second"]), size(peak, unit), less]
+        return [*found[:2], time, *found[2:], number(row["per_second"]), size_in(peak, unit), less]
 
     heads = ["method", "step ms", "pipelined", "of plain", "host", "collecting", f"{rows[0]['unit']}/s"]
     table(title_of(rows[0]), [*heads, f"peak {name}", "less"], lines_of(rows, cells))

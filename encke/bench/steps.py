@@ -27,6 +27,7 @@ from encke.api import Handle
 from encke.bench.methods import METHODS
 from encke.bench.models import MODELS, data_for, loss_of, optimizer_for
 from encke.tools import process
+from encke.tools.files import finite_json
 
 WARM = 13
 """Steps before anything is measured. The default policy collects in the 10th, and settles in the next ones."""
@@ -360,8 +361,7 @@ def answer_to(request: dict[str, Any], task: Task) -> dict[str, Any]:
         return {}
     if "trial" in request:
         return trial(replace(task, batch=request["trial"]))
-    found = asdict(measure(task))
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}
+    return finite_json(asdict(measure(task)))
 
 
 def serve(task: Task, requests: TextIO, answers: TextIO) -> None:

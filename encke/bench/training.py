@@ -12,11 +12,13 @@ import torch
 
 from encke.bench import children
 from encke.bench.methods import METHODS, compiled_as, usual
-from encke.bench.models import MODELS, check_installed, nearest
+from encke.bench.models import MODELS, check_installed
 from encke.bench.steps import Result, Task
 from encke.tools.errors import UsageError
+from encke.tools.progress import track
 from encke.tools.provenance import write_csv
-from encke.tools.terminal import note, progress
+from encke.tools.suggest import pick
+from encke.tools.terminal import note
 
 Precision = Literal["fp32", "bf16"]
 Device = Literal["cpu", "cuda"]
@@ -95,12 +97,12 @@ def checked(
             raise UsageError(f"{option} must be at least 1, got {value}")
     if not precision:
         raise UsageError("--precision needs at least one of fp32 and bf16")
-    names = [nearest(name, MODELS, "--models") for name in models or ["resnet50" if gpu else "resnet18"]]
+    names = [pick(name, MODELS, "--models") for name in models or ["resnet50" if gpu else "resnet18"]]
     for name in names:
         check_installed(name)
         if name == "vit_b_16" and image % 16:
             raise UsageError(f"--image {image}: vit_b_16 cuts images into squares of 16 pixels; use a multiple of 16")
-    wanted = [nearest(name, METHODS, "--methods") for name in methods] or usual(compile)
+    wanted = [pick(name, METHODS, "--methods") for name in methods] or usual(compile)
     cap = parse_bytes(memory) if memory is not None else None
     if cap is not None and gpu and cap > (total := torch.cuda.get_device_properties(0).total_memory):
         raise UsageError(f"--memory {memory} is more than this GPU has ({total / 2**30:.0f} GiB)")
@@ -158,7 +160,7 @@ def measure_row(task: Task) -> Row:
 def measure_all(options: Options, csv: Path) -> list[Row]:
     """Measures everything; the CSV grows with every row, so that an end before time leaves what is there."""
     rows: list[Row] = []
-    for task in progress([(describe(task), task) for task in tasks_of(options)]):
+    for task in track([(describe(task), task) for task in tasks_of(options)]):
         rows.append(measure_row(task))
         write_csv(csv, rows)
     return rows

@@ -1,40 +1,75 @@
-"""How far a long command is: a bar in a terminal, otherwise a plain line now and then."""
+"""Progress of a long command: one live line in a terminal, otherwise a plain line now and then."""
 
 from __future__ import annotations
 
-import importlib.util
+import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
-from encke.tools.terminal import duration, note
+from encke.tools.terminal import note
+from encke.tools.units import duration
 
+T = TypeVar("T")
 PAUSE = 10.0
 """Seconds between plain lines."""
+CLEAR = "\r\033[K"
+
+
+class StatusLine:
+    """A line that is rewritten in place in a terminal; elsewhere it is printed every `PAUSE` seconds."""
+
+    def __init__(self) -> None:
+        self.live = sys.stderr.isatty()
+        self.printed = time.monotonic()
+
+    def show(self, text: str, at_once: bool = False) -> None:
+        """Replace the line; `at_once` prints it also outside a terminal, however short the pause was."""
+        if self.live:
+            print(CLEAR + text[: shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
+        elif at_once or time.monotonic() - self.printed >= PAUSE:
+            self.printed = time.monotonic()
+            note(text)
+
+    def say(self, text: str) -> None:
+        """Print text that stays, above the live line."""
+        self.clear()
+        note(text)
+
+    def clear(self) -> None:
+        """Remove the live line."""
+        if self.live:
+            print(CLEAR, end="", file=sys.stderr, flush=True)
 
 
 @contextmanager
-def progress(what: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
-    """Gives a function that is told how many more images are done; `done` of them were before."""
-    if sys.stdout.isatty() and importlib.util.find_spec("rich"):
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("images,"))
-        with Progress(*columns, TimeRemainingColumn(), TextColumn("left")) as bars:
-            task = bars.add_task(what, total=total, completed=done)
-            yield lambda more: bars.advance(task, more)
-        return
-    begin = last = time.monotonic()
-    before = done
+def progress(name: str, total: int, done: int = 0, unit: str = "images") -> Iterator[Callable[[int], None]]:
+    """Give a function that is told how many more of `total` units are done; `done` of them were before."""
+    line, started, before = StatusLine(), time.monotonic(), done
 
     def advance(more: int) -> None:
-        nonlocal done, last
+        nonlocal done
         done += more
-        now = time.monotonic()
-        if now - last >= PAUSE and done < total:
-            left = (now - begin) / (done - before) * (total - done)
-            note(f"{what}: {done:,} of {total:,} images, about {duration(left)} left")
-            last = now
+        if before < done < total:
+            left = (time.monotonic() - started) / (done - before) * (total - done)
+            line.show(f"{name}: {done:,} of {total:,} {unit}, about {duration(left)} left")
 
-    yield advance
+    try:
+        yield advance
+    finally:
+        line.clear()
+
+
+def track(items: Sequence[tuple[str, T]]) -> Iterator[T]:
+    """Give the items one by one, saying the name of each and about how long the rest will take."""
+    line, started = StatusLine(), time.monotonic()
+    for done, (name, item) in enumerate(items):
+        left = (time.monotonic() - started) / done * (len(items) - done) if done else None
+        about = f", about {duration(left)} left" if left is not None else ""
+        line.show(f"{done + 1} of {len(items)}: {name}{about}", at_once=True)
+        try:
+            yield item
+        finally:
+            line.clear()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import fcntl
 import json
-import math
 import os
 import platform
 import shlex
@@ -21,7 +20,9 @@ from typing import Any
 import torch
 
 import encke
+from encke.tools import units
 from encke.tools.errors import UsageError
+from encke.tools.files import finite_json, write_json, write_whole
 from encke.tools.provenance import cpu_name
 from encke.train.settings import SETTINGS, Settings, fields, read, to_yaml, value_of
 
@@ -61,7 +62,7 @@ class Folder:
         else:
             for name in (CHECKPOINT, METRICS, LAYERS, RESULT, ENVIRONMENT):
                 (self.path / name).unlink(missing_ok=True)
-        self.write(SETTINGS, to_yaml(settings))
+        write_whole(self.path / SETTINGS, to_yaml(settings))
 
     def check_same(self, settings: Settings) -> None:
         """Resuming with other settings would be another training."""
@@ -80,15 +81,9 @@ class Folder:
         free = shutil.disk_usage(self.path).free
         if free < 2 * need:
             raise UsageError(
-                f"{self.path} has {free / 1e9:.2f} GB of disk left, two checkpoints take {2 * need / 1e9:.2f} GB: "
+                f"{self.path} has {units.size(free)} of disk left, two checkpoints take {units.size(2 * need)}: "
                 "free some, or name another folder with --out"
             )
-
-    def write(self, name: str, text: str) -> None:
-        """One file, whole or not at all."""
-        draft = self.path / f"{name}.part"
-        draft.write_text(text)
-        draft.replace(self.path / name)
 
     def note_start(self, facts: dict[str, Any], step: int) -> None:
         """Where and when this process begins: in environment.json, or as a line of metrics if it resumes a run."""
@@ -104,11 +99,11 @@ class Folder:
         if step:
             self.append(METRICS, {"event": "resume", "step": step, **here})
         else:
-            self.write(ENVIRONMENT, json.dumps({**here, **facts}, indent=1) + "\n")
+            write_json(self.path / ENVIRONMENT, {**here, **facts})
 
     def append(self, name: str, line: dict[str, Any]) -> None:
         with (self.path / name).open("a") as file:
-            file.write(json.dumps(finite(line)) + "\n")
+            file.write(json.dumps(finite_json(line)) + "\n")
 
     def sizes(self) -> dict[str, int]:
         """How long the files of lines are now, for a checkpoint."""
@@ -149,12 +144,3 @@ class Folder:
 def first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-def finite(tree: Any) -> Any:
-    """Without what JSON has no words for: infinities and NaN become null."""
-    if isinstance(tree, dict):
-        return {name: finite(value) for name, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [finite(value) for value in tree]
-    return None if isinstance(tree, float) and not math.isfinite(tree) else tree

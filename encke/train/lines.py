@@ -7,8 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from encke.report import Report
+from encke.tools.units import duration, size
 from encke.train.checkpoint import LAYERS, Folder
-from encke.train.display import Display, clock, memory
+from encke.train.display import Display
 from encke.train.metrics import Watch, memory_now
 from encke.train.run import Run
 
@@ -107,9 +108,9 @@ def closing(result: dict[str, Any], out: str) -> str:
     """The last line."""
     if not result["finished"]:
         return f"interrupted after step {result['steps']}, and saved. Go on with: encke train {out} --resume"
-    parts = [clock(result["seconds"])]
+    parts = [duration(result["seconds"])]
     if result["peak_bytes"] is not None:
-        parts.append(f"peak {memory(result['peak_bytes'])}")
+        parts.append(f"peak {size(result['peak_bytes'])}")
     if result["validation_accuracy"] is not None:
         parts.insert(0, f"validation accuracy {100 * result['validation_accuracy']:.2f} %")
     elif result["validation_loss"] is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -17,8 +16,9 @@ from torch.nn import functional as F
 
 import encke
 from encke.tools.errors import UsageError
+from encke.tools.files import write_json
 from encke.train import lines
-from encke.train.checkpoint import METRICS, RESULT, Folder, finite
+from encke.train.checkpoint import METRICS, RESULT, Folder
 from encke.train.data.order import Batch, Source
 from encke.train.data.sources import batches
 from encke.train.display import Display
@@ -98,7 +98,7 @@ def train(settings: Settings, resume: bool = False, overwrite: bool = False) -> 
 
     result = lines.summary(run, watch, began, stopped)
     if folder is not None:
-        folder.write(RESULT, json.dumps(finite(result), indent=1) + "\n")
+        write_json(folder.path / RESULT, result)
     display.say(lines.closing(result, settings.out))
     if run.handle is not None:
         run.handle.detach()

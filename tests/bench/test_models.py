@@ -7,24 +7,8 @@ import torch
 from torch import nn
 
 from encke.bench.methods import METHODS, checkpointed, selective, usual
-from encke.bench.models import CLASSES, MODELS, blocks, data_for, loss_of, nearest
-from encke.tools.errors import UsageError
+from encke.bench.models import CLASSES, MODELS, blocks, data_for, loss_of
 from encke.train.models.builders import torchvision_models
-
-
-@pytest.mark.parametrize("asked", ["resnet50", "ResNet-50", "RESNET_50"])
-def test_a_name_is_found_whatever_its_case_and_dashes(asked):
-    assert nearest(asked, MODELS, "--models") == "resnet50"
-
-
-def test_a_name_that_is_nearly_right_is_corrected():
-    with pytest.raises(UsageError, match="'wideresnet'; did you mean wide_resnet50_2"):
-        nearest("wideresnet", MODELS, "--models")
-
-
-def test_a_name_like_no_other_gets_the_whole_list():
-    with pytest.raises(UsageError, match="choose from plain, default"):
-        nearest("zzz", METHODS, "--methods")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from encke.bench.training import measure_row, parse_bytes
 from encke.cli import main
 from encke.tools.errors import UsageError
 from encke.tools.provenance import provenance
-from encke.tools.terminal import progress, table, times
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the memory of the process is read from /proc")
 TASK = Task("resnet18", "plain", "fp32", batch=8, size=32, steps=1, device="cpu")
@@ -129,22 +128,6 @@ def test_processes_without_a_gpu_share_one_allocator_setting():
     assert found["MALLOC_MMAP_THRESHOLD_"] == "65536"
     capped = children.environment(Task("resnet18", "plain", "fp32", 8, 32, 1, "cuda", cap=1))
     assert "expandable_segments:True" in capped["PYTORCH_CUDA_ALLOC_CONF"]
-
-
-def test_a_table_shows_figures_and_words(capsys):
-    table("title", ["method", "ms", "GB"], [["plain", "1.0", "12.5"], ["a longer name", "not installed: trl"]])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1:3] == ["title", "method          ms    GB"]
-    assert lines[4:] == ["plain          1.0  12.5", "a longer name  not installed: trl"]
-
-
-def test_progress_passes_everything_on_and_tells_the_time_left(capsys):
-    assert list(progress([("one", 1), ("two", 2)])) == [1, 2]
-    assert capsys.readouterr().out.splitlines() == ["1 of 2: one", "2 of 2: two, about 0 s left"]
-
-
-def test_a_ratio_without_a_sensible_divisor_is_left_empty():
-    assert [times(3.0, 2.0), times(3.0, 0.0), times(3.0, -1.0), times(None, 2.0)] == ["1.50x", "", "", ""]
 
 
 def test_names_beside_a_plot_keep_their_order_and_a_gap():

@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 
 from encke.tools.errors import UsageError
+from encke.tools.files import write_whole
 from encke.tools.progress import progress
 from encke.tools.terminal import note
 from encke.train.data import seeded
@@ -186,7 +187,5 @@ def link(file: Path, place: Path) -> None:
 
 
 def write(file: Path, lines: Sequence[str]) -> None:
-    """Writes a text file whole or not at all."""
-    part = file.with_name(f".{file.name}.part")
-    part.write_text("".join(f"{line}\n" for line in lines), errors="surrogateescape")
-    os.replace(part, file)
+    """Write lines to a text file."""
+    write_whole(file, "".join(f"{line}\n" for line in lines))

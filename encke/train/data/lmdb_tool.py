@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from encke.tools import units
 from encke.tools.errors import UsageError
 from encke.tools.progress import progress
-from encke.tools.terminal import duration, note
+from encke.tools.terminal import note
 from encke.train.data.readers import classes_of, is_split, list_images
 from encke.train.data.records import FORMAT, LABELS, META, NAMES, PROGRESS, close, key, library, reason
 from encke.train.data.verify import Brightness, Checked, Wanted, checks, worker_count
@@ -140,9 +141,9 @@ def opened(place: Path, space: int = 0) -> Iterator[Any]:
         with closing(package.open(str(place), map_size=2 * space + (256 << 20), metasync=False)) as environment:
             yield environment
     except package.Error as error:
-        free = shutil.disk_usage(place).free / 1e9
+        free = units.size(shutil.disk_usage(place).free)
         raise UsageError(
-            f"DST {place} cannot be written ({reason(error)}; {free:.2f} GB are free): when that is mended, the same "
+            f"DST {place} cannot be written ({reason(error)}; {free} are free): when that is mended, the same "
             "command goes on"
         ) from None
 
@@ -184,7 +185,7 @@ def enough_space(dst: Path, needed: int) -> None:
     place = next(each for each in (dst, *dst.absolute().parents) if each.exists())
     free = shutil.disk_usage(place).free
     if needed > free:
-        raise UsageError(f"DST {dst} needs about {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free: make room there")
+        raise UsageError(f"DST {dst} needs about {units.size(needed)}, {units.size(free)} are free: make room there")
 
 
 def pack(source: Source, place: Path, wanted: Wanted, workers: int) -> State:
@@ -282,8 +283,8 @@ def report(dst: Path, sources: dict[Path, Source], states: dict[Path, State], se
     else:
         listing.unlink(missing_ok=True)
     for place, source in sources.items():
-        used = os.stat(place / "data.mdb").st_size / 1e6
-        note(f"{place}: {states[place].good:,} images of {len(source.classes)} classes, {used:,.1f} MB")
+        used = units.size(os.stat(place / "data.mdb").st_size)
+        note(f"{place}: {states[place].good:,} images of {len(source.classes)} classes, {used}")
     if lines:
         note(f"{len(lines):,} broken images were left out; they are listed in {listing}")
-    note(f"done in {duration(seconds)}; train with --data.kind lmdb --data.path {dst}")
+    note(f"done in {units.duration(seconds)}; train with --data.kind lmdb --data.path {dst}")

@@ -7,7 +7,6 @@ import datetime
 import hashlib
 import html
 import json
-import math
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -16,6 +15,7 @@ from typing import Any, Literal
 
 from encke import __version__
 from encke.tools.errors import UsageError
+from encke.tools.files import finite_json
 from encke.train.report import summary
 from encke.train.report.charts import chart_data, history
 from encke.train.report.runs import Run, number, pairs, read_all
@@ -46,7 +46,7 @@ def report(runs: tuple[Path, ...], out: Path | None = None, format: Literal["htm
         print(f"wrote {target}")
         return
     found = read_all(runs)
-    text = markdown(found) if format == "md" else json.dumps(clean(merged(found)), indent=1) + "\n"
+    text = markdown(found) if format == "md" else json.dumps(finite_json(merged(found)), indent=1) + "\n"
     if out is None:
         sys.stdout.write(text.encode("utf-8", "replace").decode())
         return
@@ -72,7 +72,7 @@ def save(out: Path, text: str) -> None:
 def to_html(runs: Sequence[Run], extra: Sequence[Section], title: str) -> str:
     """The whole page. Its policy towards the browser allows this one script and no request."""
     style, script = (Path(__file__).with_name(f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
-    data = json.dumps(clean([chart_data(run) for run in runs]), separators=(",", ":"), allow_nan=False)
+    data = json.dumps(finite_json([chart_data(run) for run in runs]), separators=(",", ":"), allow_nan=False)
     # The JSON stands in a script element, which the first </script> would end.
     data = data.replace("<", "\\u003c")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -287,14 +287,3 @@ def merged(runs: Sequence[Run]) -> dict[str, Any]:
             for pair in pairs(runs)
         ],
     }
-
-
-def clean(tree: Any) -> Any:
-    """The same without what JSON has no word for: NaN and infinities become null."""
-    if isinstance(tree, dict):
-        return {str(name): clean(value) for name, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [clean(value) for value in tree]
-    if isinstance(tree, float) and not math.isfinite(tree):
-        return None
-    return tree if isinstance(tree, str | int | float | bool | None) else str(tree)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from encke.tools import units
 from encke.train.report.runs import Pair, Run, chance, number, pairs, shown
 
 UNKNOWN = "–"
@@ -42,13 +43,8 @@ class Tile:
 
 
 def size(value: float | None) -> str:
-    """Bytes with a unit."""
-    if value is None:
-        return UNKNOWN
-    for unit, factor, digits in (("GB", 1e9, 2), ("MB", 1e6, 1), ("kB", 1e3, 1)):
-        if abs(value) >= factor:
-            return f"{value / factor:,.{digits}f} {unit}"
-    return f"{value:.0f} B"
+    """Bytes with a unit, if they are known."""
+    return UNKNOWN if value is None else units.size(value)
 
 
 def times(value: float | None) -> str:
@@ -77,14 +73,8 @@ def step_time(value: float | None) -> str:
 
 
 def duration(value: float | None) -> str:
-    """Seconds of a training."""
-    if value is None:
-        return UNKNOWN
-    if value < 60:
-        return f"{value:.1f} s"
-    minutes, seconds = divmod(round(value), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s"
+    """Seconds of a training, if they are known."""
+    return UNKNOWN if value is None else units.duration(value)
 
 
 def smaller(plain: float | None, compressed: float | None) -> str:

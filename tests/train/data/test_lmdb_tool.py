@@ -175,7 +175,7 @@ def test_workers_end_when_their_parent_is_killed(tmp_path):
     code = (
         "import multiprocessing, os, signal, sys\n"
         "from pathlib import Path\n"
-        "from encke.train import verify\n"
+        "from encke.train.data import verify\n"
         "with verify.checks([sys.argv[1]] * 8, [1] * 8, 2, verify.Wanted(False)) as results:\n"
         "    next(results)\n"
         "    Path(sys.argv[2]).write_text(' '.join(str(child.pid) for child in multiprocessing.active_children()))\n"

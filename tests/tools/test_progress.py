@@ -1,0 +1,50 @@
+"""Progress lines, in a terminal and elsewhere."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from encke.tools import progress
+from encke.tools.progress import StatusLine, track
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_tracking_gives_every_item_and_tells_the_time_left(capsys):
+    assert list(track([("one", 1), ("two", 2)])) == [1, 2]
+    assert capsys.readouterr().out.splitlines() == ["1 of 2: one", "2 of 2: two, about 0 s left"]
+
+
+def test_without_a_terminal_a_line_comes_after_a_pause_only(capsys, monkeypatch):
+    with progress.progress("photos", 12, 2) as advance:
+        advance(3)
+        monkeypatch.setattr(progress, "PAUSE", 0.0)
+        advance(1)
+        advance(6)
+    assert capsys.readouterr().out == "photos: 6 of 12 images, about 0 s left\n"
+
+
+def test_in_a_terminal_the_line_is_rewritten_and_cleared(capsys, monkeypatch):
+    screen = Terminal()
+    monkeypatch.setattr("sys.stderr", screen)
+    line = StatusLine()
+    line.show("a" * 500)
+    line.say("stays")
+    shown = screen.getvalue()
+    assert shown.startswith("\r\033[Kaaaa") and shown.endswith("\r\033[K") and "\n" not in shown
+    assert len(shown.split("\r\033[K")[1]) < 200
+    assert capsys.readouterr().out == "stays\n"
+
+
+def test_the_line_is_cleared_when_the_work_fails(monkeypatch):
+    screen = Terminal()
+    monkeypatch.setattr("sys.stderr", screen)
+    with pytest.raises(ZeroDivisionError), progress.progress("photos", 12) as advance:
+        advance(3)
+        raise ZeroDivisionError
+    assert screen.getvalue().endswith("\r\033[K")

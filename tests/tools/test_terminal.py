@@ -1,0 +1,16 @@
+"""Tables in plain text."""
+
+from __future__ import annotations
+
+from encke.tools.terminal import table, times
+
+
+def test_a_table_shows_figures_and_words(capsys):
+    table("title", ["method", "ms", "GB"], [["plain", "1.0", "12.5"], ["a longer name", "not installed: trl"]])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:3] == ["title", "method          ms    GB"]
+    assert lines[4:] == ["plain          1.0  12.5", "a longer name  not installed: trl"]
+
+
+def test_a_ratio_without_a_sensible_divisor_is_left_empty():
+    assert [times(3.0, 2.0), times(3.0, 0.0), times(3.0, -1.0), times(None, 2.0)] == ["1.50x", "", "", ""]
