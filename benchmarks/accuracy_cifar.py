@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from encke.report import peak_bytes
-from encke.train.models.builders import resnet18
+from encke.train.models.registry import build
+from encke.train.settings import Model
 from runs import Job, Ratios, attach_method, conduct, origin, parser_for, write_history
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -118,7 +119,7 @@ def train(job: Job) -> dict[str, Any]:
     data_bytes = torch.cuda.memory_allocated() if device == "cuda" else 0
 
     torch.manual_seed(job["seed"])
-    model = resnet18().to(device)
+    model = build(Model("resnet18", stem="cifar"), 10).to(device)
     if last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer = torch.optim.SGD(model.parameters(), job["lr"], momentum=0.9, weight_decay=5e-4)

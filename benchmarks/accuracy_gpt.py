@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from encke.report import peak_bytes
-from encke.train.models.builders import Gpt
+from encke.train.models.gpt import Gpt
 from runs import Job, Ratios, attach_method, conduct, origin, parser_for, write_history
 
 SETTINGS = ("iterations", "every", "batch", "context", "layers", "heads", "width", "dropout", "lr")

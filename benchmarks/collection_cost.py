@@ -16,7 +16,8 @@ from torch import nn
 import encke
 from encke.policies import Comet
 from encke.tools.provenance import write_csv
-from encke.train.models.builders import resnet18
+from encke.train.models.registry import build
+from encke.train.settings import Model
 
 
 def main() -> None:
@@ -30,7 +31,7 @@ def main() -> None:
     rows = []
     for rounding in ("stochastic", "nearest"):
         torch.manual_seed(0)
-        model = resnet18().to(device)
+        model = build(Model("resnet18", stem="cifar"), 10).to(device)
         optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
         handle = encke.attach(model, Comet(every=args.every, rounding=rounding), optimizer=optimizer)
         x = torch.randn(args.batch, 3, 32, 32, device=device)

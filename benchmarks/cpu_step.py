@@ -21,8 +21,8 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import encke  # noqa: E402
 from encke.tools.provenance import write_csv  # noqa: E402
-from encke.train.models.builders import torchvision_models  # noqa: E402
-from encke.train.models.networks import digits  # noqa: E402
+from encke.train.models.small import digits  # noqa: E402
+from encke.train.models.vision import torchvision_models  # noqa: E402
 
 # Name, batch, channels and side of the images.
 CASES = [("digits", 125, 1, 28), ("resnet18", 16, 3, 128), ("resnet18", 8, 3, 224)]

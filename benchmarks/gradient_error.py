@@ -19,7 +19,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import encke  # noqa: E402
 from encke.tools.provenance import write_csv  # noqa: E402
-from encke.train.models.builders import torchvision_models  # noqa: E402
+from encke.train.models.vision import torchvision_models  # noqa: E402
 
 MODELS = (
     "resnet18", "resnet50", "mobilenet_v2", "mobilenet_v3_large", "efficientnet_b0", "mnasnet1_0", "regnet_x_400mf",

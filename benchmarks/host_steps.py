@@ -30,7 +30,7 @@ from encke.fused import layers
 from encke.kernels import reference
 from encke.kernels.gpu import launch
 from encke.policies.comet.policy import Setting
-from encke.train.models.builders import torchvision_models
+from encke.train.models.vision import torchvision_models
 
 CHANNELS, BATCH, IMAGE = 16, 256, 2
 """Of every tensor: the least that is packed in groups of one channel each, at 32 and at 16 bits a value."""

@@ -23,7 +23,8 @@ from torch.nn import functional as F
 
 import encke
 from encke.tools.provenance import write_csv
-from encke.train.models.builders import resnet18
+from encke.train.models.registry import build
+from encke.train.settings import Model
 
 BATCH = 256
 
@@ -52,7 +53,7 @@ def by_hand(folder: Path, epochs: int, policy: str, device: str) -> float:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     images, labels = load(folder, [f"data_batch_{i}" for i in range(1, 6)], device)
     held_images, held_labels = load(folder, ["test_batch"], device)
-    model = resnet18(10).to(device)
+    model = build(Model("resnet18", stem="cifar"), 10).to(device)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9, weight_decay=5e-4, fused=device == "cuda")
     steps = len(labels) // BATCH
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * steps)

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import encke
 from encke.api import Handle
-from encke.bench.models import blocks
 from encke.codecs import ErrorBounded, GroupQuant
 from encke.policies import Comet, Division, Fixed
+from encke.train.models.registry import blocks
 
 OFFLOADERS = {"torchtune": "torchtune.training", "trl": "trl.models.activation_offloading"}
 """Packages with a streamed offload, and the module that has their `OffloadActivations`."""

@@ -14,14 +14,13 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
 from encke.tools.errors import UsageError
-from encke.train.models.builders import Gpt, torchvision_models
+from encke.train.models.gpt import Gpt
+from encke.train.models.vision import torchvision_models
 
 CLASSES = 1000
 VOCABULARY = 50257
 MINI_VOCABULARY = 256
-OURS = "encke.train.models.builders.Gpt"
-BLOCKS = ("BasicBlock", "Bottleneck", "_DenseLayer", "MBConv", "EncoderBlock", "GPT2Block", "Block")
-"""The classes of the blocks that a checkpoint is put around."""
+OURS = "encke.train.models.gpt.Gpt"
 
 
 @dataclass(frozen=True)
@@ -127,17 +126,3 @@ def optimizer_for(model: nn.Module, kind: Model) -> Optimizer:
     if kind.data == "tokens" or kind.build is vit:
         return AdamW(model.parameters(), lr=1e-4)
     return SGD(model.parameters(), lr=0.01, momentum=0.9)
-
-
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The natural blocks of a model. VGG's layers between poolings are put into containers for that."""
-    found = [module for module in model.modules() if type(module).__name__ in BLOCKS]
-    if found:
-        return found
-    parts: list[list[nn.Module]] = [[]]
-    for layer in model.features:  # type: ignore[union-attr]
-        parts[-1].append(layer)
-        if isinstance(layer, nn.MaxPool2d):
-            parts.append([])
-    model.features = nn.Sequential(*(nn.Sequential(*part) for part in parts if part))
-    return list(model.features)

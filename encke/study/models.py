@@ -12,22 +12,12 @@ from torch.nn import functional as F
 
 from encke.study.data import Data, images, text
 from encke.tools.errors import UsageError
-from encke.train.models.builders import build
+from encke.train.models.registry import build
+from encke.train.settings import Model
 
 Name = Literal["resnet18", "vgg16", "gpt", "cnn"]
 RATES = {"resnet18": 0.005, "vgg16": 0.01, "gpt": 1e-3, "cnn": 0.05}
 """Learning rates with which the loss does not rise in the first steps, without a warm-up."""
-
-
-def cnn(classes: int) -> nn.Module:
-    """Four convolutions with batch norm and ReLU, no pooling between them: enough to see what happens, in seconds."""
-
-    def block(inputs: int, outputs: int, stride: int) -> list[nn.Module]:
-        convolution = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
-        return [convolution, nn.BatchNorm2d(outputs), nn.ReLU()]
-
-    features = [*block(3, 16, 1), *block(16, 16, 2), *block(16, 32, 2), *block(32, 32, 1)]
-    return nn.Sequential(*features, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(32 * 4 * 4, classes))
 
 
 def make(name: Name, path: Path | None, batch: int, device: str, seed: int) -> tuple[nn.Module, Data]:
@@ -36,10 +26,7 @@ def make(name: Name, path: Path | None, batch: int, device: str, seed: int) -> t
     if batch > len(data.inputs):
         raise UsageError(f"--batch {batch}: {data.name} has only {len(data.inputs)} samples")
     torch.manual_seed(seed)
-    try:
-        model = cnn(data.classes) if name == "cnn" else build(name, data.classes)
-    except ImportError as error:
-        raise UsageError(f"--model {name}: {error}") from error
+    model = build(Model(name, "cifar" if name == "resnet18" else "imagenet"), data.classes, tokens=name == "gpt")
     return model.to(device).train(), data
 
 

@@ -17,7 +17,7 @@ from encke.train.data.sources import Sets, load
 from encke.train.distributed import World
 from encke.train.factories import optimizer_for, policy_for
 from encke.train.metrics import Meter
-from encke.train.models.networks import network
+from encke.train.models.registry import build
 from encke.train.settings import Settings
 
 
@@ -65,8 +65,8 @@ class Run:
         sets = load(settings.data, settings.seed, settings.model.context if settings.model.name == "gpt" else None)
         images = sets.kind == "images"
         torch.manual_seed(settings.seed)
-        raw = network(settings.model, sets.classes, sets.shape[0] if images else 3, tokens=not images)
-        raw = raw.to(world.device)
+        channels, side = sets.shape[:2] if images else (3, None)
+        raw = build(settings.model, sets.classes, channels, side, tokens=not images).to(world.device)
         if settings.channels_last:
             raw = raw.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         optimizer = optimizer_for(raw, settings.optimizer, fused=world.cuda)

@@ -7,33 +7,8 @@ import torch
 from torch import nn
 
 from encke.bench.methods import METHODS, checkpointed, selective, usual
-from encke.bench.models import CLASSES, MODELS, blocks, data_for, loss_of
-from encke.train.models.builders import torchvision_models
-
-
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [
-        ("resnet18", 8),
-        ("resnet50", 16),
-        ("wide_resnet50_2", 16),
-        ("vgg16", 5),
-        ("densenet161", 78),
-        ("efficientnet_b0", 16),
-        ("vit_b_16", 12),
-        ("gpt2", 12),
-        ("gpt_mini", 6),
-    ],
-)
-def test_a_model_has_its_natural_blocks(name, count):
-    with torch.device("meta"):
-        model = MODELS[name].build(32)
-    parameters = sum(p.numel() for p in model.parameters())
-    found = blocks(model)
-    assert len(found) == count
-    inside = sum(p.numel() for block in found for p in block.parameters())
-    assert inside > 0
-    assert sum(p.numel() for p in model.parameters()) == parameters
+from encke.bench.models import CLASSES, MODELS, data_for, loss_of
+from encke.train.models.vision import torchvision_models
 
 
 class SmallVgg(nn.Module):

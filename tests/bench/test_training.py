@@ -83,7 +83,7 @@ def test_a_transformer_gives_tokens_in_a_second(tmp_path, capsys):
     options = ["--models", "gpt-mini", "--tokens", "32", "--batch", "2", "3", "--steps", "1", "--methods", "plain"]
     main(["bench", "speed", *options, "--out", str(tmp_path)])
     row = rows_of(tmp_path / "speed.csv")["plain"]
-    assert (row["unit"], row["batch"], row["model_from"]) == ("tokens", "3", "encke.train.models.builders.Gpt")
+    assert (row["unit"], row["batch"], row["model_from"]) == ("tokens", "3", "encke.train.models.gpt.Gpt")
     assert float(row["per_second"]) == pytest.approx(3 * 32e3 / float(row["pipelined_ms"]))
     assert (tmp_path / "throughput.png").exists()
     assert "tokens/s" in capsys.readouterr().out

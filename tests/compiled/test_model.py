@@ -22,7 +22,7 @@ from encke.codecs.base import mix
 from encke.compiled import model as compiled_module
 from encke.compiled.pair import layer_of, root_of
 from encke.policies import Comet, Division, Fixed
-from encke.train.models.builders import Gpt
+from encke.train.models.gpt import Gpt
 from tests.models import MODELS, resnet
 
 TWO = Fixed(GroupQuant(bits=2))

@@ -22,7 +22,7 @@ from encke.study.frozen import Frozen, Layer, rms
 from encke.study.gradients import confirm, study_layer
 from encke.study.predict import close_loop, error, measure, predict
 from encke.study.zeros import Alike, gradients_by_layer, not_a_norm
-from encke.train.models.builders import Gpt
+from encke.train.models.gpt import Gpt
 
 BOUNDS = (0.05, 0.2, 1.0)
 

@@ -1,54 +1,10 @@
-"""The models that accuracy is measured with: torchvision's ResNet-18 and VGG-16, and a small GPT of our own."""
+"""A small GPT for accuracy and speed measurements."""
 
 from __future__ import annotations
-
-import importlib
-from collections.abc import Callable
-from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-MISSING_OPERATOR = "operator torchvision::nms does not exist"
-_schemas: list[torch.library.Library] = []
-
-
-def torchvision_models() -> ModuleType:
-    """`torchvision.models`, also where its compiled operators do not load (a CUDA build beside a CPU torch)."""
-    try:
-        return importlib.import_module("torchvision.models")
-    except ModuleNotFoundError as error:
-        if error.name != "torchvision":
-            raise
-        raise ImportError("this model comes from torchvision: pip install 'encke[train]'") from error
-    except RuntimeError as error:
-        if MISSING_OPERATOR not in str(error):
-            raise
-    declare_operators()
-    return importlib.import_module("torchvision.models")
-
-
-def declare_operators() -> None:
-    """Declares the two operators that torchvision looks up while it is imported; no model here calls them."""
-    library = torch.library.Library("torchvision", "DEF")
-    library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _schemas.append(library)  # a schema lives as long as its Library
-
-
-def resnet18(classes: int = 10) -> nn.Module:
-    """ResNet-18 for 32 x 32 images: the first convolution is 3 x 3 with stride 1, with no max-pool behind it."""
-    model = torchvision_models().resnet18(num_classes=classes)
-    model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
-    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
-    model.maxpool = nn.Identity()
-    return model
-
-
-def vgg16(classes: int = 10) -> nn.Module:
-    """VGG-16 without batch norm, for images of 32 x 32 and more."""
-    return torchvision_models().vgg16(num_classes=classes)
 
 
 class Block(nn.Module):
@@ -113,13 +69,3 @@ class Gpt(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
-
-
-BUILDERS: dict[str, Callable[[int], nn.Module]] = {"resnet18": resnet18, "vgg16": vgg16, "gpt": Gpt}
-
-
-def build(name: str, classes: int) -> nn.Module:
-    """The model called `name`, with `classes` outputs (for "gpt": the size of the vocabulary)."""
-    if name not in BUILDERS:
-        raise ValueError(f"there is no model {name!r}; choose one of {', '.join(BUILDERS)}")
-    return BUILDERS[name](classes)

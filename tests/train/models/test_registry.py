@@ -1,4 +1,4 @@
-"""Networks by name: outputs, stems for small images, channels, and what does not fit."""
+"""Models by name: outputs, stems for small images, channels, blocks, and what does not fit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from encke.tools.errors import UsageError
-from encke.train.models.networks import network
+from encke.train.models.registry import MODELS, blocks, build
 from encke.train.models.resnet164 import ResNet164
 from encke.train.settings import Model
 
@@ -23,12 +23,13 @@ from encke.train.settings import Model
         (Model("efficientnet_b0"), 64),
         (Model("resnet164"), 32),
         (Model("digits"), 28),
+        (Model("cnn"), 32),
     ],
 )
 @pytest.mark.parametrize("channels", [1, 3])
 def test_a_network_has_as_many_outputs_as_classes(model, size, channels):
     with torch.device("meta"):
-        made = network(model, classes=7, channels=channels)
+        made = build(model, 7, channels)
         assert made(torch.empty(2, channels, size, size)).shape == (2, 7)
 
 
@@ -36,7 +37,7 @@ def test_a_network_has_as_many_outputs_as_classes(model, size, channels):
 def test_the_stem_for_small_images_keeps_them_large(name):
     first = []
     with torch.device("meta"):
-        made = network(Model(name, stem="cifar"), 10)
+        made = build(Model(name, stem="cifar"), 10)
         block = next(m for m in made.modules() if type(m).__name__ in ("BasicBlock", "_DenseLayer"))
         block.register_forward_hook(lambda module, args, output: first.append(output.shape[-1]))
         made(torch.empty(1, 3, 32, 32))
@@ -50,14 +51,14 @@ def test_resnet164_has_164_layers_with_weights_on_its_longest_path():
 
 
 def test_gpt_takes_its_size_from_the_settings():
-    gpt = network(Model("gpt", context=16, layers=2, heads=2, width=8, dropout=0.0), 11, tokens=True)
+    gpt = build(Model("gpt", context=16, layers=2, heads=2, width=8, dropout=0.0), 11, tokens=True)
     assert gpt(torch.zeros(3, 16, dtype=torch.long)).shape == (3, 16, 11)
     assert len(gpt.blocks) == 2 and not any(m.p for m in gpt.modules() if isinstance(m, nn.Dropout))
 
 
 def test_dropout_can_be_set_where_there_is_some():
     with torch.device("meta"):
-        assert {m.p for m in network(Model("alexnet", dropout=0.1), 2).modules() if isinstance(m, nn.Dropout)} == {0.1}
+        assert {m.p for m in build(Model("alexnet", dropout=0.1), 2).modules() if isinstance(m, nn.Dropout)} == {0.1}
 
 
 @pytest.mark.parametrize(
@@ -76,5 +77,42 @@ def test_dropout_can_be_set_where_there_is_some():
 )
 def test_what_does_not_fit_is_named(model, tokens, words):
     with pytest.raises(UsageError) as error:
-        network(model, 10, tokens=tokens)
+        build(model, 10, tokens=tokens)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_a_vision_transformer_is_built_for_the_size_of_the_images():
+    with torch.device("meta"):
+        assert build(Model("vit_b_16"), 7, side=64)(torch.empty(2, 3, 64, 64)).shape == (2, 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    {
+        "cnn": 1,
+        "resnet18": 8,
+        "resnet50": 16,
+        "wide_resnet50_2": 16,
+        "vgg16": 5,
+        "densenet161": 78,
+        "efficientnet_b0": 16,
+        "vit_b_16": 12,
+        "gpt": 6,
+        "gpt2": 12,
+    }.items(),
+)
+def test_a_model_has_its_natural_blocks(name, count):
+    info = MODELS[name]
+    with torch.device("meta"):
+        model = build(info.model, info.classes, tokens=info.data == "tokens")
+    parameters = sum(p.numel() for p in model.parameters())
+    found = blocks(model)
+    assert len(found) == count
+    assert all(any(True for _ in block.parameters()) for block in found)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+def test_vgg16_has_no_batch_norm():
+    with torch.device("meta"):
+        network = build(Model("vgg16"), 7)
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in network.modules())

@@ -1,0 +1,131 @@
+"""The models that commands know by name: how each is built, and with what it is trained and measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from encke.tools.errors import UsageError
+from encke.tools.suggest import suggestion
+from encke.train.models.gpt import Gpt
+from encke.train.models.resnet164 import ResNet164
+from encke.train.models.small import cnn, digits
+from encke.train.models.vision import other_channels, small_stem, torchvision_models
+from encke.train.settings import Model
+
+OURS: dict[str, Callable[[int, int], nn.Module]] = {"resnet164": ResNet164, "digits": digits, "cnn": cnn}
+"""Networks for images that torchvision lacks: functions of the number of classes and of channels."""
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A model as `encke bench` and `encke study` use it."""
+
+    model: Model
+    data: Literal["images", "tokens"] = "images"
+    classes: int = 1000
+    """Classes of the images, or size of the vocabulary."""
+    batch: int = 256
+    """Images or sequences in a step on a GPU."""
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    """The usual optimizer of such a model; sgd has momentum 0.9."""
+    lr: float = 0.01
+    """A learning rate with which the loss does not rise in the first steps, without a warm-up."""
+
+
+MODELS = {
+    "cnn": ModelInfo(Model("cnn"), lr=0.05),
+    "resnet18": ModelInfo(Model("resnet18"), lr=0.005),
+    "resnet50": ModelInfo(Model("resnet50")),
+    "wide_resnet50_2": ModelInfo(Model("wide_resnet50_2")),
+    "vgg16": ModelInfo(Model("vgg16")),
+    "densenet161": ModelInfo(Model("densenet161"), batch=128),
+    "efficientnet_b0": ModelInfo(Model("efficientnet_b0")),
+    "vit_b_16": ModelInfo(Model("vit_b_16"), batch=128, optimizer="adamw", lr=1e-4),
+    "gpt": ModelInfo(Model("gpt"), "tokens", 256, 64, "adamw", 1e-3),
+    "gpt2": ModelInfo(
+        Model("gpt", context=1024, layers=12, heads=12, width=768, dropout=0.0), "tokens", 50257, 16, "adamw", 1e-4
+    ),
+}
+"""The models that are measured and studied. `encke train` builds any model of torchvision.models as well."""
+
+
+def build(model: Model, classes: int, channels: int = 3, side: int | None = None, tokens: bool = False) -> nn.Module:
+    """Build the network that the settings name, with fresh weights.
+
+    Args:
+        model: Name and shape of the network.
+        classes: Outputs, or the size of the vocabulary.
+        channels: Channels of the images.
+        side: Pixels along a side of the images, for transformers that are built for one size.
+        tokens: Whether the data are tokens.
+    """
+    if tokens != (model.name == "gpt"):
+        raise UsageError(
+            f"model.name {model.name} is for images, and these data are tokens; gpt is for tokens"
+            if tokens
+            else "model.name gpt is for tokens: data.kind text, or synthetic with data.classes 0"
+        )
+    if model.stem == "cifar" and (tokens or model.name in OURS):
+        raise UsageError(f"model.stem cifar is for networks of torchvision; {model.name} has a stem of its own")
+    if tokens:
+        if model.width % model.heads:
+            raise UsageError(f"model.width ({model.width}) must be a multiple of model.heads ({model.heads})")
+        dropout = 0.1 if model.dropout is None else model.dropout
+        return Gpt(classes, model.context, model.layers, model.heads, model.width, dropout)
+    if model.name not in OURS:
+        return vision_network(model, classes, channels, side)
+    if model.dropout is not None:
+        raise UsageError(f"model.dropout: {model.name} has no dropout")
+    return OURS[model.name](classes, channels)
+
+
+def vision_network(model: Model, classes: int, channels: int, side: int | None) -> nn.Module:
+    """Build a network of torchvision, with its stem and channels as asked for."""
+    try:
+        library = torchvision_models()
+    except ImportError as error:
+        raise UsageError(f"model.name {model.name}: {error}") from None
+    known = [name for name in library.list_models(module=library) if not name.startswith("inception")]
+    if model.name not in known:
+        hint = suggestion(model.name, [*known, *OURS, "gpt"])
+        raise UsageError(
+            f"there is no model {model.name!r}; {hint or 'resnet18, vgg16, densenet121, ... of torchvision.models'}"
+        )
+    options: dict[str, Any] = {} if model.dropout is None else {"dropout": model.dropout}
+    if side is not None and model.name.startswith("vit_"):
+        options["image_size"] = side
+    try:
+        network = library.get_model(model.name, num_classes=classes, weights=None, **options)
+    except TypeError:
+        raise UsageError(f"model.dropout: {model.name} has no dropout that can be set") from None
+    if model.stem == "cifar":
+        small_stem(network, model.name)
+    if channels != 3:
+        other_channels(network, channels)
+    return network
+
+
+BLOCKS = ("BasicBlock", "Bottleneck", "_DenseLayer", "MBConv", "EncoderBlock", "GPT2Block", "Block")
+"""Class names of the blocks that activation checkpointing is applied to."""
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the natural blocks of a model.
+
+    VGG has none: its layers are grouped, in place, from pooling to pooling. A small network is one block.
+    """
+    found = [module for module in model.modules() if type(module).__name__ in BLOCKS]
+    features = getattr(model, "features", None)
+    if found or features is None:
+        return found or [model]
+    groups: list[list[nn.Module]] = [[]]
+    for layer in features:
+        groups[-1].append(layer)
+        if isinstance(layer, nn.MaxPool2d):
+            groups.append([])
+    model.features = nn.Sequential(*(nn.Sequential(*group) for group in groups if group))
+    return list(model.features)
