@@ -15,7 +15,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from encke.capture.hooks import Capture, Layer
+from encke.capture.hooks import Capture
+from encke.capture.modules import Layer
 from encke.codecs import ErrorBounded, GroupQuant
 from encke.codecs.base import Hint
 from encke.codecs.packed import flatten
@@ -41,7 +42,7 @@ def main() -> None:
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     capture = Capture(Fixed(GroupQuant()), None)
-    capture.begin(Layer("", None, None, True))
+    capture.passes.begin(Layer("", None, None, True))
     torch._C._autograd._pop_saved_tensors_default_hooks()
     small, parameter = torch.randn(64, device=device), nn.Parameter(torch.randn(64, device=device))
     rows = {

@@ -86,7 +86,7 @@ def attached(model: nn.Module) -> encke.Handle:
 def settle(handle: encke.Handle) -> None:
     """The policy has a setting for each site, as it has between two collection steps."""
     policy: Any = handle.policy
-    for record in handle._capture.last:
+    for record in handle._capture.ledger.last:
         for site in {record.site, *record.site.readers}:
             if site.need == "lossy":
                 policy.settings[site.place] = Setting(policy.choose(site))

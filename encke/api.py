@@ -13,7 +13,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from encke.capture.hooks import ORDER, Capture, Layer, Policy, inside_compile, may_push
+from encke.capture.encoding import Policy
+from encke.capture.hooks import Capture
+from encke.capture.modules import Layer, WatchHook, drop_inert, hook_layers, layers_of
+from encke.capture.passes import may_push
 from encke.codecs.pending import settle_all
 from encke.fused import gelu
 from encke.fused import layers as fused
@@ -22,36 +25,6 @@ from encke.report import Report, StepLog, peak_bytes, rows_of
 
 DEFAULT = Comet()
 _handles: weakref.WeakKeyDictionary[nn.Module, Handle] = weakref.WeakKeyDictionary()
-
-
-def inert(*args: Any) -> None:
-    """What a copied or loaded model has in place of our hooks."""
-
-
-class _Hook:
-    """A module hook that does not travel: copies and pickles of the model get one that does nothing."""
-
-    def __init__(self, function: Callable[..., Any], layer: Layer) -> None:
-        self.function = function
-        self.layer = layer
-
-    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        # Below the outermost layer only tracing is of interest, and that is quicker to find out.
-        if inside_compile() if self.layer.parent is None else torch.compiler.is_compiling():
-            if module.training and torch.is_grad_enabled():
-                raise RuntimeError(ORDER)
-            return
-        self.function(self.layer)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return inert
-
-    def __reduce__(self) -> Any:
-        return (_inert, ())
-
-
-def _inert() -> Callable[..., None]:
-    return inert
 
 
 class Handle:
@@ -81,7 +54,7 @@ class Handle:
         """
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be a whole number of forward passes, at least 1, got {every!r}")
-        self._capture.log = None if target is None else StepLog(target, every)
+        self._capture.ledger.log = None if target is None else StepLog(target, every).write
 
     @property
     def attached(self) -> bool:
@@ -92,7 +65,7 @@ class Handle:
         """What the last training forward pass saved, and the measured peak."""
         settle_all()
         capture = self._capture
-        rows = rows_of(capture.last)
+        rows = rows_of(capture.ledger.last)
         device = None
         model = self._model() if self._model is not None else None
         if model is not None:
@@ -114,9 +87,9 @@ class Handle:
             hook.remove()
         self._hooks.clear()
         # Shallow copies of the model's layers may still tell of their calls.
-        self._capture.detached = self._model is not None
-        self._capture.abandon()
-        self._capture.write_log()
+        self._capture.passes.detached = self._model is not None
+        self._capture.passes.abandon()
+        self._capture.ledger.write(self._capture.step)
         if self._capture.follower is not None:
             self._capture.follower.stop()
         model = self._model() if self._model is not None else None
@@ -186,30 +159,12 @@ def attach(
         layers = layers_of(model, filter)
         forwards = [*fused.install(layers, capture), *gelu.install(layers, capture)]
         told = {forward.layer for forward in forwards}
-        handle._hooks += [*forwards, *hook_layers([layer for layer in layers if layer not in told], capture)]
+        handle._hooks += [
+            *forwards,
+            *hook_layers([layer for layer in layers if layer not in told], capture.passes.enter, capture.passes.leave),
+        ]
     _handles[model] = handle
     return handle
-
-
-def layers_of(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None) -> list[Layer]:
-    """All modules of a model, by name."""
-    layers: dict[str, Layer] = {}
-    for full_name, module in model.named_modules():
-        name = clean(full_name)
-        parent = layers.get(full_name.rpartition(".")[0]) if full_name else None
-        layers[full_name] = Layer(name, module, parent, filter is None or bool(filter(module, name)))
-    return list(layers.values())
-
-
-def hook_layers(layers: list[Layer], capture: Capture) -> list[Any]:
-    """Tells the capture whenever one of these layers is called; those with a forward of ours do that themselves."""
-    hooks: list[Any] = []
-    for layer in layers:
-        module = layer.owner()
-        assert module is not None
-        hooks.append(module.register_forward_pre_hook(_Hook(capture.enter, layer)))
-        hooks.append(module.register_forward_hook(_Leave(capture.leave, layer), always_call=True))
-    return hooks
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -253,13 +208,13 @@ class Around:
         skip = {layer.name for layer in self.layers if not layer.compress}
         self.compiled = Compiled(capture, module, self.call, self.eager, skip)
         model.__dict__[self.name] = self.compiled
-        self.watch = module.register_forward_pre_hook(_Watch(self.compiled.watch, self.layers[0]))
+        self.watch = module.register_forward_pre_hook(WatchHook(self.compiled.watch, self.layers[0]))
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
         """One forward pass without the compiled graphs, captured as in eager mode."""
         module = self.module()
         assert module is not None
-        hooks = hook_layers(self.layers, self.capture)
+        hooks = hook_layers(self.layers, self.capture.passes.enter, self.capture.passes.leave)
         try:
             return module._call_impl(*args, **kwargs)
         finally:
@@ -271,36 +226,6 @@ class Around:
         model = self.model()
         if model is not None and model.__dict__.get(self.name) is self.compiled:
             model.__dict__[self.name] = self.call
-
-
-class _Leave(_Hook):
-    """The hook behind a module's forward; it runs after an exception too."""
-
-    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        if not (inside_compile() if self.layer.parent is None else torch.compiler.is_compiling()):
-            self.function(self.layer, output)
-
-
-class _Watch(_Hook):
-    """Sees calls that a compiler around the attached model makes, past what stands around the model itself."""
-
-    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        if torch.compiler.is_compiling():
-            self.function(module)
-
-
-def drop_inert(module: nn.Module) -> None:
-    """Removes what a copied model has left of another one's hooks."""
-    for hooks in (module._forward_hooks, module._forward_pre_hooks):
-        for key in [key for key, hook in hooks.items() if hook is inert]:
-            del hooks[key]
-    for key in [key for key in module._forward_hooks_always_called if key not in module._forward_hooks]:
-        del module._forward_hooks_always_called[key]
-
-
-def clean(name: str) -> str:
-    """A layer's name without what wrappers put in front."""
-    return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
 
 
 def check_policy(policy: Any) -> None:
@@ -334,14 +259,14 @@ class compress:
         self._handle = Handle(self._capture, optimizer=optimizer)
 
     def __enter__(self) -> Handle:
-        if self._capture.forward.frames:
+        if self._capture.threads.forward.frames:
             raise RuntimeError("this compress context is entered already: make a new one for a nested block")
         if torch.is_grad_enabled() and may_push():
-            self._capture.begin(self._layer)
+            self._capture.passes.begin(self._layer)
         return self._handle
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._capture.forward.frames:
-            self._capture.finish(None)
+        if self._capture.threads.forward.frames:
+            self._capture.passes.finish(None)

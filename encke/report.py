@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 import torch
 
-from encke.capture.saved import LATE, Record
+from encke.capture.ledger import SIZE_PENDING, Record
 from encke.codecs import Codec, DualPrecision, ErrorBounded, GroupQuant, LogProb
 from encke.codecs.logprob import BOUND
 from encke.codecs.pending import settle_all
@@ -159,7 +159,7 @@ def rows_of(records: list[Record]) -> tuple[Row, ...]:
     for number, record in enumerate(records):
         site = record.site
         codec, bound = describe(record.codec)
-        packed = site.hint.nbytes if record.packed_bytes == LATE else record.packed_bytes
+        packed = site.hint.nbytes if record.packed_bytes == SIZE_PENDING else record.packed_bytes
         key = (site.layer, "kept") if codec == "kept" else (number,)
         old = rows.get(key)
         saved = record.saved_bytes + (old.saved_bytes if old else 0)

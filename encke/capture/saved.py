@@ -1,4 +1,4 @@
-"""What autograd holds instead of a tensor: a Saved for each saving, a Cell for each piece of memory they share."""
+"""What autograd holds instead of a tensor: a `Saved` for each saving, a `SharedCell` for the memory they share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from encke.capture.sites import Site, comes_from_leaves, is_view_of_parameter
+from encke.capture.ledger import Record
+from encke.capture.needs import comes_from_leaves, is_view_of_parameter
+from encke.capture.sites import Site
 from encke.codecs import Codec, ErrorBounded, Mask
 from encke.codecs.packed import Layout, Packed, check_version
 
@@ -37,23 +39,7 @@ def satisfies(codec: Codec, other: Codec) -> bool:
     return codec == other or codec.exact or codec.covers(other)
 
 
-LATE = -1
-"""Bytes that are not known yet: the site's hint has them once the GPU has told."""
-
-
-class Record:
-    """What one site saved in one forward pass, for the report."""
-
-    __slots__ = ("codec", "packed_bytes", "saved_bytes", "site")
-
-    def __init__(self, site: Site, saved_bytes: int = 0) -> None:
-        self.site = site
-        self.saved_bytes = saved_bytes
-        self.packed_bytes = 0
-        self.codec: Codec | str = "kept"
-
-
-class Cell:
+class SharedCell:
     """One piece of saved memory, shared by all who saved it. Packed once, again if a stricter reader comes."""
 
     __slots__ = (
@@ -121,7 +107,7 @@ class Cell:
             return flat
 
 
-class Unknown:
+class Pending:
     """A saving whose reader is not known yet: where its site belongs, and what the graph behind the tensor told."""
 
     __slots__ = ("computed", "frame", "index", "weight")
@@ -136,10 +122,10 @@ class Unknown:
 class Saved:
     """One saving: a cell with the layout it was saved in, only a layout, or the tensor itself after all."""
 
-    __slots__ = ("__weakref__", "capture", "cell", "device", "dtype", "layout", "pending", "site", "tensor", "version")
+    __slots__ = ("__weakref__", "cell", "device", "dtype", "layout", "owner", "pending", "site", "tensor", "version")
 
-    def __init__(self, capture: Any, site: Site, t: Tensor, layout: Layout, cell: Cell | None) -> None:
-        self.capture = capture
+    def __init__(self, owner: Any, site: Site, t: Tensor, layout: Layout, cell: SharedCell | None) -> None:
+        self.owner = owner
         self.site = site
         self.dtype = t.dtype
         self.device = t.device
@@ -147,7 +133,7 @@ class Saved:
         self.cell = cell
         self.tensor: Tensor | None = None
         self.version = 0
-        self.pending: Unknown | None = None
+        self.pending: Pending | None = None
 
     def restore(self) -> Tensor:
         """What autograd gets back for its reader."""

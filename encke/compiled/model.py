@@ -24,8 +24,11 @@ from torch._functorch._aot_autograd import graph_compile
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from encke.capture.hooks import Capture, inside_compile, keep, may_push, unpack
-from encke.capture.saved import Record, satisfies, strictest
+from encke.capture.hooks import Capture, keep, unpack
+from encke.capture.ledger import Record
+from encke.capture.modules import inside_compile
+from encke.capture.passes import may_push
+from encke.capture.saved import satisfies, strictest
 from encke.capture.sites import Site
 from encke.codecs import Codec, DualPrecision, ErrorBounded, GroupQuant, Mask
 from encke.codecs.groupquant import channel_stride
@@ -188,7 +191,7 @@ class Compiled:
             _autograd._pop_saved_tensors_default_hooks()
         if not self.ran:
             raise RuntimeError(NOTHING)
-        capture.last = [packing.record for graph in self.ran for packing in self.packings[graph]]
+        capture.ledger.last = [packing.record for graph in self.ran for packing in self.packings[graph]]
         return output
 
     def collects(self) -> bool:
@@ -200,9 +203,7 @@ class Compiled:
 
     def begin(self) -> None:
         capture = self.capture
-        capture.write_log()
-        capture.step += 1
-        capture.rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        capture.begin_step()
         self.ran.clear()
         if capture.follower is not None:
             capture.follower.begin()

@@ -18,7 +18,8 @@ from torch.fx import Graph, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from encke.capture.hooks import SMALL
-from encke.capture.sites import Site, need_of
+from encke.capture.needs import need_of
+from encke.capture.sites import Site
 from encke.kernels import FLOATS
 
 # Operations of the backward graph that read saved tensors: argument -> (operation, slot) as in eager mode.

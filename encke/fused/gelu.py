@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional
 
-from encke.capture.hooks import Capture, Layer, inside_compile
-from encke.capture.saved import Record
+from encke.capture.hooks import Capture
+from encke.capture.ledger import Record
+from encke.capture.modules import Layer, inside_compile
 from encke.capture.sites import Site
 from encke.fused import layers as fused
 
@@ -57,7 +58,7 @@ class GeluForward(fused.Forward):
         # Replicas and shallow copies come here too: without weights they are as good as the layer itself.
         module: Any = layer.owner()
         plain = type(module).forward.__get__(module)
-        frame = self.capture.enter(layer)
+        frame = self.capture.passes.enter(layer)
         if frame is None:
             return plain(*inputs, **named)
         output, site = None, frame.sites[0] if frame.sites else None
@@ -68,7 +69,7 @@ class GeluForward(fused.Forward):
                 output = plain(*inputs, **named)
             return output
         finally:
-            self.capture.leave(layer, output)
+            self.capture.passes.leave(layer, output)
 
     def suits(self, module: Any, x: Any, site: Site | None) -> bool:
         """Whether what this call saves goes to our capture, and has not gone there the plain way before."""
@@ -81,7 +82,7 @@ class GeluForward(fused.Forward):
         if x.requires_grad:
             record = Record(self.spared, x.numel() * (self.cost(plain, x) - x.element_size()))
             record.codec = "recomputed"
-            self.capture.forward.records.append(record)
+            self.capture.threads.forward.tally.records.append(record)
         return Gelu.apply(x, plain)
 
     def cost(self, plain: Callable[[Tensor], Tensor], x: Tensor) -> int:

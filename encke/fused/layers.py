@@ -4,9 +4,9 @@ Half of what a convolutional network saves are inputs of batch norms. Plain hook
 batch norm's backward reads it twice; for ReLU they write a mask that is read once. Here a layer's call goes to an
 autograd function that saves the same tensor through the same hooks, and whose backward decodes in registers
 (kernels/gpu_norm.py, gq_gate). Forward runs the same operation, or, for 16-bit values in channels_last memory, is
-computed while what it saves is packed (`Work`; kernels/gpu_norm_forward.py). A convolution has to decode its input to
-memory, but computes the weight's gradient first and lets go of the input before its gradient, which is as large, needs
-memory. Wherever that is not possible, it computes what plain autograd would.
+computed while what it saves is packed (`DeferredForward`; kernels/gpu_norm_forward.py). A convolution has to decode its
+input to memory, but computes the weight's gradient first and lets go of the input before its gradient, which is as
+large, needs memory. Wherever that is not possible, it computes what plain autograd would.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ from torch._C import _autograd, _functorch
 from torch.compiler import is_compiling
 from torch.nn import functional
 
-from encke.capture.hooks import ORDER, Capture, Frame, Layer, Work, inside_compile, unusual
-from encke.capture.hooks import Forward as Pass
+from encke.capture.deferred import DeferredForward
+from encke.capture.hooks import Capture, unusual
+from encke.capture.modules import ERROR_ATTACHED_BEFORE_COMPILE, Layer, inside_compile
+from encke.capture.passes import ForwardPass, Frame
+from encke.capture.readers import matches
 from encke.capture.saved import Saved
-from encke.capture.sites import Site, matches
+from encke.capture.sites import Site
 from encke.codecs import Codec, GroupQuant
 from encke.codecs.base import Hint, mix
 from encke.codecs.groupquant import GroupQuantPacked
@@ -46,7 +49,7 @@ convolution = torch.ops.aten.convolution.default
 convolution_backward = torch.ops.aten.convolution_backward.default
 
 
-class NormWork(Work):
+class NormWork(DeferredForward):
     """Batch norm's result, its statistics and the packing of its input, in two passes over it instead of four."""
 
     __slots__ = ("bias", "eps", "kept", "momentum", "out", "plan", "running", "weight")
@@ -65,7 +68,7 @@ class NormWork(Work):
         x = self.t
         stride, plan = codec.planned(x, layout, length, hint) if type(codec) is GroupQuant else (1, None)
         if plan is None or plan.statistics is None or codec.group != self.plan.GROUP:  # type: ignore[attr-defined]
-            self.alone()
+            self.run_unfused()
             return codec.encode_run(x, layout, length, key, hint)
         assert isinstance(codec, GroupQuant)
         parts = torch.empty(self.plan.parts, dtype=torch.float32, device=plan.device)
@@ -76,7 +79,7 @@ class NormWork(Work):
         )
         return GroupQuantPacked(codec, layout, x.dtype, length, data, seed, stride, plan)
 
-    def alone(self) -> None:
+    def run_unfused(self) -> None:
         mean, var = (None, None) if self.running is None else self.running
         with torch.no_grad():
             out, mean, invstd = torch.native_batch_norm(
@@ -88,7 +91,7 @@ class NormWork(Work):
             self.kept[1].copy_(invstd)
 
 
-class ReluWork(Work):
+class ReluWork(DeferredForward):
     """ReLU's result, which is to be written to `t`, and its packing in one pass."""
 
     __slots__ = ("x",)
@@ -98,14 +101,14 @@ class ReluWork(Work):
         y = self.t
         stride, plan = codec.planned(y, layout, length, hint) if type(codec) is GroupQuant else (1, None)
         if plan is None or plan.relu is None:
-            self.alone()
+            self.run_unfused()
             return codec.encode_run(y, layout, length, key, hint)
         assert isinstance(codec, GroupQuant)
         seed = mix(codec.seed, key)
         data = plan.encode_beside(plan.relu, self.x, y, seed)
         return GroupQuantPacked(codec, layout, y.dtype, length, data, seed, stride, plan)
 
-    def alone(self) -> None:
+    def run_unfused(self) -> None:
         with torch.no_grad():
             torch.clamp_min(self.x.data, 0, out=self.t.data)
 
@@ -151,7 +154,7 @@ class ReluFunction(torch.autograd.Function):
     """ReLU: input, whether in place, and the saving, with or without the work."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, inplace: bool, work: Work) -> Tensor:
+    def forward(ctx: Any, x: Tensor, inplace: bool, work: DeferredForward) -> Tensor:
         if inplace:
             ctx.mark_dirty(x)
         if type(work) is ReluWork:
@@ -363,7 +366,7 @@ class Forward:
             frame = Frame(layer, forward)
             frames.append(frame)
         else:
-            entered = capture.enter(layer)
+            entered = capture.passes.enter(layer)
             if entered is None:
                 return type(module).forward(module, input)
             frame = entered
@@ -375,17 +378,17 @@ class Forward:
                 output = type(module).forward(module, input)
             return output
         finally:
-            forward.work = None
+            forward.deferred = None
             if len(frames) > 1 and frames[-1] is frame:
                 frames.pop()
             else:
-                capture.leave(layer, output)
+                capture.passes.leave(layer, output)
 
     def traced(self, *inputs: Any, **named: Any) -> Tensor:
         """A compiler is at work on this call."""
         module: Any = self.layer.owner()
         if module.training and torch.is_grad_enabled():
-            raise RuntimeError(ORDER)
+            raise RuntimeError(ERROR_ATTACHED_BEFORE_COMPILE)
         return type(module).forward(module, *inputs, **named)
 
     def suits(self, module: Any, x: Tensor, site: Site) -> bool:
@@ -412,7 +415,7 @@ class Forward:
         """What runs in the place of the operation that saves at a site; None if nothing does."""
         raise NotImplementedError
 
-    def run(self, module: Any, x: Tensor, site: Site, forward: Pass) -> Tensor | None:
+    def run(self, module: Any, x: Tensor, site: Site, forward: ForwardPass) -> Tensor | None:
         """The call itself, through the function in the operation's place; None where it is not one for the kernels.
 
         Tells the forward pass what it saves.
@@ -422,7 +425,7 @@ class Forward:
     def hooked(self, x: Tensor) -> bool:
         """Whether what is saved now goes to our capture: not to a checkpoint's hooks or torch.func."""
         top = _autograd._top_saved_tensors_default_hooks(True)
-        if top is None or top[0] is not self.capture.hooks[0]:
+        if top is None or top[0] is not self.capture.passes.hooks[0]:
             return False
         return _functorch.peek_interpreter_stack() is None and not _functorch.is_functorch_wrapped_tensor(x)
 
@@ -450,7 +453,7 @@ class NormForward(Forward):
         known = site.slot == "input" and site.need == "lossy" and site.operation.endswith("BatchNorm")
         return function_named(site.operation) if known and site.signature[1] >= 3 else None
 
-    def run(self, module: Any, x: Tensor, site: Site, forward: Pass) -> Tensor | None:
+    def run(self, module: Any, x: Tensor, site: Site, forward: ForwardPass) -> Tensor | None:
         if not module.training and not (module.running_mean is None and module.running_var is None):
             return None
         codec = self.capture.policy.choose(site)
@@ -460,7 +463,7 @@ class NormForward(Forward):
 
 
 def norm(
-    module: Any, x: Tensor, function: Any, site: Any = None, codec: Any = None, forward: Pass | None = None
+    module: Any, x: Tensor, function: Any, site: Any = None, codec: Any = None, forward: ForwardPass | None = None
 ) -> Tensor:
     """What `forward` of a batch norm in training does, with another function at its end.
 
@@ -488,10 +491,10 @@ def norm(
     if plan is not None and all_fp32(weight, bias, mean, var):
         running = None if mean is None or var is None else (mean, var)
         work = NormWork(site, codec, x, plan, weight, bias, running, momentum, module.eps)
-    forward.work = work or Work(site, codec, x)
+    forward.deferred = work or DeferredForward(site, codec, x)
     out = function(x, weight, bias, mean, var, momentum, module.eps, work)
-    if forward.work is not None:
-        forward.do_work()
+    if forward.deferred is not None:
+        forward.run_deferred()
     return out
 
 
@@ -514,16 +517,16 @@ class ReluForward(Forward):
         known = site.slot == "result" and site.need == "mask"
         return function_named(site.operation, ReluFunction) if known else None
 
-    def run(self, module: Any, x: Tensor, site: Site, forward: Pass) -> Tensor | None:
+    def run(self, module: Any, x: Tensor, site: Site, forward: ForwardPass) -> Tensor | None:
         dtype, dimensions, *_ = site.signature
         inplace = module.inplace
         if not x.requires_grad or x.dtype is not dtype or x.dim() != dimensions or (inplace and x.is_leaf):
             return None
         together = dtype.itemsize == 2 and dimensions >= 4 and x.stride(1) == 1 and not x.data_ptr() & 3
-        work = forward.work = (ReluWork if together else Work)(site, None, None)
+        work = forward.deferred = (ReluWork if together else DeferredForward)(site, None, None)
         y = site.function(x, inplace, work)
-        if forward.work is not None:
-            forward.do_work()
+        if forward.deferred is not None:
+            forward.run_deferred()
         return y
 
 
@@ -537,7 +540,7 @@ class ConvForward(Forward):
         known = site.slot == "input" and site.need == "lossy" and site.operation == "Convolution"
         return function_named(site.operation, ConvFunction) if known else None
 
-    def run(self, module: Any, x: Tensor, site: Site, forward: Pass) -> Tensor | None:
+    def run(self, module: Any, x: Tensor, site: Site, forward: ForwardPass) -> Tensor | None:
         parameters, dtype = module._parameters, x.dtype
         weight = parameters["weight"] if "weight" in parameters else module.weight
         bias = parameters["bias"] if "bias" in parameters else module.bias
@@ -558,7 +561,7 @@ class ConvForward(Forward):
             weight = weight.to(dtype)
         if bias is not None and bias.dtype != dtype:
             bias = bias.to(dtype)
-        forward.work = Work(site, None, x)
+        forward.deferred = DeferredForward(site, None, x)
         return site.function(x, weight, bias, module.stride, module.padding, module.dilation, module.groups)
 
 

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import encke
-from encke.capture import hooks as capture_module
+from encke.capture import encoding, hooks, ledger
 from encke.capture.hooks import SMALL
 from encke.codecs import Between, ErrorBounded, GroupQuant, Mask
 from encke.policies import Fixed
@@ -802,17 +802,17 @@ class Reuse:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count, self.seen, self.step = 0, {}, -1
-        original = capture_module.Capture._cell
+        original = encoding.shared_cell
 
-        def counting(capture, site, t, *rest):
-            if capture.forward.step != self.step:
-                self.seen, self.step = {}, capture.forward.step
+        def counting(site, t, layout, length, forward):
+            if forward.step != self.step:
+                self.seen, self.step = {}, forward.step
             known = self.seen.get(t.data_ptr())
             self.count += known is not None and known.expired()
             self.seen[t.data_ptr()] = StorageWeakRef(t.untyped_storage())
-            return original(capture, site, t, *rest)
+            return original(site, t, layout, length, forward)
 
-        monkeypatch.setattr(capture_module.Capture, "_cell", counting)
+        monkeypatch.setattr(hooks, "shared_cell", counting)
 
 
 def test_a_thousand_reused_addresses_change_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -830,7 +830,8 @@ def test_without_the_storage_guard_gradients_go_wrong(monkeypatch: pytest.Monkey
 
     plain, model = chain(20), chain(20)
     expected = run_chain(5, plain)
-    monkeypatch.setattr(capture_module, "storage_ref", lambda storage: lambda: "alive")
+    for module in (encoding, ledger):
+        monkeypatch.setattr(module, "storage_ref", lambda storage: lambda: "alive")
     encke.attach(model, EXACT)
     got = run_chain(5, model)
     assert not all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))

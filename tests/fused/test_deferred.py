@@ -15,7 +15,7 @@ from torch import nn
 import encke
 from encke import kernels
 from encke.capture import hooks
-from encke.capture.hooks import Work
+from encke.capture.deferred import DeferredForward
 from encke.capture.sites import Site
 from encke.codecs import GroupQuant
 from encke.fused import layers
@@ -73,7 +73,7 @@ def results(model: nn.Module, x: torch.Tensor, steps: int = 3) -> list[torch.Ten
 
 @pytest.fixture
 def worked(monkeypatch) -> list[str]:
-    """What was computed while packing, and what `alone`."""
+    """What was computed while packing, and what by `run_unfused`."""
     seen: list[str] = []
 
     def watch(kind: type, name: str) -> None:
@@ -87,7 +87,7 @@ def worked(monkeypatch) -> list[str]:
 
     for kind in (layers.NormWork, layers.ReluWork):
         watch(kind, "encode")
-        watch(kind, "alone")
+        watch(kind, "run_unfused")
     return seen
 
 
@@ -160,13 +160,13 @@ class Shared(nn.Module):
 @pytest.mark.slow
 def test_an_input_that_is_packed_already(worked):
     assert both(ready(Shared()), photos())
-    assert worked.count("NormWork alone") == 2 and "NormWork encode" not in worked
+    assert worked.count("NormWork run_unfused") == 2 and "NormWork encode" not in worked
 
 
 def test_a_result_of_which_only_the_mask_is_kept(worked):
     model = ready(nn.Sequential(nn.Conv2d(3, 16, 1), nn.ReLU(), nn.Sigmoid(), nn.Conv2d(16, 4, 1)))
     assert both(model, photos())
-    assert worked == ["ReluWork encode", "ReluWork alone"] * 2
+    assert worked == ["ReluWork encode", "ReluWork run_unfused"] * 2
 
 
 @pytest.mark.slow
@@ -246,19 +246,19 @@ def test_work_while_another_layer_is_learnt_anew(worked):
     other = copy.deepcopy(model)
     for handle, trained in ((attach(model), model), (attach(other, device="none"), other)):
         results(trained, photos())
-        for record in handle._capture.last:
+        for record in handle._capture.ledger.last:
             record.site.stable = "BatchNorm" not in record.site.operation
     worked.clear()
     assert agree(results(model, photos(), 1), results(other, photos(), 1))
     assert worked == ["ReluWork encode"]
 
 
-class Left(Work):
+class Left(DeferredForward):
     """Work for a tensor that is not saved next."""
 
     done = False
 
-    def alone(self) -> None:
+    def run_unfused(self) -> None:
         Left.done = True
 
 
@@ -271,7 +271,7 @@ class Other(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
-        self.handle._capture.forward.work = Left(Site("", 0, ()), None, x)
+        self.handle._capture.threads.forward.deferred = Left(Site("", 0, ()), None, x)
         return x.exp()
 
 
@@ -281,4 +281,4 @@ def test_work_for_another_tensor_is_done_before_this_one_is_packed():
     for _ in range(2):
         Left.done = False
         model(photos()).sum().backward()
-        assert Left.done and model.handle._capture.forward.work is None
+        assert Left.done and model.handle._capture.threads.forward.deferred is None

@@ -380,7 +380,7 @@ def test_who_is_left_alone():
     mine = model[3].forward = lambda x: x
     handle = encke.attach(model, TWO_BITS, filter=lambda module, name: name != "4")
     handle.detach()
-    layers = [encke.capture.hooks.Layer(name, m, None, name != "4") for name, m in model.named_modules()]
+    layers = [encke.capture.modules.Layer(name, m, None, name != "4") for name, m in model.named_modules()]
     installed = fused_layers.install(layers, handle._capture)
     assert [
         name for name, m in model.named_modules() if isinstance(m.__dict__.get("forward"), fused_layers.Forward)

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 import encke
-from encke.capture.hooks import SMALL, Saved, saved_by
+from encke.capture.hooks import SMALL
+from encke.capture.readers import saved_by
+from encke.capture.saved import Saved
 from tests.models import MODELS
 
 EXACT = encke.policies.Fixed(encke.codecs.ErrorBounded(0))

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from encke.capture.saved import Cell, Saved
-from encke.capture.sites import SECOND, VIEWS, Site, operation_name
+from encke.capture.needs import SECOND, VIEWS, operation_name
+from encke.capture.saved import Saved, SharedCell
+from encke.capture.sites import Site
 from encke.codecs import Codec, GroupQuant
 from encke.codecs.packed import Layout, Packed
 from encke.policies.comet.momentum import gradient_norm
@@ -233,10 +234,10 @@ class Collection:
         self.passings: list[Passing] = []
         self.after: Tensor | None = None
         """Norm of the gradients after the last backward."""
-        self._stats: dict[int, tuple[Cell, Stats, Packed]] = {}
+        self._stats: dict[int, tuple[SharedCell, Stats, Packed]] = {}
         self._probes: dict[int, Probe] = {}
 
-    def saved(self, saved: Saved, cell: Cell, flat: Tensor) -> None:
+    def saved(self, saved: Saved, cell: SharedCell, flat: Tensor) -> None:
         """A tensor has been packed, or shares what was packed before; `flat` is still at hand."""
         site, packed = saved.site, cell.packed
         layout = saved.layout

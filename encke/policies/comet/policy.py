@@ -19,8 +19,9 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
+from encke.capture.needs import NORMS
 from encke.capture.saved import strictest
-from encke.capture.sites import NORMS, Site
+from encke.capture.sites import Site
 from encke.codecs import Codec, ErrorBounded, GroupQuant
 from encke.codecs.base import as_written
 from encke.policies.comet.measure import PROBE, PRODUCTS, Collection, Reading, Stats, fetch

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import encke
-from encke.capture.saved import Cell
+from encke.capture.saved import SharedCell
 from encke.capture.sites import Site
 from encke.codecs import GroupQuant
 from encke.codecs.packed import Packed, flatten
@@ -226,7 +226,7 @@ def test_nothing_of_a_collection_step_outlives_it(every):
     handle = encke.attach(model, Comet(every=every), optimizer)
 
     def alive() -> set[int]:
-        return {id(o) for o in gc.get_objects() if issubclass(type(o), (Passing, Reading, Stats, Packed, Cell))}
+        return {id(o) for o in gc.get_objects() if issubclass(type(o), (Passing, Reading, Stats, Packed, SharedCell))}
 
     gc.collect()
     gc.disable()

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from encke.capture.sites import Site, operation_name
+from encke.capture.needs import operation_name
+from encke.capture.sites import Site
 from encke.policies import Comet
 from encke.policies.comet.measure import PRODUCTS, Reading, convolution
 from encke.policies.comet.policy import Following, Gradient

@@ -1,0 +1,32 @@
+"""Forward passes of our own layers that are computed while what they save is packed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from encke.capture.sites import Site
+from encke.codecs import Codec
+from encke.codecs.base import Hint
+from encke.codecs.packed import Layout, Packed
+
+
+class DeferredForward:
+    """The saving that one of our own layers makes next, which need not be recognised: its tensor and its site.
+
+    An operation may leave its work to be done while that tensor is encoded, in one pass over it.
+    """
+
+    __slots__ = ("codec", "site", "t")
+
+    def __init__(self, site: Site, codec: Codec | None, t: Any) -> None:
+        self.site = site
+        self.codec = codec
+        """What the policy has chosen for the site, if it was asked."""
+        self.t = t
+
+    def encode(self, codec: Codec, layout: Layout, length: int, key: int, hint: Hint) -> Packed:
+        """Does the work and encodes the tensor; the arguments are those of `Codec.encode_run`."""
+        return codec.encode_run(self.t, layout, length, key, hint)
+
+    def run_unfused(self) -> None:
+        """Does the work where nothing is encoded."""

@@ -1,0 +1,125 @@
+"""Choosing the codec for a saved tensor, finding the cell of its memory, and packing it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from encke.capture.deferred import DeferredForward
+from encke.capture.ledger import SIZE_PENDING, Record
+from encke.capture.needs import limits_of
+from encke.capture.passes import ForwardPass, Frame
+from encke.capture.saved import Saved, SharedCell, satisfies
+from encke.capture.sites import Site
+from encke.codecs import Between, Codec, Lossless, Mask, Sign, Window
+from encke.codecs.base import mix
+from encke.codecs.packed import Layout, run_of
+
+MASK, SIGN = Mask(), Sign()
+
+storage_ref = weakref.ref
+"""A storage's Python object lives as long as its memory does, whoever holds that."""
+
+
+class Policy(Protocol):
+    """What capture asks of a policy. One that follows the training has a `follower` as well."""
+
+    def choose(self, site: Site) -> Codec: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def codec_for(policy: Policy, site: Site, dtype: torch.dtype, frame: Frame | None) -> Codec | None:
+    """Return the codec that a site's need asks for; None where the tensor is kept as it is."""
+    codec: Codec
+    need = site.need
+    if need == "mask":
+        codec = MASK
+    elif need == "sign":
+        codec = SIGN
+    elif need == "range":
+        limits = limits_of(site.operation, None if frame is None else frame.layer.owner())
+        codec = policy.choose(site) if limits is None else Between(*limits)
+    elif need == "exact":
+        if site.stays:
+            return None
+        codec = Lossless(high=site.high)
+        plane = frame.sizes.get(site.pair) if frame is not None and frame.sizes is not None else None
+        if site.window is not None and plane is not None:
+            kernel, stride, padding, dilation = site.window
+            window = Window(kernel, stride, padding, dilation, plane[-len(kernel) :])
+            codec = window if window.takes(dtype) else codec
+    else:
+        codec = policy.choose(site)
+    return codec if codec.takes(dtype) else None
+
+
+def shared_cell(site: Site, t: Tensor, layout: Layout, length: int, forward: ForwardPass) -> SharedCell:
+    """Return the cell of the memory that `t` covers: the one that this forward pass has already, or a new one."""
+    storage = t.untyped_storage()
+    run = (layout.size, layout.stride) if layout.copied else length
+    key = (storage._cdata, t.storage_offset(), run, t.dtype, t._version)
+    known = forward.cells.get(key)
+    # Allocators reuse addresses: an entry counts only while the storage it was made from is alive.
+    if known is not None and known[1]() is not None:
+        cell = known[0]()
+        if cell is not None:
+            return cell
+    record = Record(site, forward.tally.count(storage))
+    forward.tally.records.append(record)
+    cell = SharedCell(mix(forward.step, site.number, forward.rank), record)
+    forward.cells[key] = (weakref.ref(cell), storage_ref(storage))
+    return cell
+
+
+def encode(
+    cell: SharedCell,
+    saved: Saved,
+    forward: ForwardPass,
+    t: Tensor,
+    length: int | None = None,
+    deferred: DeferredForward | None = None,
+) -> None:
+    """Make the cell satisfy all who asked: encode from the memory at hand if what is packed does not yet.
+
+    Args:
+        cell: The memory's cell.
+        saved: The saving that brings the memory.
+        forward: The forward pass in progress.
+        t: The tensor, or without a `length` its run of memory, flat.
+        length: Values in the tensor's run of memory.
+        deferred: Forward to run while the tensor is encoded.
+    """
+    codec, record, packed, layout = cell.wanted, cell.record, cell.packed, saved.layout
+    assert codec is not None
+    if packed is None or not satisfies(packed.codec, codec):
+        if length is None:
+            packed = codec.encode_flat(t, layout, cell.key, record.site.hint)
+        elif deferred is None:
+            packed = codec.encode_run(t, layout, length, cell.key, record.site.hint)
+        else:
+            forward.deferred = None
+            packed = deferred.encode(codec, layout, length, cell.key, record.site.hint)
+        cell.packed = packed
+        cell.decoded = None
+        record.codec = codec
+        record.packed_bytes = SIZE_PENDING if packed.late else packed.nbytes
+    cell.held = None
+    if forward.collection is not None:
+        with torch.no_grad():
+            flat = t if length is None else run_of(t.detach(), layout, length)
+            forward.collection.saved(saved, cell, flat)
+
+
+def encode_alone(
+    saved: Saved, record: Record, codec: Codec, forward: ForwardPass, t: Tensor, length: int | None = None
+) -> Saved:
+    """Pack `t` for one reader in a cell of its own. Shared with other readers it would need more bits."""
+    forward.tally.records.append(record)
+    saved.cell = cell = SharedCell(mix(forward.step, record.site.number, forward.rank), record)
+    cell.ask(codec, True)
+    encode(cell, saved, forward, t, length)
+    return saved

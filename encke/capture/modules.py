@@ -1,0 +1,119 @@
+"""Layers of the attached model, and the module hooks that tell capture of their calls."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from encke.capture.sites import Site
+
+ERROR_ATTACHED_BEFORE_COMPILE = (
+    "encke: this model was attached and then compiled. Compile it first, then attach: "
+    "handle = encke.attach(torch.compile(model), ...)"
+)
+
+
+class Layer:
+    """A module of the attached model: its name, and for each call within one forward pass the sites it has."""
+
+    __slots__ = ("calls", "compress", "module", "name", "parent")
+
+    def __init__(self, name: str, module: nn.Module | None, parent: Layer | None, compress: bool) -> None:
+        self.name = name
+        self.module = weakref.ref(module) if module is not None else None
+        self.parent = parent
+        self.compress = compress
+        self.calls: list[list[Site | None]] = []
+
+    def owner(self) -> nn.Module | None:
+        return self.module() if self.module is not None else None
+
+
+def inside_compile() -> bool:
+    """Whether torch.compile is tracing this call, or has given up tracing it and runs it piece by piece."""
+    return torch.compiler.is_compiling() or callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+
+
+def inert(*args: Any) -> None:
+    """What a copied or loaded model has in place of our hooks."""
+
+
+class ModuleHook:
+    """A module hook that does not travel: copies and pickles of the model get one that does nothing."""
+
+    def __init__(self, function: Callable[..., Any], layer: Layer) -> None:
+        self.function = function
+        self.layer = layer
+
+    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
+        # Below the outermost layer only tracing is of interest, and that is quicker to find out.
+        if inside_compile() if self.layer.parent is None else torch.compiler.is_compiling():
+            if module.training and torch.is_grad_enabled():
+                raise RuntimeError(ERROR_ATTACHED_BEFORE_COMPILE)
+            return
+        self.function(self.layer)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return inert
+
+    def __reduce__(self) -> Any:
+        return (_inert, ())
+
+
+def _inert() -> Callable[..., None]:
+    return inert
+
+
+class LeaveHook(ModuleHook):
+    """The hook behind a module's forward; it runs after an exception too."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
+        if not (inside_compile() if self.layer.parent is None else torch.compiler.is_compiling()):
+            self.function(self.layer, output)
+
+
+class WatchHook(ModuleHook):
+    """Sees calls that a compiler around the attached model makes, past what stands around the model itself."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
+        if torch.compiler.is_compiling():
+            self.function(module)
+
+
+def layers_of(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None) -> list[Layer]:
+    """All modules of a model, by name."""
+    layers: dict[str, Layer] = {}
+    for full_name, module in model.named_modules():
+        name = layer_name(full_name)
+        parent = layers.get(full_name.rpartition(".")[0]) if full_name else None
+        layers[full_name] = Layer(name, module, parent, filter is None or bool(filter(module, name)))
+    return list(layers.values())
+
+
+def hook_layers(layers: list[Layer], enter: Callable[[Layer], Any], leave: Callable[[Layer, Any], None]) -> list[Any]:
+    """Tells the capture whenever one of these layers is called; those with a forward of ours do that themselves."""
+    hooks: list[Any] = []
+    for layer in layers:
+        module = layer.owner()
+        assert module is not None
+        hooks.append(module.register_forward_pre_hook(ModuleHook(enter, layer)))
+        hooks.append(module.register_forward_hook(LeaveHook(leave, layer), always_call=True))
+    return hooks
+
+
+def drop_inert(module: nn.Module) -> None:
+    """Removes what a copied model has left of another one's hooks."""
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        for key in [key for key, hook in hooks.items() if hook is inert]:
+            del hooks[key]
+    for key in [key for key in module._forward_hooks_always_called if key not in module._forward_hooks]:
+        del module._forward_hooks_always_called[key]
+
+
+def layer_name(name: str) -> str:
+    """A layer's name without what wrappers put in front."""
+    return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))

@@ -1,0 +1,196 @@
+"""Forward passes, thread by thread: when our saved-tensor hooks are switched on and off."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C import _autograd
+
+from encke.capture.deferred import DeferredForward
+from encke.capture.ledger import Tally
+from encke.capture.modules import Layer
+from encke.capture.saved import Saved, SharedCell
+from encke.policies.comet.measure import Collection
+
+ACCUMULATE = 0xFFFFFFFFFFFFFFFF
+"""Sequence number of every AccumulateGrad node: these save nothing."""
+
+
+class Frame:
+    """A layer's call in progress."""
+
+    __slots__ = ("index", "layer", "number", "sites", "sizes")
+
+    def __init__(self, layer: Layer, forward: ForwardPass) -> None:
+        calls = layer.calls
+        number = forward.calls[layer] = forward.calls.get(layer, -1) + 1
+        if len(calls) <= number:
+            calls.append([])
+        self.layer = layer
+        self.number = number
+        """Number of this call of the layer within the forward pass."""
+        self.sites = calls[number]
+        self.sizes: dict[int, tuple[int, ...]] | None = None
+        """Shapes saved so far in this call, by index; max-pool indices look up their input's shape here."""
+        self.index = 0
+        """Tensors saved so far in this call."""
+
+
+class ForwardPass:
+    """One thread's forward pass in progress."""
+
+    __slots__ = (
+        "calls",
+        "cells",
+        "collection",
+        "deferred",
+        "frames",
+        "nodes",
+        "outer",
+        "pending",
+        "rank",
+        "step",
+        "tally",
+        "visited",
+        "weights",
+    )
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything: the next pass starts from here."""
+        self.frames.clear()
+        self.calls: dict[Layer, int] = {}
+        self.cells: dict[tuple[Any, ...], tuple[weakref.ref[SharedCell], weakref.ref[torch.UntypedStorage]]] = {}
+        self.pending: set[Saved] = set()
+        """Savings whose reader is not known yet."""
+        self.visited: set[int] = {ACCUMULATE}
+        """Sequence numbers of the autograd nodes that were read already."""
+        self.tally = Tally()
+        self.weights: set[int] | None = None
+        """Addresses of the model's parameters and buffers, once somebody asked."""
+        self.collection: Collection | None = None
+        self.nodes: list[Any] = []
+        self.outer: Any = None
+        """Python frame of the call that switched the hooks on."""
+        self.deferred: DeferredForward | None = None
+        """Saving that one of our own layers makes next."""
+        self.step = 0
+        self.rank = 0
+
+    def run_deferred(self) -> None:
+        """Run a deferred forward now, without packing what it saves."""
+        deferred, self.deferred = self.deferred, None
+        if deferred is not None:
+            deferred.run_unfused()
+
+    def push(self, layer: Layer) -> Frame:
+        """Begin a call of a layer."""
+        frame = Frame(layer, self)
+        self.frames.append(frame)
+        return frame
+
+
+class Threads(threading.local):
+    """One forward pass for each thread."""
+
+    def __init__(self) -> None:
+        self.forward = ForwardPass()
+
+
+class Passes:
+    """Switch the hooks on when a forward pass of a model begins, and off when it ends."""
+
+    def __init__(
+        self,
+        hooks: tuple[Callable[[Any], Any], Callable[[Any], Any]],
+        at_begin: Callable[[ForwardPass], None],
+        at_end: Callable[[ForwardPass, Any], None],
+    ) -> None:
+        """Store the hooks (pack, unpack) and what to call when a pass begins and, with its output, when it ends."""
+        self.hooks = hooks
+        self.at_begin = at_begin
+        self.at_end = at_end
+        self.threads = Threads()
+        self.detached = False
+
+    def enter(self, layer: Layer) -> Frame | None:
+        """Begin a layer's call: what is saved next is the layer's. The outermost one switches the hooks on if it may.
+
+        Called by a module hook: two Python frames up is the call of the module itself.
+        """
+        forward = self.threads.forward
+        frames = forward.frames
+        if frames:
+            if layer.parent is frames[-1].layer or not self._stale():
+                return forward.push(layer)
+            self.abandon()
+        module = layer.owner()
+        if self.detached or (module is not None and not module.training):
+            return None
+        if not torch.is_grad_enabled() or not may_push():
+            return None
+        return self.begin(layer, sys._getframe(2))
+
+    def begin(self, layer: Layer, outer: Any = None) -> Frame:
+        """Switch the hooks on for this thread, until the call `outer` (a Python frame) ends."""
+        forward = self.threads.forward
+        forward.clear()
+        forward.outer = outer
+        self.at_begin(forward)
+        frame = forward.push(layer)
+        _autograd._push_saved_tensors_default_hooks(*self.hooks)
+        return frame
+
+    def leave(self, layer: Layer, output: Any) -> None:
+        """End a layer's call, by return or by exception (`output` is None then)."""
+        frames = self.threads.forward.frames
+        if not frames or frames[-1].layer is not layer:
+            return
+        if len(frames) > 1:
+            frames.pop()
+        else:
+            self.finish(output)
+
+    def finish(self, output: Any) -> None:
+        """End the forward pass: switch the hooks off and settle what is still pending."""
+        forward = self.threads.forward
+        self._unhook()
+        self.at_end(forward, output)
+        forward.clear()
+
+    def abandon(self) -> None:
+        """Forget a forward pass that was interrupted, and take its hooks off this thread."""
+        forward = self.threads.forward
+        if forward.frames:
+            self._unhook()
+            forward.clear()
+
+    def _unhook(self) -> None:
+        top = _autograd._top_saved_tensors_default_hooks(True)
+        if top is not None and top[0] == self.hooks[0]:
+            _autograd._pop_saved_tensors_default_hooks()
+
+    def _stale(self) -> bool:
+        """Return whether the call that switched the hooks on has ended unnoticed: Ctrl-C runs no forward hooks."""
+        frame: Any = sys._getframe(1)
+        outer = self.threads.forward.outer
+        while frame is not None and outer is not None:
+            if frame is outer:
+                return False
+            frame = frame.f_back
+        return outer is not None
+
+
+def may_push() -> bool:
+    """Return whether hooks may be pushed now: never above somebody else's, never under torch.func, which refuses."""
+    if _autograd._top_saved_tensors_default_hooks(True) is not None:
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is None
