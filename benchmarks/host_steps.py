@@ -29,7 +29,7 @@ from encke.capture import hooks
 from encke.fused import layers
 from encke.kernels import reference
 from encke.kernels.gpu import launch
-from encke.policies.comet.policy import Setting
+from encke.policies.comet.settings import Setting
 from encke.train.models.vision import torchvision_models
 
 CHANNELS, BATCH, IMAGE = 16, 256, 2
@@ -76,7 +76,7 @@ def attached(model: nn.Module) -> encke.Handle:
     """
     layers.install = lambda layers, capture: install(layers, capture, "cpu", smallest=1)  # type: ignore[assignment]
     handle = encke.attach(model, optimizer=torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
-    handle.policy.follower.updates = 1500  # type: ignore[attr-defined]
+    handle.policy.schedule.updates = 1500  # type: ignore[attr-defined]
     convolutions = [module.forward for module in model.modules() if isinstance(module, nn.Conv2d)]
     for forward in convolutions[::2]:
         forward.smallest = 1 << 62  # type: ignore[attr-defined]

@@ -13,17 +13,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from encke.capture.encoding import Policy
 from encke.capture.hooks import Capture
 from encke.capture.modules import Layer, WatchHook, drop_inert, hook_layers, layers_of
 from encke.capture.passes import may_push
 from encke.codecs.pending import settle_all
 from encke.fused import gelu
 from encke.fused import layers as fused
-from encke.policies import Comet
+from encke.policies import AdaptivePolicy, Policy, preset
 from encke.report import Report, StepLog, peak_bytes, rows_of
 
-DEFAULT = Comet()
 _handles: weakref.WeakKeyDictionary[nn.Module, Handle] = weakref.WeakKeyDictionary()
 
 
@@ -44,7 +42,8 @@ class Handle:
     @property
     def history(self) -> list[dict[str, Any]]:
         """What the policy set at each collection step, site by site, with the figures behind it; for plotting."""
-        return list(getattr(self.policy, "history", ()))
+        policy = self.policy
+        return policy.history if isinstance(policy, AdaptivePolicy) else []
 
     def log(self, target: str | os.PathLike[str] | TextIO | None, every: int = 1) -> None:
         """Writes bound and ratio of every layer at every `every`-th forward pass; None ends it.
@@ -81,6 +80,17 @@ class Handle:
             layers=rows,
         )
 
+    def collect_now(self) -> bool:
+        """Make the next training forward pass a collection step.
+
+        Returns:
+            False if the policy is not adaptive, so that there is nothing to collect.
+        """
+        schedule = self._capture.schedule
+        if schedule is not None:
+            schedule.collect_now()
+        return schedule is not None
+
     def detach(self) -> None:
         """Takes every hook off the model; what was saved before stays readable. Calling it twice does no harm."""
         for hook in self._hooks:
@@ -90,8 +100,8 @@ class Handle:
         self._capture.passes.detached = self._model is not None
         self._capture.passes.abandon()
         self._capture.ledger.write(self._capture.step)
-        if self._capture.follower is not None:
-            self._capture.follower.stop()
+        if self._capture.schedule is not None:
+            self._capture.schedule.stop()
         model = self._model() if self._model is not None else None
         if model is not None and _handles.get(model) is self:
             del _handles[model]
@@ -116,7 +126,7 @@ class Handle:
 
 def attach(
     model: nn.Module,
-    policy: Policy | Comet | None = None,
+    policy: Policy | str = "default",
     optimizer: Optimizer | None = None,
     filter: Callable[[nn.Module, str], bool] | None = None,
 ) -> Handle:
@@ -131,9 +141,8 @@ def attach(
         raise TypeError(
             f"attach takes a torch.nn.Module, got {type(model).__name__}; for functions use `with encke.compress():`"
         )
-    policy = DEFAULT if policy is None else policy
-    check_policy(policy)
     check_optimizer(optimizer)
+    policy = policy_from(policy)
     if filter is not None and not callable(filter):
         raise TypeError(f"filter must be a function (module, name) -> bool, got {type(filter).__name__}")
     if next(model.parameters(), None) is None:
@@ -151,7 +160,7 @@ def attach(
 
     for module in model.modules():
         drop_inert(module)
-    capture = Capture(at_work(policy, model, optimizer), model)
+    capture = Capture(bind_policy(policy, model, optimizer), model)
     handle = Handle(capture, model, optimizer)
     if compiled is not None:
         handle._hooks.append(Around(compiled, capture, filter))
@@ -228,9 +237,16 @@ class Around:
             model.__dict__[self.name] = self.call
 
 
-def check_policy(policy: Any) -> None:
-    if isinstance(policy, type) or not any(callable(getattr(policy, name, None)) for name in ("choose", "follow")):
-        raise TypeError(f"policy must be one of encke.policies, such as encke.policies.Comet(), got {policy!r}")
+def policy_from(policy: Any) -> Policy:
+    """Return the policy itself, or the one with this preset name."""
+    if isinstance(policy, str):
+        return preset(policy)
+    if not isinstance(policy, Policy):
+        raise TypeError(
+            f"policy must be a name such as 'default' or one of encke.policies, such as encke.policies.Comet(), "
+            f"got {policy!r}"
+        )
+    return policy
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -238,10 +254,9 @@ def check_optimizer(optimizer: Any) -> None:
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
 
 
-def at_work(policy: Any, model: nn.Module | None, optimizer: Optimizer | None) -> Policy:
-    """The policy itself, or for one that follows the training, what it is in this one."""
-    follow = getattr(policy, "follow", None)
-    return follow(model, optimizer) if follow is not None else policy
+def bind_policy(policy: Policy, model: nn.Module | None, optimizer: Optimizer | None) -> Policy:
+    """Return the policy at work in one training: an adaptive one gets a state of its own."""
+    return policy.bind(model, optimizer) if isinstance(policy, AdaptivePolicy) else policy
 
 
 class compress:
@@ -250,11 +265,9 @@ class compress:
     Make it once and enter it at every step: it learns from one step to the next who reads what.
     """
 
-    def __init__(self, policy: Policy | Comet | None = None, optimizer: Optimizer | None = None) -> None:
-        policy = DEFAULT if policy is None else policy
-        check_policy(policy)
+    def __init__(self, policy: Policy | str = "default", optimizer: Optimizer | None = None) -> None:
         check_optimizer(optimizer)
-        self._capture = Capture(at_work(policy, None, optimizer), None)
+        self._capture = Capture(bind_policy(policy_from(policy), None, optimizer), None)
         self._layer = Layer("", None, None, True)
         self._handle = Handle(self._capture, optimizer=optimizer)
 

@@ -23,7 +23,6 @@ from typing import Any, TextIO, cast
 import torch
 from torch import nn
 
-from encke.api import Handle
 from encke.bench.methods import METHODS
 from encke.bench.models import MODELS, data_for, loss_of, optimizer_for
 from encke.tools import process
@@ -188,7 +187,7 @@ class Training:
 
     def collect_next(self) -> bool:
         """Makes the next step a collection step; False where the policy does not collect."""
-        return self.handle is not None and collect_next(self.handle)
+        return self.handle is not None and self.handle.collect_now()
 
     def timed(self, steps: int = 1) -> tuple[float, float]:
         """Milliseconds of a step, for the host and until its end; of several, without waiting in between."""
@@ -199,16 +198,6 @@ class Training:
         host = time.perf_counter() - start
         self.wait()
         return 1e3 * host / steps, 1e3 * (time.perf_counter() - start) / steps
-
-
-def collect_next(handle: Handle) -> bool:
-    """Sets the handle's state to one in which the next step collects; False if its policy has no such state."""
-    state = handle.state_dict()
-    if "follower" not in state["policy"]:
-        return False
-    state["policy"]["follower"]["again"] = True
-    handle.load_state_dict(state)
-    return True
 
 
 def measure(task: Task) -> Result:

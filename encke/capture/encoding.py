@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,19 +16,12 @@ from encke.capture.sites import Site
 from encke.codecs import Between, Codec, Lossless, Mask, Sign, Window
 from encke.codecs.base import mix
 from encke.codecs.packed import Layout, run_of
+from encke.policies.base import Policy
 
 MASK, SIGN = Mask(), Sign()
 
 storage_ref = weakref.ref
 """A storage's Python object lives as long as its memory does, whoever holds that."""
-
-
-class Policy(Protocol):
-    """What capture asks of a policy. One that follows the training has a `follower` as well."""
-
-    def choose(self, site: Site) -> Codec: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def codec_for(policy: Policy, site: Site, dtype: torch.dtype, frame: Frame | None) -> Codec | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from encke.capture.deferred import DeferredForward
-from encke.capture.encoding import MASK, Policy, codec_for, encode, encode_alone, shared_cell
+from encke.capture.encoding import MASK, codec_for, encode, encode_alone, shared_cell
 from encke.capture.ledger import Ledger, Record
 from encke.capture.modules import Layer
 from encke.capture.needs import KNOWN, needs_weight_gradient, operation_name
@@ -22,7 +22,7 @@ from encke.capture.saved import Pending, Saved
 from encke.capture.sites import Site
 from encke.codecs.packed import check_version, flatten, layout_of
 from encke.codecs.pending import settle_all
-from encke.policies.comet.schedule import Follower
+from encke.policies.base import AdaptivePolicy, Policy, Schedule
 
 SMALL = 16384
 """Tensors of fewer bytes than this pass through as they are."""
@@ -36,7 +36,7 @@ class Capture:
 
     def __init__(self, policy: Policy, root: nn.Module | None) -> None:
         self.policy = policy
-        self.follower: Follower | None = getattr(policy, "follower", None)
+        self.schedule: Schedule | None = policy.schedule if isinstance(policy, AdaptivePolicy) else None
         self.step = 0
         """Training forward passes so far."""
         self.rank = 0
@@ -54,8 +54,8 @@ class Capture:
     def _begin_pass(self, forward: ForwardPass) -> None:
         self.begin_step()
         forward.step, forward.rank = self.step, self.rank
-        if self.follower is not None:
-            forward.collection = self.follower.begin()
+        if self.schedule is not None:
+            forward.collection = self.schedule.begin_pass()
 
     def _end_pass(self, forward: ForwardPass, output: Any) -> None:
         """Settle what is still pending, from the graph behind the output."""

@@ -15,7 +15,7 @@ from encke.capture.deferred import DeferredForward
 from encke.capture.ledger import Tally
 from encke.capture.modules import Layer
 from encke.capture.saved import Saved, SharedCell
-from encke.policies.comet.measure import Collection
+from encke.policies.base import Collector
 
 ACCUMULATE = 0xFFFFFFFFFFFFFFFF
 """Sequence number of every AccumulateGrad node: these save nothing."""
@@ -76,7 +76,7 @@ class ForwardPass:
         self.tally = Tally()
         self.weights: set[int] | None = None
         """Addresses of the model's parameters and buffers, once somebody asked."""
-        self.collection: Collection | None = None
+        self.collection: Collector | None = None
         self.nodes: list[Any] = []
         self.outer: Any = None
         """Python frame of the call that switched the hooks on."""

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from encke.capture.encoding import Policy, codec_for, encode, encode_alone
+from encke.capture.encoding import codec_for, encode, encode_alone
 from encke.capture.ledger import Record
 from encke.capture.needs import KNOWN, need_of, operation_name
 from encke.capture.passes import Frame, Threads
 from encke.capture.saved import Pending, Saved
 from encke.capture.sites import Site
+from encke.policies.base import Policy
 
 
 class Readers:

@@ -39,7 +39,7 @@ def operations(flat: Tensor) -> Any:
 
 def as_written(thing: Any) -> str:
     """A codec or policy as one would write it: the fields that differ from their defaults."""
-    values = [(f, getattr(thing, f.name)) for f in fields(thing)]
+    values = [(f, getattr(thing, f.name)) for f in fields(thing) if f.init]
     given = [f"{f.name}={value!r}" for f, value in values if value != f.default]
     return f"{type(thing).__name__}({', '.join(given)})"
 

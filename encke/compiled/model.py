@@ -196,17 +196,15 @@ class Compiled:
 
     def collects(self) -> bool:
         """Whether this forward pass is measured, which is done without the compiled graphs."""
-        follower = self.capture.follower
-        if follower is None:
-            return False
-        return follower.open is not None or follower.again or follower.due(follower.updates + 1)
+        schedule = self.capture.schedule
+        return schedule is not None and schedule.collects_next()
 
     def begin(self) -> None:
         capture = self.capture
         capture.begin_step()
         self.ran.clear()
-        if capture.follower is not None:
-            capture.follower.begin()
+        if capture.schedule is not None:
+            capture.schedule.begin_pass()
 
     def coded(self) -> Iterator[Coded]:
         """What the graphs in force quantise."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from encke.capture.sites import Site
 from encke.codecs import Codec, DualPrecision, Keep
+from encke.policies.base import Policy
 
 
 @dataclass(frozen=True)
-class Division:
+class Division(Policy):
     """Inputs of convolutions and batch norms as averages of `block` x `block` tiles and `bits` bits a value.
 
     ReLU and dropout masks take one bit, pool indices a few, as with every policy. Inputs of linear layers, attention,
@@ -29,10 +29,3 @@ class Division:
         if planes and ("Convolution" in site.operation or "BatchNorm" in site.operation):
             return DualPrecision(self.block, self.bits)
         return Keep()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state:
-            raise ValueError(f"Division has no state, got the keys {sorted(state)}")

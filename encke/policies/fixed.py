@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from encke.capture.sites import Site
 from encke.codecs import Codec, ErrorBounded, GroupQuant, LogProb
 from encke.codecs.logprob import BOUND
+from encke.policies.base import Policy
 
 ATTENTION_REL = 1 / 512
 """Attention under a bound: half a step of eight bits, relative to the range."""
@@ -15,7 +15,7 @@ LOGPROB_ABS = BOUND
 
 
 @dataclass(frozen=True)
-class Fixed:
+class Fixed(Policy):
     """The same codec at every site.
 
     Attention keeps at least 8 bits (values and output 4), log-probabilities an error of at most 0.05.
@@ -34,13 +34,6 @@ class Fixed:
         if site.need == "logprob":
             return at_logprob(self.codec, site)
         return self.codec
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state:
-            raise ValueError(f"Fixed has no state, got the keys {sorted(state)}")
 
 
 def at_attention(codec: Codec, site: Site) -> Codec:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from encke.capture.hooks import SMALL
 from encke.capture.needs import VIEWS, operation_name
-from encke.policies.comet.measure import PRODUCTS
+from encke.policies.comet.products import PRODUCTS
 from encke.policies.comet.theory import Product
 from encke.study.models import loss_of
 

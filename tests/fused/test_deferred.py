@@ -20,7 +20,7 @@ from encke.capture.sites import Site
 from encke.codecs import GroupQuant
 from encke.fused import layers
 from encke.policies import Comet, Fixed
-from encke.policies.comet.policy import Following
+from encke.policies.comet import assess
 
 pytest.importorskip("triton")
 if not torch.cuda.is_available():
@@ -227,8 +227,8 @@ def test_steps_in_which_the_policy_collects(worked, monkeypatch):
     model = ready(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1)))
     other = copy.deepcopy(model)
     seen = []
-    least = Following._least
-    monkeypatch.setattr(Following, "_least", lambda self, norms: seen.append(list(norms)) or least(self, seen[-1]))
+    floors = assess.norm_floors
+    monkeypatch.setattr(assess, "norm_floors", lambda norms, allowed: seen.append(norms) or floors(norms, allowed))
     for device, trained in ((DEVICE, model), ("none", other)):
         handle = attach(trained, Comet(every=2), device)
         results(trained, photos(), 3)

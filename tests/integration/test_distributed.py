@@ -90,7 +90,7 @@ for rounding in ("stochastic", "nearest"):
         found = []
         for order in ("attach first", "DDP first"):
             model, handle = train(rounding, order, given)
-            decided = handle.policy.exchange(None)
+            decided = handle.policy.decisions()
             everyone = [None, None]
             dist.all_gather_object(everyone, (decided["settings"], decided["history"], decided["turn"]))
             assert everyone[0] == everyone[1] and len(decided["settings"]) == 5, (rounding, given, order)

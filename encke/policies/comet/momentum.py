@@ -1,8 +1,8 @@
-"""The mean absolute momentum of a weight, in one unit for all optimizers: that of SGD's buffer.
+"""Mean absolute momentum of a weight, in one unit for all optimizers: that of SGD's buffer.
 
 SGD's buffer is a sum of gradients in which older ones fade: 1 / (1 - momentum) times their average. Adam's `exp_avg` is
-an average, so it is divided by 1 - beta1. Both start at zero; dividing by 1 - decay^steps undoes that. Where an
-optimizer keeps no such thing, an average of the gradients is kept here.
+an average, so it is divided by 1 - beta1. Both start at zero; dividing by 1 - decay^steps undoes that. For an optimizer
+without momentum, running averages of the gradients are kept here.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 DECAY = 0.9
-"""Of the averages that we keep ourselves."""
+"""Decay of the running gradient averages kept for optimizers without momentum."""
 
 
 def mean_abs(x: Tensor) -> Tensor:
-    """The mean absolute value, as a 0-dim tensor on x's device."""
+    """Return the mean absolute value, as a 0-dim tensor on x's device."""
     return torch.linalg.vector_norm(x.detach(), 1, dtype=torch.float32 if x.dtype.itemsize < 8 else None) / x.numel()
 
 
 class Averages:
-    """Averages of gradients for weights whose optimizer has no momentum, or is not known."""
+    """Running averages of gradients, for weights whose optimizer has no momentum or is not known."""
 
     def __init__(self) -> None:
         self._kept: Any = WeakTensorKeyDictionary()
 
     def add(self, weight: Tensor, gradient: Tensor) -> None:
-        """Another step's gradient of a weight."""
+        """Add one step's gradient of a weight."""
         if gradient.layout != torch.strided:
             return
         # One bad gradient must not spoil the average for good.
@@ -40,30 +40,32 @@ class Averages:
         average = gradient * (1 - DECAY) if average is None else average.lerp_(gradient.to(average.dtype), 1 - DECAY)
         self._kept[weight] = (average, count + 1)
 
-    def momentum(self, weight: Tensor) -> Tensor | None:
-        """The mean absolute momentum of a weight, None if no gradient has come by."""
+    def mean_abs_momentum(self, weight: Tensor) -> Tensor | None:
+        """Return the mean absolute momentum of a weight, None if it has had no gradient."""
         if weight not in self._kept:
             return None
         average, count = self._kept[weight]
         return mean_abs(average) / ((1 - DECAY**count) * (1 - DECAY))
 
     def clear(self) -> None:
+        """Forget all averages."""
         self._kept.clear()
 
     def state_dict(self, names: dict[str, Tensor]) -> dict[str, Any]:
-        """The averages of the named weights."""
+        """Return the averages of the named weights."""
         kept = {name: self._kept[weight] for name, weight in names.items() if weight in self._kept}
         return {name: (average.clone(), count) for name, (average, count) in kept.items()}
 
     def load_state_dict(self, state: dict[str, Any], names: dict[str, Tensor]) -> None:
+        """Take the averages of those weights that are in `names`; others are left out."""
+        kept = [(names[name], average, count) for name, (average, count) in state.items() if name in names]
         self.clear()
-        for name, (average, count) in state.items():
-            if name in names:
-                self._kept[names[name]] = (average.clone().to(names[name].device), count)
+        for weight, average, count in kept:
+            self._kept[weight] = (average.clone().to(weight.device), count)
 
 
 class Momenta:
-    """What an optimizer keeps of each weight's gradients."""
+    """Reads the momentum that an optimizer keeps of each weight."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -72,7 +74,7 @@ class Momenta:
         }
 
     def kept(self, weight: Tensor) -> bool:
-        """Whether the optimizer keeps a momentum of this weight's gradient, now or after its first step."""
+        """Return whether the optimizer keeps a momentum of this weight, now or after its first step."""
         group, state = self.groups.get(id(weight)), self.optimizer.state.get(weight, {})
         if group is None:
             return False
@@ -80,10 +82,12 @@ class Momenta:
             return bool(group["momentum"])
         return bool(group.get("betas", (0,))[0]) and ("exp_avg" in state or not state)
 
-    def of(self, weight: Tensor, updates: int | None) -> Tensor | None:
-        """The mean absolute momentum of a weight; None if there is none.
+    def mean_abs_momentum(self, weight: Tensor, updates: int | None) -> Tensor | None:
+        """Return the mean absolute momentum of a weight; None if there is none.
 
-        `updates` is how many steps SGD's buffer has seen; None if nobody counted: then it is taken as long since full.
+        Args:
+            weight: The weight.
+            updates: Steps that SGD's buffer has seen; None if nobody counted, then it counts as warmed up.
         """
         group, state = self.groups.get(id(weight)), self.optimizer.state.get(weight, {})
         if group is None or not state:
@@ -104,7 +108,7 @@ class Momenta:
 
 
 def gradient_norm(weights: Iterable[Tensor]) -> Tensor | None:
-    """The norm of the weights' gradients together, None without any; nothing waits for the GPU."""
+    """Return the norm of the weights' gradients together, None without any; nothing waits for the GPU."""
     gradients = [w.grad.detach() for w in weights if w.grad is not None and w.grad.layout == torch.strided]
     if not gradients:
         return None

@@ -16,8 +16,8 @@ from encke.capture.sites import Site
 from encke.codecs import GroupQuant
 from encke.codecs.packed import Packed, flatten
 from encke.policies import Comet
-from encke.policies.comet import policy
-from encke.policies.comet.measure import Passing, Reading, Stats, mixed
+from encke.policies.comet import assess
+from encke.policies.comet.measure import NormGradientSample, TensorStats, WeightGradientSample, mixed_share
 
 
 def backward(x: Tensor, g: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
@@ -26,10 +26,10 @@ def backward(x: Tensor, g: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor)
     )
 
 
-def stats_of(x: Tensor) -> Stats:
+def stats_of(x: Tensor) -> TensorStats:
     flat, layout = flatten(x)
     codec = GroupQuant(bits=2)
-    return Stats(flat, layout, codec.encode_flat(flat, layout), [codec], 0)
+    return TensorStats(flat, layout, codec.encode_flat(flat, layout), [codec], 0)
 
 
 @pytest.mark.parametrize("apart", [True, False])
@@ -46,9 +46,9 @@ def test_the_prediction_is_the_measured_error(apart, along):
     g = torch.randn_like(x) + along * h + 0.2
     weight = torch.rand(channels) + 0.5
     right = backward(x, g, mean, invstd, weight)
-    passing = Passing(Site("layer", 0, ()), stats_of(x), 0.0 if apart else 1.0)
-    passing.gradient(invstd, right, g)
-    assert passing.ratio is not None
+    sample = NormGradientSample(Site("layer", 0, ()), stats_of(x), 0.0 if apart else 1.0)
+    sample.measure(invstd, right, g)
+    assert sample.linear is not None
     small = 0.01 * (spread if apart else 1.0)
     errors = []
     for _ in range(100):
@@ -57,7 +57,7 @@ def test_the_prediction_is_the_measured_error(apart, along):
         errors.append((wrong - right[0]).square().sum() / right[0].square().sum())
     measured = torch.stack(errors).mean()
     size = (small * torch.ones_like(x)).square().mean()
-    assert math.isclose(measured, passing.ratio * size, rel_tol=0.15)
+    assert math.isclose(measured, sample.linear * size, rel_tol=0.15)
 
 
 @pytest.mark.parametrize("size", [24, 8])
@@ -72,13 +72,13 @@ def test_groups_that_reach_into_a_channel_of_little_spread(size):
     flat, layout = flatten(x)
     codec = GroupQuant(bits=2)
     packed = [codec.encode_flat(flat, layout, key) for key in range(30)]
-    stats = Stats(flat, layout, packed[0], [codec], 0)
-    passing = Passing(Site("layer", 0, ()), stats, mixed(packed[0], layout))
-    passing.gradient(invstd, right, g)
+    stats = TensorStats(flat, layout, packed[0], [codec], 0)
+    sample = NormGradientSample(Site("layer", 0, ()), stats, mixed_share(packed[0], layout))
+    sample.measure(invstd, right, g)
     wrong = [backward(layout.restore(p.decode_flat()), g, mean, invstd, weight)[0] for p in packed]
     measured = torch.stack([(w - right[0]).square().sum() / right[0].square().sum() for w in wrong]).mean()
     error = stats.errors[codec][0]
-    predicted = passing.ratio * error + passing.square * error**2
+    predicted = sample.linear * error + sample.quadratic * error**2
     assert 0.5 < predicted / measured < 2
 
 
@@ -87,7 +87,7 @@ def test_the_share_of_values_in_mixed_groups():
 
     def share(shape: tuple[int, ...], memory: torch.memory_format = torch.contiguous_format) -> float:
         flat, layout = flatten(torch.randn(shape).contiguous(memory_format=memory))
-        return mixed(codec.encode_flat(flat, layout), layout)
+        return mixed_share(codec.encode_flat(flat, layout), layout)
 
     assert share((4, 16, 16, 16)) == 0.0 and share((4, 16, 8, 8)) == 1.0
     assert share((4, 16, 24, 24)) == pytest.approx(64 / 576)  # every second plane ends with a group
@@ -96,12 +96,12 @@ def test_the_share_of_values_in_mixed_groups():
 
 def test_frozen_norms_and_gradients_that_are_not_there_tell_nothing():
     x = torch.randn(4, 8, 16, 16)
-    passing = Passing(Site("layer", 0, ()), stats_of(x), 0.0)
-    passing.gradient(torch.ones(8), (x, None, None), x)
-    passing.gradient(torch.ones(8), (None, torch.ones(8), torch.ones(8)), x)
-    passing.gradient(torch.ones(8), (x, torch.ones(8), torch.ones(8)), None)
-    passing.gradient(torch.empty(0), (x, torch.ones(8), torch.ones(8)), x)
-    assert passing.ratio is None
+    sample = NormGradientSample(Site("layer", 0, ()), stats_of(x), 0.0)
+    sample.measure(torch.ones(8), (x, None, None), x)
+    sample.measure(torch.ones(8), (None, torch.ones(8), torch.ones(8)), x)
+    sample.measure(torch.ones(8), (x, torch.ones(8), torch.ones(8)), None)
+    sample.measure(torch.empty(0), (x, torch.ones(8), torch.ones(8)), x)
+    assert sample.linear is None
 
 
 class Straight(nn.Module):
@@ -139,9 +139,9 @@ def test_norms_that_spoil_what_they_give_on_get_more_bits(monkeypatch):
     assert bits_of_norms(True, often) == [2, 2, 2, 2]
     straight = bits_of_norms(False, often)
     assert len(straight) == 4 and max(straight) > 2
-    monkeypatch.setattr(policy, "NORM_PASSED", 1e-3)
+    monkeypatch.setattr(assess, "NORM_PROPAGATED", 1e-3)
     assert bits_of_norms(False, often) == [8, 8, 8, 8]
-    monkeypatch.setattr(policy, "NORM_PASSED", 1e3)
+    monkeypatch.setattr(assess, "NORM_PROPAGATED", 1e3)
     assert bits_of_norms(False, often) == [2, 2, 2, 2]
     monkeypatch.undo()
     assert sum(bits_of_norms(False, Comet(every=1, sigma=0.002))) > sum(straight)
@@ -226,7 +226,8 @@ def test_nothing_of_a_collection_step_outlives_it(every):
     handle = encke.attach(model, Comet(every=every), optimizer)
 
     def alive() -> set[int]:
-        return {id(o) for o in gc.get_objects() if issubclass(type(o), (Passing, Reading, Stats, Packed, SharedCell))}
+        kinds = (NormGradientSample, WeightGradientSample, TensorStats, Packed, SharedCell)
+        return {id(o) for o in gc.get_objects() if issubclass(type(o), kinds)}
 
     gc.collect()
     gc.disable()

@@ -21,9 +21,11 @@ import encke
 from encke.codecs import ErrorBounded, GroupQuant
 from encke.codecs.packed import flatten
 from encke.policies import Comet
+from encke.policies.comet import assess
 from encke.policies.comet import policy as comet_policy
-from encke.policies.comet.measure import Probe
-from encke.policies.comet.policy import Following
+from encke.policies.comet.measure import ErrorProbe
+from encke.policies.comet.policy import initial_codec
+from encke.policies.comet.schedule import CollectionSchedule
 from encke.policies.comet.theory import error_std
 
 ROUNDINGS = ["stochastic", "nearest"]
@@ -129,7 +131,7 @@ def one_thread() -> Iterator[None]:
 
 def test_attach_takes_comet_with_stochastic_rounding_if_nothing_is_said() -> None:
     handle = encke.attach(nn.Linear(2, 2))
-    assert isinstance(handle.policy, Following) and handle.policy.comet == Comet()
+    assert isinstance(handle.policy, Comet) and handle.policy == Comet()
     assert Comet().rounding == "stochastic" and Comet().tolerance == 0.2 and Comet().formula == "exact"
     assert repr(handle.policy) == "Comet()" == handle.report().policy
     assert Comet(rounding="nearest").tolerance == 0.01 and Comet(0.3, rounding="nearest").tolerance == 0.3
@@ -176,8 +178,8 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], kind: type[Excepti
     ],
 )
 def test_collection_steps_double_until_every_takes_over(every: int, expected: list[int]) -> None:
-    follower = Following(Comet(every=every)).follower
-    assert [step for step in range(1, 3001) if follower.due(step)] == expected
+    schedule = CollectionSchedule(Comet(), every, None, None)
+    assert [step for step in range(1, 3001) if schedule.due(step)] == expected
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["optimizer", "no optimizer"])
@@ -270,18 +272,18 @@ WRONG: dict[str, Callable[..., float]] = {
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_a_wrong_theory_shows(wrong: str, rounding: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comet_policy, "error_std", WRONG[wrong])
+    monkeypatch.setattr(assess, "error_std", WRONG[wrong])
     assert off(run(Comet(every=5, rounding=rounding))) > 0.15
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_sparsity_ignored_shows(rounding: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Following.predict
+    right = assess.predict
 
-    def predict(self: Following, r: Any, gradient: Any, power: float, mean: float) -> float:
-        return right(self, r, gradient, power / float(r.stats.share), mean)
+    def predict(formula: str, sample: Any, gradient: Any, power: float, mean: float) -> float:
+        return right(formula, sample, gradient, power / float(sample.stats.share), mean)
 
-    monkeypatch.setattr(Following, "predict", predict)
+    monkeypatch.setattr(assess, "predict", predict)
     assert off(run(Comet(every=5, rounding=rounding))) > 0.15
 
 
@@ -289,7 +291,7 @@ def test_sparsity_ignored_shows(rounding: str, monkeypatch: pytest.MonkeyPatch) 
 def test_mean_errors_count_where_output_gradients_do_not_cancel(
     layer: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = Following.predict
+    right = assess.predict
 
     def apart() -> float:
         torch.manual_seed(0)
@@ -306,7 +308,7 @@ def test_mean_errors_count_where_output_gradients_do_not_cancel(
         return abs(math.log(row["in_force_predicted"] / row["in_force_measured"]))
 
     assert apart() < 0.15
-    monkeypatch.setattr(Following, "predict", lambda self, r, g, power, mean: right(self, r, g, power, 0.0))
+    monkeypatch.setattr(assess, "predict", lambda formula, r, g, power, mean: right(formula, r, g, power, 0.0))
     assert apart() > 0.3
 
 
@@ -314,8 +316,8 @@ def test_mean_errors_count_where_output_gradients_do_not_cancel(
 def test_measurement_corrects_a_wrong_prediction(rounding: str, sigma: float, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Comet(sigma, every=5, rounding=rounding)
     expected = last(run(policy, steps=20, lr=0.0))
-    right = Following.predict
-    monkeypatch.setattr(Following, "predict", lambda self, *figures: 3 * right(self, *figures))
+    right = assess.predict
+    monkeypatch.setattr(assess, "predict", lambda *figures: 3 * right(*figures))
     wrong = run(policy, steps=20, lr=0.0)
     first = {row["layer"]: row for row in weight_rows(wrong, 5)}
     for layer, row in last(wrong).items():
@@ -556,11 +558,11 @@ def test_without_an_optimizer_averages_are_kept(rounding: str) -> None:
 def test_a_handful_of_steps_are_averaged_and_then_forgotten() -> None:
     model = net()
     handle = encke.attach(model, Comet(every=100))
-    follower = handle.policy.follower  # type: ignore[attr-defined]
+    schedule = handle.policy.schedule  # type: ignore[attr-defined]
     train(model, None, 45, lr=0.0)
-    assert not follower.averages.state_dict(dict(model.named_parameters()))
+    assert not schedule.averages.state_dict(dict(model.named_parameters()))
     train(model, None, 20, lr=0.0)
-    kept = follower.averages.state_dict(dict(model.named_parameters()))
+    kept = schedule.averages.state_dict(dict(model.named_parameters()))
     assert set(kept) == {f"{layer}.weight" for layer in WEIGHTS}
 
 
@@ -637,7 +639,7 @@ def test_an_overflow_that_the_scaler_skips_delays_the_collection() -> None:
         scaler.step(optimizer)
         scaler.update()
     # The fifth forward pass had no step, so the sixth is the fifth step's.
-    assert steps_of(handle) == [5] and handle.policy.follower.updates == 7  # type: ignore[attr-defined]
+    assert steps_of(handle) == [5] and handle.policy.schedule.updates == 7  # type: ignore[attr-defined]
     assert {row["layer"] for row in weight_rows(handle)} == set(WEIGHTS)
 
 
@@ -804,12 +806,11 @@ def test_one_policy_serves_two_models() -> None:
     for _, model, optimizer, steps in handles:
         train(model, optimizer, steps)
     assert steps_of(handles[0][0]) == [5] and steps_of(handles[1][0]) == [5, 10]
-    with pytest.raises(ValueError, match="follows another training"):
-        handles[0][0].policy.follower.start(net(), None)  # type: ignore[attr-defined]
+    assert policy.history == [] and policy.settings == {}
 
 
 def test_what_is_chosen_before_the_first_collection() -> None:
-    assert Comet().initial == GroupQuant(2) and Comet(rounding="nearest").initial == ErrorBounded(1e-2, "rel")
+    assert initial_codec(True, 3) == GroupQuant(2, seed=3) and initial_codec(False, 0) == ErrorBounded(1e-2, "rel")
 
 
 # -- history, log, detach ----------------------------------------------------------------------------------------------
@@ -980,7 +981,7 @@ def test_what_is_kept_of_an_error_is_small_and_tells_it(codec, memory) -> None:
     x = torch.randn(8, 32, 16, 16, generator=generator).relu().contiguous(memory_format=memory)
     flat, layout = flatten(x)
     packed = codec.encode_flat(flat, layout, 3)
-    probe = Probe(flat, layout, packed, 3, whole=True)
+    probe = ErrorProbe(flat, layout, packed, 3, whole=True)
     assert probe.error.nbytes < 0.6 * x.numel()
     g = torch.randn(8, 24, 16, 16, generator=generator)
     settings = []
@@ -1033,7 +1034,7 @@ class Pooled(nn.Module):
 
 @pytest.mark.parametrize(("spare", "bits"), [(0.01, 8), (0.0, 2)])
 def test_the_smallest_inputs_have_the_most_bits_from_the_second_step_on(spare, bits, monkeypatch) -> None:
-    monkeypatch.setattr(comet_policy, "SPARE", spare)
+    monkeypatch.setattr(assess, "CHEAP_SHARE", spare)
     torch.manual_seed(0)
     model = Pooled()
     optimizer = sgd(model, 0.0)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from encke.capture.needs import operation_name
 from encke.capture.sites import Site
-from encke.policies import Comet
-from encke.policies.comet.measure import PRODUCTS, Reading, convolution
-from encke.policies.comet.policy import Following, Gradient
+from encke.policies.comet.assess import WeightFigures, predict
+from encke.policies.comet.measure import WeightGradientSample
+from encke.policies.comet.products import PRODUCTS, WeightProduct, convolution
 from encke.policies.comet.theory import (
     PAPER_A,
     Gain,
@@ -128,12 +128,12 @@ def test_an_error_that_does_not_cancel_is_predicted_too(name: str) -> None:
     mean, g = 0.01, torch.full_like(y, 0.2)
     measured = math.sqrt(float(weight_gradient(layer, torch.full_like(x, mean), g).square().mean()))
     site = Site("layer", 0, ())
-    reading = Reading(site, None, product, weight)  # type: ignore[arg-type]
+    sample = WeightGradientSample(site, None, WeightProduct(product, weight, channel, lambda g, x: g))  # type: ignore[arg-type]
     flat = g if "linear" not in name else g.flatten(0, -2)
-    reading.gradient(flat, channel, lambda g, x: g)
-    assert reading.power is not None and reading.absolute is not None and reading.sums is not None
-    gradient = Gradient(float(reading.power), float(reading.absolute), float(reading.sums), math.nan, 1.0)
-    predicted = Following(Comet()).predict(reading, gradient, mean**2, mean)
+    sample.measure(flat)
+    assert sample.power is not None and sample.absolute is not None and sample.sums is not None
+    gradient = WeightFigures(float(sample.power), float(sample.absolute), float(sample.sums), math.nan, 1.0)
+    predicted = predict("exact", sample, gradient, mean**2, mean)
     # Taps are averaged, so that layers with much padding are not exact.
     assert predicted == pytest.approx(measured, rel=0.15), predicted / measured
 

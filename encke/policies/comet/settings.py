@@ -1,0 +1,87 @@
+"""Settings in force, site by site: what Comet has learnt from one training, as data that can be saved."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from encke.capture.saved import strictest
+from encke.capture.sites import Site
+from encke.codecs import Codec, ErrorBounded, GroupQuant
+from encke.policies.comet.theory import Gain
+
+
+@dataclass(slots=True)
+class Setting:
+    """The codec in force at one place, and how far predictions there were off."""
+
+    codec: Codec
+    gain: Gain = field(default_factory=Gain)
+    values: int = 0
+    """Values saved here last, if a weight's gradient is computed from them."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the setting as plain data."""
+        codec: dict[str, Any] = {}
+        if isinstance(self.codec, GroupQuant):
+            codec = {"bits": self.codec.bits}
+        elif isinstance(self.codec, ErrorBounded):
+            codec = {"bound": self.codec.bound, "mode": self.codec.mode}
+        return {**codec, "gain": asdict(self.gain), "values": self.values}
+
+    @staticmethod
+    def from_dict(data: dict[str, Any], seed: int) -> Setting:
+        """Return the setting that `to_dict` has written; its codec gets the seed of the policy that reads it."""
+        codec: Codec = (
+            GroupQuant(bits=data["bits"], seed=seed)
+            if "bits" in data
+            else ErrorBounded(data["bound"], data["mode"], seed=seed)
+        )
+        return Setting(codec, Gain(**data["gain"]), data["values"])
+
+
+class Learnt:
+    """Everything that Comet has learnt from one training and that its choices depend on."""
+
+    def __init__(self) -> None:
+        self.settings: dict[str, Setting] = {}
+        """Settings in force, by place."""
+        self.layers: dict[str, Codec] = {}
+        """The strictest codec of each layer, for places not seen before."""
+        self.history: list[dict[str, Any]] = []
+        self.turn = 0
+        """Where the next round of measured places begins."""
+        self.warned = False
+
+    def find_strictest(self) -> None:
+        """Bring `layers` up to date with `settings`."""
+        layers: dict[str, list[Codec]] = {}
+        for place, setting in self.settings.items():
+            layers.setdefault(place.rsplit("/", 2)[0], []).append(setting.codec)
+        self.layers = {layer: strictest(codecs) for layer, codecs in layers.items()}
+
+    def note(self, step: int, site: Site, setting: Setting, share: float, std: float, **figures: float) -> None:
+        """Add an entry to the history; a figure that is not a number becomes None."""
+        codec = setting.codec
+        row = {"step": step, "layer": site.layer, "operation": site.operation, "slot": site.slot, "place": site.place}
+        row |= {"codec": type(codec).__name__, "bound": getattr(codec, "bound", None)}
+        row |= {"bits": getattr(codec, "bits", None), "share": share, "std": std, "gain": setting.gain.value}
+        self.history.append(row | {name: None if math.isnan(value) else value for name, value in figures.items()})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain data, independent of what is learnt later."""
+        settings = {place: setting.to_dict() for place, setting in self.settings.items()}
+        state = {"settings": settings, "history": self.history, "turn": self.turn, "warned": self.warned}
+        return copy.deepcopy(state)
+
+    @staticmethod
+    def from_dict(state: dict[str, Any], seed: int) -> Learnt:
+        """Return what `to_dict` has written."""
+        learnt = Learnt()
+        learnt.settings = {place: Setting.from_dict(data, seed) for place, data in state["settings"].items()}
+        learnt.history = list(state["history"])
+        learnt.turn, learnt.warned = state["turn"], state["warned"]
+        learnt.find_strictest()
+        return learnt

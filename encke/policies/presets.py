@@ -1,0 +1,43 @@
+"""Presets: policies by name, the one vocabulary for attach, train, bench, study, benchmarks and reports."""
+
+from __future__ import annotations
+
+import difflib
+
+from encke.policies.base import Policy
+from encke.policies.comet.policy import Comet
+from encke.policies.division import Division
+
+PRESETS: dict[str, Policy] = {
+    "default": Comet(),
+    "careful": Comet(sigma=0.1),
+    "aggressive": Comet(sigma=0.4),
+    "comet": Comet(sigma=0.01, rounding="nearest", formula="paper"),
+    "division": Division(),
+}
+"""The policy behind each name. `comet` is COMET as published, `division` is DIVISION."""
+
+
+def preset(name: str) -> Policy:
+    """Return the policy with this name.
+
+    Args:
+        name: "default", "careful", "aggressive", "comet" or "division".
+
+    Returns:
+        The policy, not yet bound to a training; `attach` takes the name itself as well.
+
+    Raises:
+        ValueError: There is no preset of this name.
+
+    Example:
+        >>> preset("careful")
+        Comet(sigma=0.1)
+        >>> sorted(PRESETS)
+        ['aggressive', 'careful', 'comet', 'default', 'division']
+    """
+    if name not in PRESETS:
+        near = difflib.get_close_matches(str(name), PRESETS, 1)
+        hint = f", did you mean {near[0]!r}?" if near else "."
+        raise ValueError(f"unknown preset {name!r}{hint} Presets: {', '.join(PRESETS)}")
+    return PRESETS[name]
