@@ -74,7 +74,9 @@ def test_attaching_again_is_an_error_for_the_model_its_parts_and_what_contains_i
     [
         (lambda: encke.attach(nn.ReLU()), ValueError, "no parameters"),
         (lambda: encke.attach(torch.sin), TypeError, "compress"),
-        (lambda: encke.attach(net(), policy="fast"), TypeError, "policy must be"),
+        (lambda: encke.attach(net(), policy="fast"), ValueError, "unknown preset 'fast'.*default, careful"),
+        (lambda: encke.attach(net(), policy="carefull"), ValueError, "did you mean 'careful'"),
+        (lambda: encke.attach(net(), policy=encke.policies.Comet), TypeError, "policy must be"),
         (lambda: encke.attach(net(), policy=ErrorBounded(0.1)), TypeError, "policy must be"),
         (lambda: encke.attach(net(), optimizer="sgd"), TypeError, "optimizer must be"),
         (lambda: encke.attach(net(), filter="conv"), TypeError, "filter must be"),
