@@ -93,6 +93,10 @@ def official(root: Path, classes: Sequence[str]) -> dict[str, Listed]:
     found = {}
     for name, file in (("train", lists / "train_list.mat"), ("val", lists / "test_list.mat")):
         files = read_list(file)
+        # Two plain names and no more: a path with `..` in it would be written outside DST.
+        outside = next((path for path in files if len(Path(path).parts) != 2 or ".." in path.split("/")), None)
+        if outside is not None:
+            raise UsageError(f"{file} lists {outside!r}, which is not BREED/FILE: get the lists again")
         missing = [path for path in files if Path(path).parts[0] not in number or not (root / path).is_file()]
         if missing:
             raise UsageError(

@@ -61,6 +61,24 @@ def close() -> None:
         _open.popitem()[1].close()
 
 
+def read_meta(text: bytes, path: Path) -> dict[str, Any]:
+    """Return the description of a finished LMDB. Anything but what `encke data lmdb` writes is an error."""
+    try:
+        meta = json.loads(text)
+        form = meta.get("format")
+        if form == FORMAT:
+            mean, std = ([float(value) for value in meta[name]] for name in ("mean", "std"))
+            if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
+                raise ValueError("mean and std must be three numbers each, std above 0")
+            if not all(isinstance(name, str) for name in meta["classes"]) or not isinstance(meta["count"], int):
+                raise ValueError("classes must be names and count a number")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise UsageError(f"{path}: its record {META.decode()} cannot be read ({error}): {WAY_OUT}") from None
+    if form != FORMAT:
+        raise UsageError(f"{path}: format {form!r} is not {FORMAT!r}: {WAY_OUT}")
+    return meta
+
+
 class Records:
     """The images of a finished LMDB, by number."""
 
@@ -75,10 +93,11 @@ class Records:
             started = get(self.path, PROGRESS) is not None
             what = "not finished: run the same encke data lmdb again" if started else f"not ours: {WAY_OUT}"
             raise UsageError(f"{path}: this LMDB is {what}")
-        self.meta: dict[str, Any] = json.loads(found)
-        if self.meta.get("format") != FORMAT:
-            raise UsageError(f"{path}: format {self.meta.get('format')!r} is not {FORMAT!r}: {WAY_OUT}")
-        self.labels = np.frombuffer(self.value(LABELS), dtype="<u4").astype(np.int64)
+        self.meta = read_meta(found, path)
+        labels = self.value(LABELS)
+        if len(labels) != 4 * self.meta["count"]:
+            raise UsageError(f"{path}: {len(labels)} bytes of labels for {self.meta['count']} images: {WAY_OUT}")
+        self.labels = np.frombuffer(labels, dtype="<u4").astype(np.int64)
 
     def value(self, name: bytes) -> bytes:
         found = get(self.path, name)
