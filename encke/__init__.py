@@ -1,8 +1,34 @@
-"""Encke: train in a fraction of the memory. What autograd saves is kept compressed under an error bound that holds."""
+"""Encke: train PyTorch models in a fraction of the memory, with the error of every weight's gradient under control.
+
+Tensors that autograd saves are kept compressed from forward to backward. By default they take 2 to 8 bits a value,
+unbiased, and a policy measures the training and sets the bits of each layer so that the error of every weight's
+gradient stays small beside its momentum. `encke.attach(model, optimizer=optimizer)` is all that a training needs.
+"""
 
 from encke import codecs, policies
 from encke.api import Handle, attach, compress
+from encke.capture.sites import Site
+from encke.codecs import Codec
+from encke.codecs.packed import Packed
+from encke.policies.base import AdaptivePolicy, Policy
 from encke.report import Report
 
 __version__ = "0.2.0"
-__all__ = ["Handle", "Report", "attach", "codecs", "compress", "policies"]
+__all__ = [
+    "AdaptivePolicy",
+    "Codec",
+    "Handle",
+    "Packed",
+    "Policy",
+    "Report",
+    "Site",
+    "attach",
+    "codecs",
+    "compress",
+    "policies",
+]
+
+
+def __dir__() -> list[str]:
+    """Return the public names: submodules that were imported along are not part of the interface."""
+    return [*__all__, "__version__"]

@@ -77,7 +77,7 @@ class Handle:
             packed_bytes=sum(row.packed_bytes for row in rows),
             peak_bytes=peak_bytes(device),
             forwards=capture.step,
-            layers=rows,
+            sites=rows,
         )
 
     def collect_now(self) -> bool:

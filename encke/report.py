@@ -49,7 +49,7 @@ class Report:
     packed_bytes: int
     peak_bytes: int
     forwards: int
-    layers: tuple[Row, ...]
+    sites: tuple[Row, ...]
 
     @property
     def ratio(self) -> float:
@@ -61,7 +61,7 @@ class Report:
         data = asdict(self)
         data["ratio"] = self.ratio
         # JSON has no infinity: a layer that costs nothing has no ratio.
-        data["layers"] = [{**asdict(row), "ratio": row.ratio if row.packed_bytes else None} for row in self.layers]
+        data["sites"] = [{**asdict(row), "ratio": row.ratio if row.packed_bytes else None} for row in self.sites]
         return data
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
@@ -76,7 +76,7 @@ class Report:
             return f"encke: no training forward pass yet ({self.policy})"
         head = ("layer", "operation", "codec", "bound", "saved", "packed", "ratio")
         table = [head]
-        for row in self.layers:
+        for row in self.sites:
             ratio = f"{row.ratio:.1f}" if row.packed_bytes else "-"
             name = f"{row.operation}.{row.slot}" if row.slot else row.operation
             sizes = (size(row.saved_bytes), size(row.packed_bytes))
@@ -122,8 +122,8 @@ class StepLog:
         saved, packed = sum(row.saved_bytes for row in rows), sum(row.packed_bytes for row in rows)
         total = saved / packed if packed else None
         if self.stream is None:
-            layers = [{**asdict(row), "ratio": row.ratio if row.packed_bytes else None} for row in rows]
-            line = {"step": step, "ratio": total, "saved_bytes": saved, "packed_bytes": packed, "layers": layers}
+            sites = [{**asdict(row), "ratio": row.ratio if row.packed_bytes else None} for row in rows]
+            line = {"step": step, "ratio": total, "saved_bytes": saved, "packed_bytes": packed, "sites": sites}
             with self.path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             return

@@ -96,7 +96,7 @@ def test_filter_leaves_layers_as_they_are() -> None:
     handle = encke.attach(model, filter=lambda module, name: seen.append(name) or name != "2")
     step(model)
     assert seen == ["", "0", "1", "2"]
-    packed = {row.layer for row in handle.report().layers if row.codec != "kept"}
+    packed = {row.layer for row in handle.report().sites if row.codec != "kept"}
     assert packed == {"0", "1"}
 
 
@@ -104,7 +104,7 @@ def test_layer_names_drop_what_wrappers_put_in_front() -> None:
     wrapped = nn.DataParallel(net())
     handle = encke.attach(wrapped)
     step(wrapped)
-    assert {row.layer for row in handle.report().layers} == {"0", "1"}
+    assert {row.layer for row in handle.report().sites} == {"0", "1"}
 
 
 def test_report_prints_and_exports(tmp_path: Path) -> None:
@@ -124,9 +124,9 @@ def test_report_prints_and_exports(tmp_path: Path) -> None:
     for key in ("saved_bytes", "packed_bytes", "ratio", "peak_bytes"):
         assert key in data
     assert {"layer", "operation", "slot", "codec", "bound", "saved_bytes", "packed_bytes", "ratio"} <= set(
-        data["layers"][0]
+        data["sites"][0]
     )
-    assert sum(row["saved_bytes"] for row in data["layers"]) == data["saved_bytes"]
+    assert sum(row["saved_bytes"] for row in data["sites"]) == data["saved_bytes"]
     with pytest.raises(FileNotFoundError, match="does not exist"):
         report.to_json(tmp_path / "missing" / "report.json")
 
@@ -136,7 +136,7 @@ def test_max_pool_indices_take_a_byte_or_less() -> None:
     handle = encke.attach(model)
     for size in (32, 32, 48):
         model(torch.randn(8, 3, size, size)).sum().backward()
-    (row,) = [row for row in handle.report().layers if row.codec == "Window"]
+    (row,) = [row for row in handle.report().sites if row.codec == "Window"]
     assert row.saved_bytes == 8 * 8 * 16 * 24 * 24 and row.ratio == 16
 
 

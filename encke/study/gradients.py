@@ -131,7 +131,7 @@ def confirm(frozen: Frozen, result: Result) -> Confirmation:
     handle = encke.attach(frozen.model, Fixed(codec), filter=lambda module, name: name == layer.name)
     try:
         found = frozen.gradients()
-        packed = any(row.layer == layer.name and row.codec == "ErrorBounded" for row in handle.report().layers)
+        packed = any(row.layer == layer.name and row.codec == "ErrorBounded" for row in handle.report().sites)
     finally:
         handle.detach()
     if not packed:

@@ -80,7 +80,7 @@ def show_layers(run: Run, folder: Folder | None, display: Display) -> None:
         return
     report = run.handle.report()
     if written:
-        folder.append(LAYERS, {"step": step, **counted(report), "layers": report.to_dict()["layers"]})
+        folder.append(LAYERS, {"step": step, **counted(report), "sites": report.to_dict()["sites"]})
     if shown:
         display.say(str(report))
 

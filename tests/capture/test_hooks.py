@@ -244,7 +244,7 @@ def test_views_of_the_same_memory_are_packed_once() -> None:
             y = x * 2
             z = y.sin().sum() + y.t().cos().sum() + y.view(-1).square().sum()
         z.backward()
-    packed = [row for row in handle.report().layers if row.packed_bytes]
+    packed = [row for row in handle.report().sites if row.packed_bytes]
     assert [row.operation for row in packed] == ["Sin"]
     assert handle.report().saved_bytes == x.nbytes
 
@@ -308,7 +308,7 @@ def test_a_relu_nobody_else_reads_costs_one_bit() -> None:
             y = (x.relu() + 1).sum()
         y.backward()
         assert torch.equal(x.grad, (x > 0).float())
-    (row,) = [row for row in handle.report().layers if row.operation == "Relu"]
+    (row,) = [row for row in handle.report().sites if row.operation == "Relu"]
     assert row.packed_bytes == 64 * 1024 // 8
 
 
@@ -337,7 +337,7 @@ def test_a_leaky_relu_gets_exact_signs_and_costs_one_bit(codec) -> None:
             clean = codec.group if shared and isinstance(codec, GroupQuant) else 3
             assert torch.equal(plain.scale.grad[clean:], model.scale.grad[clean:])
             assert clean == 3 or model.scale.grad[:clean].isnan().all()
-        (row,) = [row for row in handle.report().layers if row.operation == "LeakyRelu"]
+        (row,) = [row for row in handle.report().sites if row.operation == "LeakyRelu"]
         assert shared or row.packed_bytes == 64 * 1024 // 8
 
 
@@ -366,7 +366,7 @@ def gates_agree(activation: nn.Module, policy=None, between=None, dtype: torch.d
             m.zero_grad()
             m(x).square().mean().backward()
         assert torch.equal(plain.first.bias.grad, model.first.bias.grad), step
-    return [row for row in handle.report().layers if row.operation.startswith("Hard")]
+    return [row for row in handle.report().sites if row.operation.startswith("Hard")]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -479,7 +479,7 @@ def test_a_negative_log_likelihood_keeps_no_probabilities(shape: tuple[int, ...]
             m.zero_grad()
             m(x, labels).backward()
         assert_same(grads_of(plain), grads_of(model))
-        rows = {f"{row.operation}.{row.slot}": row for row in handle.report().layers}
+        rows = {f"{row.operation}.{row.slot}": row for row in handle.report().sites}
         (name,) = (name for name in rows if name.startswith("NllLoss"))
         assert name.endswith(".self") and rows[name].packed_bytes == 0
         assert handle.report().packed_bytes == pytest.approx(labels.nbytes, abs=64)
@@ -505,7 +505,7 @@ def test_only_small_whole_powers_may_be_lossy(power: float | None, codec: str) -
     handle = encke.attach(model, Fixed(GroupQuant(bits=2)))
     for _ in range(2):
         model(batch()).sum().backward()
-    found = [row.codec for row in handle.report().layers if row.operation == "Pow" and row.slot == "self"]
+    found = [row.codec for row in handle.report().sites if row.operation == "Pow" and row.slot == "self"]
     assert (found or ["kept"]) == [codec]
 
 
@@ -532,7 +532,7 @@ def test_exact_floats_that_do_not_shrink_are_kept_as_they_are() -> None:
             m.zero_grad()
             m(batch(), mask).square().mean().backward()
         assert_same(grads_of(plain), grads_of(model))
-        codecs.append({f"{row.operation}.{row.slot}": row.codec for row in handle.report().layers})
+        codecs.append({f"{row.operation}.{row.slot}": row.codec for row in handle.report().sites})
     assert [found.get("Div.other") for found in codecs] == ["Lossless", None, None]
     assert [found["Mul.other"] for found in codecs] == ["Lossless"] * 3
 
@@ -548,7 +548,7 @@ def test_frozen_convolutions_keep_no_input() -> None:
             m.zero_grad()
             m(x).square().mean().backward()
         assert torch.equal(plain[0].weight.grad, model[0].weight.grad)
-    rows = {row.layer: row for row in handle.report().layers}
+    rows = {row.layer: row for row in handle.report().sites}
     assert rows["1"].codec == "shape" and rows["1"].packed_bytes == 0 and rows["0"].packed_bytes > 0
 
 
@@ -636,7 +636,7 @@ def test_ctrl_c_in_forward_is_cleared_by_the_next_call_or_detach() -> None:
 def test_calling_a_part_of_the_model_is_compressed_too() -> None:
     _, model, handle = twins()
     model[2](batch()).sum().backward()
-    assert [row.layer for row in handle.report().layers] == ["2"]
+    assert [row.layer for row in handle.report().sites] == ["2"]
 
 
 def test_what_the_last_operation_saved_is_found_in_any_output() -> None:
@@ -655,7 +655,7 @@ def test_what_the_last_operation_saved_is_found_in_any_output() -> None:
     model = Wrapped()
     handle = encke.attach(model)
     model(batch()).value[0]["deep"].square().sum().backward()
-    assert {row.operation for row in handle.report().layers} == {"Addmm", "Softmax"}
+    assert {row.operation for row in handle.report().sites} == {"Addmm", "Softmax"}
 
 
 def test_two_threads_train_at_once() -> None:
@@ -771,7 +771,7 @@ def test_custom_functions_and_torch_func() -> None:
     with encke.compress(Fixed(ErrorBounded(0.1))) as handle:
         y = Cube.apply(x * 1).sin().sum()
     y.backward()
-    rows = {row.slot: row for row in handle.report().layers if row.operation == "Cube"}
+    rows = {row.slot: row for row in handle.report().sites if row.operation == "Cube"}
     assert rows["tensors0"].codec == "ErrorBounded" and rows["tensors0"].bound == "0.1 abs"
     assert rows["tensors1"].bound == "" or rows["tensors1"].codec != "ErrorBounded"
     model = net()

@@ -301,5 +301,5 @@ def test_windows_too_large_for_a_byte_fall_back_to_the_range() -> None:
         with context as handle:
             y = F.max_pool2d(x, 20, 1)
         assert torch.equal(torch.autograd.grad(y.square().sum(), x)[0], expected)
-    (row,) = [row for row in handle.report().layers if row.slot == "result1"]
+    (row,) = [row for row in handle.report().sites if row.slot == "result1"]
     assert row.codec == "Lossless" and row.ratio > 3.9

@@ -105,7 +105,7 @@ def test_one_graph_that_packs_and_is_compiled_once() -> None:
     assert graphs() == 1
     report = handle.report()
     assert report.forwards == 3 and report.ratio > 8
-    rows = {row.layer: row.codec for row in report.layers if row.codec != "kept"}
+    rows = {row.layer: row.codec for row in report.sites if row.codec != "kept"}
     assert rows == {"1": "GroupQuant", "3": "GroupQuant", "4": "GroupQuant", "5": "Mask"}
     assert "2 bits" in str(report)
 
@@ -174,7 +174,7 @@ def test_a_gpt_keeps_attention_at_eight_and_four_bits() -> None:
     handle = encke.attach(model, TWO)
     tokens = torch.randint(64, (8, 64))
     gradients(model, tokens)
-    bits = {row.slot: row.bound for row in handle.report().layers if "Attention" in row.operation}
+    bits = {row.slot: row.bound for row in handle.report().sites if "Attention" in row.operation}
     assert bits == {"query": "8 bits", "key": "8 bits", "value": "4 bits", "output": "4 bits"}
     assert handle.report().ratio > 6
 
@@ -202,7 +202,7 @@ def test_softmax_is_saved_and_not_computed_anew_from_lossy_scores() -> None:
     model = compile(Scores())
     handle = encke.attach(model, TWO)
     gradients(model, torch.randn(4, 64, 64))
-    rows = {(row.operation, row.bound) for row in handle.report().layers if row.codec == "GroupQuant"}
+    rows = {(row.operation, row.bound) for row in handle.report().sites if row.codec == "GroupQuant"}
     assert ("Softmax", "8 bits") in rows and {bound for _, bound in rows} == {"8 bits"}
 
 
@@ -258,7 +258,7 @@ def test_relu_between_convolutions_has_exact_masks_at_two_bits() -> None:
     # The gradient of a bias needs the masks alone.
     for i in (1, 3, 5):
         torch.testing.assert_close(found[i], plain[i], rtol=1e-4, atol=1e-7)
-    assert [row.codec for row in handle.report().layers if row.layer in ("2", "4")] == ["GroupQuant"] * 2
+    assert [row.codec for row in handle.report().sites if row.layer in ("2", "4")] == ["GroupQuant"] * 2
 
 
 def test_a_value_computed_anew_from_a_lossy_one_is_saved_instead() -> None:
@@ -413,7 +413,7 @@ def test_filter_leaves_layers_as_they_are() -> None:
     handle = encke.attach(model, TWO, filter=lambda module, name: names.append(name) or name not in ("3", "1"))
     gradients(model, images())
     assert names == ["", *map(str, range(9))]
-    assert {row.layer for row in handle.report().layers if row.codec != "kept"} == {"4", "5"}
+    assert {row.layer for row in handle.report().sites if row.codec != "kept"} == {"4", "5"}
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -484,7 +484,7 @@ def test_a_codec_of_fixed_rate_takes_the_place_of_others(policy, bits: str, word
     handle = encke.attach(model, policy)
     with pytest.warns(RuntimeWarning, match=words):
         gradients(model, images())
-    assert {row.bound for row in handle.report().layers if row.codec == "GroupQuant"} == {bits}
+    assert {row.bound for row in handle.report().sites if row.codec == "GroupQuant"} == {bits}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         gradients(model, images())
@@ -505,12 +505,12 @@ def test_comet_collects_in_eager_steps_and_compiles_again_only_for_more_bits(fol
     handle = encke.attach(model, Comet(sigma=0.1), optimizer=optimizer if follows else None)
     train(model, optimizer, 9)
     assert graphs() == 1 and {row["step"] for row in handle.history} == {1}
-    assert {row.bound for row in handle.report().layers if row.codec == "GroupQuant"} == {"2 bits"}
+    assert {row.bound for row in handle.report().sites if row.codec == "GroupQuant"} == {"2 bits"}
     train(model, optimizer, 4, 9)
     assert {row["step"] for row in handle.history} == {1, 10}
     settings = {row["layer"]: row["bits"] for row in handle.history}
     report = handle.report()
-    found = {row.layer: row.bound for row in report.layers if row.codec == "GroupQuant"}
+    found = {row.layer: row.bound for row in report.sites if row.codec == "GroupQuant"}
     assert found == {layer: f"{settings[layer]} bits" for layer in found}
     assert report.forwards == 13 and graphs() == 1 + any(bits > 2 for bits in settings.values())
     # Fewer bits, or the same: the graph has room, and stays.
@@ -534,7 +534,7 @@ def test_state_goes_on_with_the_settings_it_had() -> None:
     resumed = encke.attach(again, Comet(sigma=0.05), optimizer=torch.optim.SGD(again.parameters(), 0.05))
     resumed.load_state_dict(state)
     gradients(again, images())
-    rows = [[(r.layer, r.bound) for r in h.report().layers] for h in (handle, resumed)]
+    rows = [[(r.layer, r.bound) for r in h.report().sites] for h in (handle, resumed)]
     assert rows[0] == rows[1] and any(bound == "8 bits" or bound == "4 bits" for _, bound in rows[0])
 
 
@@ -559,7 +559,7 @@ def test_a_model_that_breaks_into_several_graphs() -> None:
     plain = gradients(model, images())
     handle = encke.attach(model, EIGHT)
     assert error(plain, gradients(model, images())) < 0.03
-    assert {"a.1", "a.3", "a.4"} <= {row.layer for row in handle.report().layers if row.codec == "GroupQuant"}
+    assert {"a.1", "a.3", "a.4"} <= {row.layer for row in handle.report().sites if row.codec == "GroupQuant"}
 
 
 @inductor
@@ -590,7 +590,7 @@ for kind in sys.argv[1:]:
     compiled = torch.compile(model, fullgraph=True)
     handle = None if kind == "plain" else encke.attach(compiled, Fixed(GroupQuant(bits=int(kind))))
     compiled(torch.randn(256, 64)).square().mean().backward()
-    bounds = {row.bound for row in handle.report().layers if row.bound} if handle else ""
+    bounds = {row.bound for row in handle.report().sites if row.bound} if handle else ""
     print(kind, *bounds, model[2].weight.grad.norm().item())
 """
 

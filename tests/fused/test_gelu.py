@@ -66,7 +66,7 @@ def test_gradients_are_those_of_the_formula(kind: type[nn.Module], dtype: torch.
     handle = encke.attach(model, EXACT)
     for rows in (128, 200, 1, 128):
         assert_near(gradients(plain, batch(rows), dtype), gradients(model, batch(rows), dtype), near)
-    rows = {f"{row.operation}.{row.slot}" for row in handle.report().layers if row.layer == "1"}
+    rows = {f"{row.operation}.{row.slot}" for row in handle.report().sites if row.layer == "1"}
     assert "Gelu.(formula)" in rows and not any(name.startswith(("Pow", "Tanh", "Mul")) for name in rows)
 
 
@@ -90,7 +90,7 @@ def test_saved_bytes_are_those_of_plain_autograd() -> None:
         report = handle.report()
         assert report.saved_bytes == pytest.approx(sum(held.values()), rel=0.01)
         saved, packed = (
-            sum(getattr(r, f"{n}_bytes") for r in report.layers if r.layer == "1") for n in ("saved", "packed")
+            sum(getattr(r, f"{n}_bytes") for r in report.sites if r.layer == "1") for n in ("saved", "packed")
         )
         assert packed < saved / 20
 

@@ -759,7 +759,7 @@ def test_fused_layers_tell_of_their_calls_without_hooks():
     handle = attach(model)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model) and len(model._forward_pre_hooks) == 1
     gradients(model, data())
-    assert {row.layer for row in handle.report().layers if row.codec != "kept"} == {"1", "2"}
+    assert {row.layer for row in handle.report().sites if row.codec != "kept"} == {"1", "2"}
 
 
 def test_a_fused_layer_on_its_own_is_compressed_and_leaves_nothing_behind_after_an_error():

@@ -34,7 +34,7 @@ for step in range(3):
         grads.append([p.grad.clone() for p in m.parameters()])
     for a, b, c in zip(*grads, strict=True):
         assert torch.equal(a, b) and torch.equal(a, c)
-assert not any(row.layer.startswith("module") for row in handle.report().layers)
+assert not any(row.layer.startswith("module") for row in handle.report().sites)
 m = copy.deepcopy(model)
 encke.attach(m, encke.policies.Fixed(encke.codecs.GroupQuant(bits=2)))
 x = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(5))

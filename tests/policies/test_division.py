@@ -67,9 +67,9 @@ def test_masks_are_exact(inplace: bool, memory: torch.memory_format) -> None:
     handle = encke.attach(model, Division())
     for seed in range(3):
         assert torch.equal(input_gradient(model, x, seed), input_gradient(plain, x, seed))
-    (row,) = [row for row in handle.report().layers if row.layer == "1"]
+    (row,) = [row for row in handle.report().sites if row.layer == "1"]
     assert row.codec == "DualPrecision" and row.ratio > 8
-    (row,) = [row for row in handle.report().layers if row.layer == "3"]  # only the pooling reads it, by its shape
+    (row,) = [row for row in handle.report().sites if row.layer == "3"]  # only the pooling reads it, by its shape
     assert row.codec == "Mask"
 
 
@@ -111,7 +111,7 @@ def test_linear_layers_are_left_alone() -> None:
     for a, b in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
     report = handle.report()
-    assert report.saved_bytes == report.packed_bytes and {row.codec for row in report.layers} == {"kept"}
+    assert report.saved_bytes == report.packed_bytes and {row.codec for row in report.sites} == {"kept"}
 
 
 def test_transformers_are_left_alone() -> None:
@@ -120,7 +120,7 @@ def test_transformers_are_left_alone() -> None:
     handle = encke.attach(model, Division())
     for _ in range(2):
         F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
-    assert not any(row.codec in ("DualPrecision", "ErrorBounded") for row in handle.report().layers)
+    assert not any(row.codec in ("DualPrecision", "ErrorBounded") for row in handle.report().sites)
 
 
 def train(policy: Division | None, steps: int, autocast: bool = False) -> tuple[list[float], nn.Module]:
@@ -164,7 +164,7 @@ def test_memory_of_a_residual_network_shrinks_as_published() -> None:
     handle = encke.attach(model, Division())
     for _ in range(2):
         model(x).square().mean().backward()
-    rows = handle.report().layers
+    rows = handle.report().sites
     assert handle.report().ratio > 12
     inputs = [row for row in rows if row.operation in ("Convolution", "NativeBatchNorm")]
     assert len(inputs) == 7 and all(row.codec == "DualPrecision" and row.ratio > 13 for row in inputs)

@@ -66,7 +66,7 @@ def history(run: Run) -> dict[str, Any] | None:
     for line in run.forwards:
         column: dict[Site, tuple[float | None, int]] = {}
         seen: dict[tuple[str, ...], int] = {}
-        for row in line["layers"]:
+        for row in line["sites"]:
             if row.get("codec") == "kept":
                 continue
             layer, operation, slot = (str(row.get(name) or "") for name in ("layer", "operation", "slot"))

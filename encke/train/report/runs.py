@@ -94,9 +94,10 @@ class Run:
     def sites(self) -> list[dict[str, Any]]:
         """What the last forward pass saved: rows of the report, or of the last line of layers.jsonl."""
         report = self.result.get("report")
-        rows = report.get("layers") if isinstance(report, dict) else None
+        # Runs of release 0.1 have them under "layers".
+        rows = report.get("sites", report.get("layers")) if isinstance(report, dict) else None
         if not isinstance(rows, list):
-            rows = self.forwards[-1]["layers"] if self.forwards else []
+            rows = self.forwards[-1]["sites"] if self.forwards else []
         return [row for row in rows if isinstance(row, dict)]
 
     @cached_property
@@ -255,9 +256,11 @@ def read_forwards(path: Path, cut: list[str]) -> list[dict[str, Any]]:
     last: dict[str, Any] | None = None
     every = 1
     for seen, (count, line) in enumerate(read_lines(path, cut) if path.exists() else ()):
-        rows = line.get("layers")
+        if "layers" in line:  # a run of release 0.1
+            line["sites"] = line.pop("layers")
+        rows = line.get("sites")
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-            raise UsageError(f"{path}, line {count}: has no list of layers")
+            raise UsageError(f"{path}, line {count}: has no list of sites")
         drop_from(kept, line["step"])
         last = line
         if seen % every == 0:

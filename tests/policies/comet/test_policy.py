@@ -236,7 +236,7 @@ def test_tiny_sigma_takes_8_bits_and_a_huge_one_2() -> None:
     for sigma, bits in ((1e-5, 8), (1e5, 2)):
         handle = run(Comet(sigma, every=5))
         assert {row["bits"] for row in handle.history} == {bits}
-        packed = [row for row in handle.report().layers if row.codec == "GroupQuant"]
+        packed = [row for row in handle.report().sites if row.codec == "GroupQuant"]
         assert {row.bound for row in packed} == {f"{bits} bits"}
 
 
@@ -254,7 +254,7 @@ def test_nearest_bounds_grow_with_sigma_until_they_are_clamped() -> None:
 def test_the_bound_set_is_the_bound_in_force() -> None:
     handle = run(Comet(every=5, rounding="nearest"))
     train(handle.model, None, 1, lr=0.0)  # type: ignore[attr-defined]
-    rows = {row.layer: row.bound for row in handle.report().layers if row.codec == "ErrorBounded"}
+    rows = {row.layer: row.bound for row in handle.report().sites if row.codec == "ErrorBounded"}
     for layer, row in last(handle).items():
         # What the ReLU before a layer makes is saved there first.
         saved = rows.get(layer) or rows.get(str(int(layer) - 1)) or rows[str(int(layer) - 2)]
@@ -371,7 +371,7 @@ def test_a_tensor_is_packed_for_its_strictest_reader(rounding: str, noisy: int) 
     strict, loose = rows["ab"[noisy]], rows["ba"[noisy]]
     settings = handle.policy.state_dict()["settings"]
     assert len([place for place in settings if place.startswith(("a/", "b/"))]) == 2
-    (packed,) = [row for row in handle.report().layers if row.operation == "Tanh"]
+    (packed,) = [row for row in handle.report().sites if row.operation == "Tanh"]
     if rounding == "stochastic":
         assert strict["bits"] > loose["bits"] and packed.bound == f"{strict['bits']} bits"
     else:
@@ -536,7 +536,7 @@ def test_frozen_layers_cost_nothing_and_are_not_followed() -> None:
     handle = encke.attach(model, Comet(every=5), optimizer)
     train(model, optimizer, 12)
     assert set(last(handle)) == {"0", "5", "8"} and all(row["layer"] != "3" for row in handle.history)
-    assert all(row.packed_bytes == 0 for row in handle.report().layers if row.layer == "3")
+    assert all(row.packed_bytes == 0 for row in handle.report().sites if row.layer == "3")
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
@@ -749,7 +749,7 @@ def test_a_resumed_run_decides_and_ends_like_an_uninterrupted_one(split: int, gi
     for a, b in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(a, b)
     assert second.policy.state_dict()["settings"] == handle.policy.state_dict()["settings"]
-    assert repr(second.report().layers) == repr(handle.report().layers)
+    assert repr(second.report().sites) == repr(handle.report().sites)
 
 
 def test_where_memory_is_short_places_are_measured_in_turn_also_after_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -848,10 +848,10 @@ def test_log_writes_every_layer_at_every_forward_pass(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert lines[-1]["ratio"] == pytest.approx(report.ratio)
-    assert lines[-1]["layers"] == json.loads(json.dumps(report.to_dict()["layers"]))
+    assert lines[-1]["sites"] == json.loads(json.dumps(report.to_dict()["sites"]))
     for line in lines:
         assert line["saved_bytes"] / line["packed_bytes"] == pytest.approx(line["ratio"])
-        lossy = [row for row in line["layers"] if row["codec"] == "ErrorBounded"]
+        lossy = [row for row in line["sites"] if row["codec"] == "ErrorBounded"]
         assert len(lossy) >= 5 and all(row["bound"] and row["ratio"] > 1 and row["layer"] for row in lossy)
         # One line a step, the bound of that step: relative before the first collection, absolute after.
         for row in lossy:
@@ -1044,7 +1044,7 @@ def test_the_smallest_inputs_have_the_most_bits_from_the_second_step_on(spare, b
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
-        rows = {row.layer: row.bound for row in handle.report().layers if row.codec == "GroupQuant"}
+        rows = {row.layer: row.bound for row in handle.report().sites if row.codec == "GroupQuant"}
         assert rows["first"] == "2 bits" and rows["last"] == f"{bits if step else 2} bits"
     rows = [row for row in handle.history if row["step"] == 10]
     assert {row["layer"]: row["bits"] for row in rows} == {"first": 2, "second": 2, "last": bits}

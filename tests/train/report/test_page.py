@@ -194,7 +194,7 @@ def test_the_browser_shows_plain_against_compressed(runs, seen):
 
 @in_a_browser
 def test_the_browser_shows_every_site_and_what_differs(runs, seen):
-    sites = result_of(runs[1])["report"]["layers"]
+    sites = result_of(runs[1])["report"]["sites"]
     _, *rows = seen.found["comet: what was saved in the last forward pass, in its order"]
     assert [row[0] for row in rows] == [site["layer"] or "–" for site in sites]
     assert [value(row[4]) for row in rows] == pytest.approx([site["saved_bytes"] for site in sites], rel=0.05)
@@ -205,7 +205,7 @@ def test_the_browser_shows_every_site_and_what_differs(runs, seen):
 
 @in_a_browser
 def test_the_browser_draws_bars_and_curves_of_the_runs(runs, seen):
-    sites = result_of(runs[1])["report"]["layers"]
+    sites = result_of(runs[1])["report"]["sites"]
     layers = dict.fromkeys(site["layer"] for site in sites)
     heights = {
         kind: [float(a["height"]) for tag, a in seen.elements if tag == "rect" and a.get("class") == kind]
@@ -332,7 +332,7 @@ def test_any_number_of_layers_can_be_drawn(tmp_path, layers):
     lines = [{"step": n, "ratio": 8, "saved_bytes": 1, "packed_bytes": 1, "layers": rows} for n in (1, 2)]
     (run / "layers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     result = result_of(run)
-    result["report"]["layers"] = rows
+    result["report"]["sites"] = rows
     (run / "result.json").write_text(json.dumps(result))
     dom, console = browse(write((run,), tmp_path).as_uri(), tmp_path / "profile")
     assert console == []
