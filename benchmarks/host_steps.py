@@ -26,7 +26,8 @@ from torch import nn
 import encke
 from encke import kernels
 from encke.capture import hooks
-from encke.fused import layers
+from encke.fused.base import LayerForward
+from encke.fused.conv import ConvForward
 from encke.kernels import reference
 from encke.kernels.gpu import launch
 from encke.policies.comet.settings import Setting
@@ -54,9 +55,6 @@ def slim_resnet50() -> nn.Module:
     return model.to(memory_format=torch.channels_last).train()
 
 
-install = layers.install
-
-
 def leave_kernels_out() -> None:
     """CPU tensors go to the code for GPUs, up to the launch. What stands for CUDA's functions is built in as well."""
     nothing = "".format
@@ -74,12 +72,13 @@ def attached(model: nn.Module) -> encke.Handle:
 
     Of the convolutions that is every second one: the others stand for those whose inputs are not large.
     """
-    layers.install = lambda layers, capture: install(layers, capture, "cpu", smallest=1)  # type: ignore[assignment]
+    LayerForward.device_type = "cpu"
+    LayerForward.min_bytes = ConvForward.min_bytes = 1
     handle = encke.attach(model, optimizer=torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
     handle.policy.schedule.updates = 1500  # type: ignore[attr-defined]
     convolutions = [module.forward for module in model.modules() if isinstance(module, nn.Conv2d)]
     for forward in convolutions[::2]:
-        forward.smallest = 1 << 62  # type: ignore[attr-defined]
+        forward.min_bytes = 1 << 62  # type: ignore[attr-defined]
     return handle
 
 

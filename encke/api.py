@@ -17,8 +17,7 @@ from encke.capture.hooks import Capture
 from encke.capture.modules import Layer, WatchHook, drop_inert, hook_layers, layers_of
 from encke.capture.passes import may_push
 from encke.codecs.pending import settle_all
-from encke.fused import gelu
-from encke.fused import layers as fused
+from encke.fused import registry as fused
 from encke.policies import AdaptivePolicy, Policy, preset
 from encke.report import Report, StepLog, peak_bytes, rows_of
 
@@ -166,7 +165,7 @@ def attach(
         handle._hooks.append(Around(compiled, capture, filter))
     else:
         layers = layers_of(model, filter)
-        forwards = [*fused.install(layers, capture), *gelu.install(layers, capture)]
+        forwards = fused.install(layers, capture)
         told = {forward.layer for forward in forwards}
         handle._hooks += [
             *forwards,

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from encke.codecs.base import mix, operations
-from encke.fused.layers import hollow
 from encke.kernels import gq_sizes, of
+from encke.torch_internals import storageless
 
 if TYPE_CHECKING:
     from encke.compiled.model import Compiled
@@ -224,7 +224,7 @@ def conv_input_grad(
 ) -> Tensor:  # fmt: skip
     """The gradient of a convolution's input, for which nothing of the input is needed but its size and strides."""
     settings = (stride, padding, dilation, transposed, output_padding, groups)
-    x = hollow(tuple(size), tuple(strides), grad)
+    x = storageless(tuple(size), tuple(strides), grad)
     return torch.ops.aten.convolution_backward(grad, x, weight, None, *settings, [True, False, False])[0]
 
 

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from encke.capture.thresholds import FUSE_MIN_BYTES, SPLIT_CONV_MIN_BYTES
 from encke.codecs.packed import FORMATS
 from encke.compiled.pair import bytes_of, hint, name_of, operation_of, value
-from encke.fused.layers import LARGE_CONV, SMALLEST, read_format
 from encke.kernels import implementation
+from encke.torch_internals import conv_memory_format
 
 NORMS_ON = {"cuda"}
 """Kinds of devices on which batch norm's backward reads codes."""
@@ -108,7 +109,7 @@ def measures(node: Node, x: Node) -> bool:
 
 def measured_by_encoder(t: Tensor, bits: int, group: int, stride: int, signs: bool) -> bool:
     """Whether there are kernels that compute variance and mean of t's channels while they encode it."""
-    if t.device.type not in NORMS_ON or t.dtype.itemsize != 2 or signs or bytes_of(t) < SMALLEST or t.dim() < 4:
+    if t.device.type not in NORMS_ON or t.dtype.itemsize != 2 or signs or bytes_of(t) < FUSE_MIN_BYTES or t.dim() < 4:
         return False
     if not isinstance(t.shape[1], int) or no_kernels(t.device):
         return False
@@ -177,7 +178,7 @@ def reads_codes(norm: Norm, t: Tensor, bits: int, group: int, stride: int, signs
     """Whether there are kernels for this batch norm, whose input was `t`."""
     last = stride > 1
     grad, fixed = value(norm.grad), t.shape[1:2] if last else t.shape[1:]
-    if t.device.type not in NORMS_ON or signs or bytes_of(t) < SMALLEST or t.dim() < 3:
+    if t.device.type not in NORMS_ON or signs or bytes_of(t) < FUSE_MIN_BYTES or t.dim() < 3:
         return False
     if not all(isinstance(extent, int) for extent in fixed) or grad.dtype != t.dtype:
         return False
@@ -203,12 +204,16 @@ def sized(t: Tensor) -> Tensor:
 
 def parts(conv: Node, x: Node) -> bool:
     """Whether a convolution's backward that restores `x` should be two calls, the weight's gradient first."""
-    if name_of(conv.target) != "convolution_backward" or conv.args[1] is not x or bytes_of(value(x)) < LARGE_CONV:
+    if (
+        name_of(conv.target) != "convolution_backward"
+        or conv.args[1] is not x
+        or bytes_of(value(x)) < SPLIT_CONV_MIN_BYTES
+    ):
         return False
     grad, _, weight, _, *settings, mask = conv.args
     if grad is x or weight is x or not (mask[0] and mask[1]):  # type: ignore[index]
         return False
     read, given = sized(value(x)), sized(value(grad))  # type: ignore[arg-type]
     with read.fake_mode:  # type: ignore[attr-defined]
-        last = read_format(read, sized(value(weight)), tuple(settings))  # type: ignore[arg-type]
+        last = conv_memory_format(read, sized(value(weight)), tuple(settings))  # type: ignore[arg-type]
     return last is not None and given.is_contiguous(memory_format=last)

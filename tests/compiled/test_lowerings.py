@@ -44,8 +44,8 @@ def full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lowerings, "DIRECT_ON", {"cuda", "cpu"})
     monkeypatch.setattr(rewrites, "NORMS_ON", {"cuda", "cpu"})
-    monkeypatch.setattr(rewrites, "SMALLEST", 1)
-    monkeypatch.setattr(rewrites, "LARGE_CONV", 1)
+    monkeypatch.setattr(rewrites, "FUSE_MIN_BYTES", 1)
+    monkeypatch.setattr(rewrites, "SPLIT_CONV_MIN_BYTES", 1)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

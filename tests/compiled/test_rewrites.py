@@ -44,8 +44,8 @@ def as_inductor_gets_it(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Ca
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rewrites on a CPU too, whatever the size."""
     monkeypatch.setattr(rewrites, "NORMS_ON", {"cuda", "cpu"})
-    monkeypatch.setattr(rewrites, "SMALLEST", 1)
-    monkeypatch.setattr(rewrites, "LARGE_CONV", 1)
+    monkeypatch.setattr(rewrites, "FUSE_MIN_BYTES", 1)
+    monkeypatch.setattr(rewrites, "SPLIT_CONV_MIN_BYTES", 1)
 
 
 @pytest.fixture

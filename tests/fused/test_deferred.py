@@ -18,7 +18,9 @@ from encke.capture import hooks
 from encke.capture.deferred import DeferredForward
 from encke.capture.sites import Site
 from encke.codecs import GroupQuant
-from encke.fused import layers
+from encke.fused.base import LayerForward
+from encke.fused.batchnorm import DeferredBatchNorm
+from encke.fused.relu import DeferredRelu
 from encke.policies import Comet, Fixed
 from encke.policies.comet import assess
 
@@ -44,8 +46,8 @@ def gpu_kernels(monkeypatch) -> None:
 def attach(model: nn.Module, policy=TWO_BITS, device: str = DEVICE) -> encke.Handle:
     """An attached model whose layers are fused on that device, whatever their size; nowhere on `none`."""
     handle = encke.attach(model, policy)
-    for forward in [hook for hook in handle._hooks if isinstance(hook, layers.Forward)]:
-        forward.device, forward.where, forward.smallest = device, None, 1
+    for forward in [hook for hook in handle._hooks if isinstance(hook, LayerForward)]:
+        forward.device_type, forward.device_seen, forward.min_bytes = device, None, 1
     return handle
 
 
@@ -85,7 +87,7 @@ def worked(monkeypatch) -> list[str]:
 
         monkeypatch.setattr(kind, name, watched)
 
-    for kind in (layers.NormWork, layers.ReluWork):
+    for kind in (DeferredBatchNorm, DeferredRelu):
         watch(kind, "encode")
         watch(kind, "run_unfused")
     return seen
@@ -111,7 +113,7 @@ def test_as_with_plain_hooks(inplace, worked):
         nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace), nn.Conv2d(16, 4, 1))
     )
     assert both(model, photos())
-    assert worked == ["NormWork encode", "ReluWork encode"] * 2
+    assert worked == ["DeferredBatchNorm encode", "DeferredRelu encode"] * 2
 
 
 @pytest.mark.slow
@@ -130,7 +132,7 @@ def test_settings(norm, encoded, worked):
     n = norm.num_features
     model = ready(nn.Sequential(nn.Conv2d(3, n, 3, padding=1, bias=False), norm, nn.Conv2d(n, 4, 1)))
     assert both(model, photos())
-    assert worked == ["NormWork encode"] * 2 * encoded
+    assert worked == ["DeferredBatchNorm encode"] * 2 * encoded
 
 
 def test_running_statistics_are_those_of_torch():
@@ -160,13 +162,13 @@ class Shared(nn.Module):
 @pytest.mark.slow
 def test_an_input_that_is_packed_already(worked):
     assert both(ready(Shared()), photos())
-    assert worked.count("NormWork run_unfused") == 2 and "NormWork encode" not in worked
+    assert worked.count("DeferredBatchNorm run_unfused") == 2 and "DeferredBatchNorm encode" not in worked
 
 
 def test_a_result_of_which_only_the_mask_is_kept(worked):
     model = ready(nn.Sequential(nn.Conv2d(3, 16, 1), nn.ReLU(), nn.Sigmoid(), nn.Conv2d(16, 4, 1)))
     assert both(model, photos())
-    assert worked == ["ReluWork encode", "ReluWork run_unfused"] * 2
+    assert worked == ["DeferredRelu encode", "DeferredRelu run_unfused"] * 2
 
 
 @pytest.mark.slow
@@ -180,10 +182,10 @@ def test_other_sizes_in_between(worked):
     results(other, photos())
     worked.clear()
     assert agree(results(model, photos(17), 1), results(other, photos(17), 1))
-    assert "NormWork encode" not in worked
+    assert "DeferredBatchNorm encode" not in worked
     worked.clear()
     assert agree(results(model, photos(), 1), results(other, photos(), 1))
-    assert worked == ["NormWork encode", "ReluWork encode"]
+    assert worked == ["DeferredBatchNorm encode", "DeferredRelu encode"]
 
 
 @pytest.mark.slow
@@ -198,7 +200,7 @@ def test_an_error_in_between_leaves_nothing_behind(worked, monkeypatch):
         raise RuntimeError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(layers.NormWork, "encode", broken)
+        patch.setattr(DeferredBatchNorm, "encode", broken)
         with pytest.raises(RuntimeError, match="no memory"):
             results(model, photos(), 1)
     results(other, photos(), 4)  # as many, so that chance is the same
@@ -233,7 +235,7 @@ def test_steps_in_which_the_policy_collects(worked, monkeypatch):
         handle = attach(trained, Comet(every=2), device)
         results(trained, photos(), 3)
         assert handle.history
-    assert worked.count("NormWork encode") == 2
+    assert worked.count("DeferredBatchNorm encode") == 2
     assert len(seen) == 4  # after the first and the second step of each
     (found,), (expected,) = ([figures for _, _, *figures in norms] for norms in seen[1::2])
     assert found == pytest.approx(expected, rel=0.05)  # what a coarse input spoils of the gradient given on
@@ -250,7 +252,7 @@ def test_work_while_another_layer_is_learnt_anew(worked):
             record.site.stable = "BatchNorm" not in record.site.operation
     worked.clear()
     assert agree(results(model, photos(), 1), results(other, photos(), 1))
-    assert worked == ["ReluWork encode"]
+    assert worked == ["DeferredRelu encode"]
 
 
 class Left(DeferredForward):

@@ -1,0 +1,185 @@
+"""Forwards of our own in the place of a layer's: how they are installed, and which way a call goes."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from encke.capture.hooks import Capture, unusual
+from encke.capture.modules import ERROR_ATTACHED_BEFORE_COMPILE, Layer, inside_compile
+from encke.capture.passes import ForwardPass, Frame
+from encke.capture.saved import Saved
+from encke.capture.sites import Site
+from encke.capture.thresholds import FUSE_MIN_BYTES
+from encke.codecs.groupquant import GroupQuantPacked
+from encke.torch_internals import apply_as, functorch_interpreter, is_functorch_tensor, top_saved_tensors_hooks
+
+
+class InstalledForward:
+    """An object that an attached layer has as its `forward`, in its `__dict__`.
+
+    It does not travel: copies and pickles of the layer get the class's own method in its place.
+    """
+
+    def __init__(self, capture: Capture, layer: Layer) -> None:
+        self.capture = capture
+        self.layer = layer
+
+    @classmethod
+    def serves(cls, module: nn.Module) -> bool:
+        """Return whether this kind of forward can take the place of the module's."""
+        raise NotImplementedError
+
+    def traced(self, *inputs: Any, **named: Any) -> Tensor:
+        """Run the plain forward under a compiler; raise where it would train, since nothing would be packed."""
+        module: Any = self.layer.owner()
+        if module.training and torch.is_grad_enabled():
+            raise RuntimeError(ERROR_ATTACHED_BEFORE_COMPILE)
+        return type(module).forward(module, *inputs, **named)
+
+    def captured(self, x: Tensor) -> bool:
+        """Return whether what is saved now goes to our capture: not to a checkpoint's hooks or to torch.func."""
+        top = top_saved_tensors_hooks()
+        if top is None or top[0] is not self.capture.passes.hooks[0]:
+            return False
+        return functorch_interpreter() is None and not is_functorch_tensor(x)
+
+    def remove(self) -> None:
+        """Give the layer its class's forward again."""
+        module = self.layer.owner()
+        if module is not None and module.__dict__.get("forward") is self:
+            del module.__dict__["forward"]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        module: Any = self.layer.owner()
+        return types.MethodType(type(module).forward, memo.get(id(module), module))
+
+    def __reduce__(self) -> Any:
+        # While the layer is being loaded it has no such attribute of its own yet, so this finds its class's method.
+        return (getattr, (self.layer.owner(), "forward"))
+
+
+class LayerForward(InstalledForward):
+    """Forward of a layer with one input, which runs an autograd function of ours where the kernels take the call.
+
+    The function stands in the place of the operation that saves first. It saves the same tensor through the same hooks,
+    so the first forward pass runs the plain layer: capture learns from that which operation it is.
+    """
+
+    layers: tuple[type[nn.Module], ...]
+    """Classes of layers that this forward serves; derived classes are left alone."""
+    min_bytes = FUSE_MIN_BYTES
+    """Smaller inputs go the plain way."""
+    device_type = "cuda"
+    """Kind of device that the kernels run on."""
+
+    def __init__(self, capture: Capture, layer: Layer) -> None:
+        super().__init__(capture, layer)
+        self.device_seen: torch.device | None = None
+        """Device of the last call, if of the right kind: quicker to compare than the kind's name."""
+
+    @classmethod
+    def serves(cls, module: nn.Module) -> bool:
+        """Return whether the module is of one of our classes and the GPU kernels can be imported."""
+        return type(module) in cls.layers and has_triton()
+
+    def function(self, site: Site) -> Any:
+        """Return what runs in the place of the operation that saves at a site; None if nothing does."""
+        raise NotImplementedError
+
+    def run(self, module: Any, x: Tensor, site: Site, forward: ForwardPass) -> Tensor | None:
+        """Run the call through the function, and tell the forward pass what it saves; None to go the plain way."""
+        raise NotImplementedError
+
+    def __call__(self, input: Tensor) -> Tensor:
+        capture, layer = self.capture, self.layer
+        # Below the outermost layer only tracing is of interest, and that is quicker to find out.
+        if inside_compile() if layer.parent is None else is_compiling():
+            return self.traced(input)
+        module = self._called_module()
+        forward = capture.threads.forward
+        frames = forward.frames
+        # `enter` and `leave` for the usual case: the layer around this one is the innermost call.
+        if frames and frames[-1].layer is layer.parent:
+            frame = Frame(layer, forward)
+            frames.append(frame)
+        else:
+            entered = capture.passes.enter(layer)
+            if entered is None:
+                return type(module).forward(module, input)
+            frame = entered
+        output, site = None, frame.sites[0] if frame.sites else None
+        try:
+            # The quick questions first: most calls of a small model end here.
+            if site is not None and type(input) is Tensor and input.numel() * input.element_size() >= self.min_bytes:
+                if self.suits(module, input, site):
+                    output = self.run(module, input, site, forward)
+            if output is None:
+                output = type(module).forward(module, input)
+            return output
+        finally:
+            forward.deferred = None
+            if len(frames) > 1 and frames[-1] is frame:
+                frames.pop()
+            else:
+                capture.passes.leave(layer, output)
+
+    def _called_module(self) -> Any:
+        """Return the module whose call this is: the layer, or a replica or shallow copy of it.
+
+        Those share this object but bring weights of their own, and an attribute of an instance is called without a
+        `self`. `Module._call_impl`, two Python frames up, has the module as its own `self`.
+        """
+        module: Any = sys._getframe(2).f_locals.get("self")
+        if isinstance(module, self.layers) and module.__dict__.get("forward") is self:
+            return module
+        return self.layer.owner()
+
+    def suits(self, module: Any, x: Tensor, site: Site) -> bool:
+        """Return whether this call, which saves first at that site, may go to the kernels."""
+        if site.function is None:
+            site.function = self.function(site) or False
+        # A class that was changed since, as parametrizations do, may compute its weight at every look at it.
+        if site.function is False or not site.stable or type(module) not in self.layers or unusual(x):
+            return False
+        if x.device != self.device_seen:
+            if x.device.type != self.device_type:
+                return False
+            self.device_seen = x.device
+        # What `captured` returns, without one more call for each layer.
+        top = top_saved_tensors_hooks()
+        if top is None or top[0] is not self.capture.passes.hooks[0] or not torch.is_grad_enabled():
+            return False
+        return functorch_interpreter() is None and not is_functorch_tensor(x)
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Return whether Triton, which the GPU kernels are written in, is installed. Does not import it."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def in_place_of(operation: str, function: type[torch.autograd.Function]) -> Any:
+    """Return what applies `function` under the name of the operation whose place it takes.
+
+    Its nodes also have what is read of the plain operation's nodes: the entries of `function.node`.
+    """
+    return apply_as(function, operation, getattr(function, "node", None))
+
+
+def packed_for(saved: Any, grad: Tensor) -> GroupQuantPacked | None:
+    """Return what was packed for a saving, if the kernels can read it beside this gradient."""
+    if not isinstance(saved, Saved):
+        return None
+    cell = saved.cell
+    if cell is None or cell.held is not None or not isinstance(cell.packed, GroupQuantPacked):
+        return None
+    return cell.packed if grad.dtype == cell.packed.dtype else None

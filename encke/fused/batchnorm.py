@@ -1,0 +1,239 @@
+"""Batch norm that reads its packed input in backward, and packs it in forward.
+
+Half of what a convolutional network saves are inputs of batch norms. Plain hooks decode such an input to memory, where
+batch norm's backward reads it twice; here the backward decodes in registers (kernels/gpu/norm_backward.py). For 16-bit
+inputs in channels_last memory the forward is computed while its input is packed, in two passes over it instead of four
+(`DeferredBatchNorm`; kernels/gpu/norm_forward.py). Elsewhere it computes what plain autograd would.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from encke.capture.deferred import DeferredForward
+from encke.capture.passes import ForwardPass
+from encke.capture.readers import matches
+from encke.capture.sites import Site
+from encke.codecs import Codec, GroupQuant
+from encke.codecs.base import Hint, mix
+from encke.codecs.groupquant import GroupQuantPacked
+from encke.codecs.packed import FORMATS, Layout, Packed, check_version
+from encke.fused.base import LayerForward, in_place_of, packed_for
+from encke.torch_internals import batch_norm_forward, cudnn_enabled, verify_batch_size
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Gradients of input, weight and bias."""
+
+
+class DeferredBatchNorm(DeferredForward):
+    """Batch norm's result and statistics, computed while its input is packed."""
+
+    __slots__ = ("bias", "eps", "momentum", "out", "plan", "running", "statistics", "weight")
+
+    def __init__(
+        self, site: Site, codec: Codec, x: Tensor, plan: Any, weight: Tensor, bias: Tensor,
+        running: tuple[Tensor, Tensor] | None, momentum: float, eps: float,
+    ) -> None:  # fmt: skip
+        self.site, self.codec, self.t = site, codec, x
+        self.plan, self.weight, self.bias = plan, weight, bias
+        self.running, self.momentum, self.eps = running, momentum, eps
+        self.out = torch.empty_like(x)
+        """The result. Nobody may read it before `encode` or `run_unfused` has run."""
+        self.statistics = torch.empty(4, plan.channels, dtype=torch.float32, device=plan.device)
+        """Mean and 1 / standard deviation of each channel, and two rows of the kernel's own."""
+
+    def encode(self, codec: Codec, layout: Layout, length: int, key: int, hint: Hint) -> Packed:
+        """Compute result and statistics, and return the input packed."""
+        x = self.t
+        stride, plan = codec.planned(x, layout, length, hint) if type(codec) is GroupQuant else (1, None)
+        if plan is None or plan.statistics is None or codec.group != self.plan.GROUP:  # type: ignore[attr-defined]
+            self.run_unfused()
+            return codec.encode_run(x, layout, length, key, hint)
+        assert isinstance(codec, GroupQuant)
+        workspace = torch.empty(self.plan.parts, dtype=torch.float32, device=plan.device)
+        seed = mix(codec.seed, key)
+        data = plan.encode_beside(plan.statistics, x, workspace, seed)
+        self.plan.normalise(
+            x, workspace, self.weight, self.bias, self.running, self.momentum, self.eps, self.statistics, self.out
+        )
+        return GroupQuantPacked(codec, layout, x.dtype, length, data, seed, stride, plan)
+
+    def run_unfused(self) -> None:
+        """Compute result and statistics; nothing is packed."""
+        mean, var = (None, None) if self.running is None else self.running
+        with torch.no_grad():
+            out, mean, invstd = torch.native_batch_norm(
+                self.t, self.weight, self.bias, mean, var, True, self.momentum, self.eps
+            )
+            # Past autograd, for which these are results already.
+            self.out.data.copy_(out)
+            self.statistics[0].copy_(mean)
+            self.statistics[1].copy_(invstd)
+
+
+class BatchNormFunction(torch.autograd.Function):
+    """Batch norm in training: input, weight, bias, running mean and variance, momentum, eps, deferred or None."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        momentum: float,
+        eps: float,
+        deferred: DeferredBatchNorm | None,
+    ) -> Tensor:
+        """Return the result; a deferred one is written when the input is packed, right after this returns."""
+        if deferred is None:
+            out, mean, invstd, reserve, implementation = batch_norm_forward(
+                x, weight, bias, running_mean, running_var, True, momentum, eps, cudnn_enabled()
+            )
+            ctx.kept = (mean, invstd, weight, 0 if weight is None else weight._version, reserve, implementation, eps)
+        else:
+            out = deferred.out
+            # The rows of the statistics are taken apart when somebody asks for one.
+            ctx.kept = (deferred.statistics, None, weight, weight._version, None, 0, eps)  # type: ignore[union-attr]
+        # Only the input goes through the hooks: the rest is small or a parameter, and would not be packed.
+        ctx.save_for_backward(x)
+        return out
+
+    # Attribute of the plain operation's node that policies read: 1 / standard deviation of each channel.
+    node = {"_saved_result2": property(lambda ctx: ctx.kept[0][1] if ctx.kept[1] is None else ctx.kept[1])}
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Return the gradients of input, weight and bias."""
+        gradients = None if torch.is_grad_enabled() else gradients_from_codes(ctx, grad)
+        return (*(plain_gradients(ctx, grad) if gradients is None else gradients), None, None, None, None, None)
+
+
+def plain_gradients(ctx: Any, grad: Tensor) -> Gradients:
+    """Return what plain autograd computes, from the restored input; differentiable where backward is recorded."""
+    (x,) = ctx.saved_tensors
+    mean, invstd, weight, version, reserve, implementation, eps = ctx.kept
+    if invstd is None:
+        mean, invstd = mean[0], mean[1]
+    if weight is not None:
+        check_version(weight, version)
+    memory_format = FORMATS.get(x.dim(), torch.contiguous_format)
+    if x.is_contiguous() or not x.is_contiguous(memory_format=memory_format):
+        memory_format = torch.contiguous_format
+    return torch.ops.aten._batch_norm_impl_index_backward(
+        implementation, x, grad.contiguous(memory_format=memory_format), weight, None, None, mean, invstd,
+        True, eps, ctx.needs_input_grad[:3],
+        torch.empty(0, dtype=torch.uint8, device=x.device) if reserve is None else reserve.clone(),
+    )  # fmt: skip
+
+
+def gradients_from_codes(ctx: Any, grad: Tensor) -> Gradients | None:
+    """Return the gradients from the packed input; None where the kernels do not take it."""
+    saved = ctx._raw_saved_tensors[0].data
+    packed = packed_for(saved, grad)
+    if packed is None or packed.codec.signs:
+        return None
+    kernels, layout, codec = backward_kernels(), saved.layout, packed.codec
+    channels_last, bits = layout.last, codec.bits
+    if channels_last is None or not kernels.supported(
+        layout.size, packed.stride, channels_last, bits, codec.group, packed.dtype
+    ):
+        return None
+    mean, invstd, weight, version = ctx.kept[:4]
+    if weight is not None and weight._version != version:
+        check_version(weight, version)
+    if grad.stride() != layout.stride:
+        grad = grad.contiguous(memory_format=FORMATS[grad.dim()] if channels_last else torch.contiguous_format)
+    want_x, want_weight, want_bias = ctx.needs_input_grad[:3]
+    grad_x, grad_weight, grad_bias = kernels.norm_backward(
+        grad, packed.parts[0], mean, invstd, weight, bits, packed.seed, channels_last, want_x
+    )
+    return grad_x, grad_weight if want_weight else None, grad_bias if want_bias else None
+
+
+@functools.cache
+def backward_kernels() -> Any:
+    """Return the kernels of batch norm's backward. Imported when first needed: they need Triton."""
+    from encke.kernels.gpu import norm_backward
+
+    return norm_backward
+
+
+@functools.cache
+def forward_kernels() -> Any:
+    """Return the kernels of batch norm's forward. Imported when first needed: they need Triton."""
+    from encke.kernels.gpu import norm_forward
+
+    return norm_forward
+
+
+class BatchNormForward(LayerForward):
+    """Run `nn.BatchNorm1d` to `3d` in training, and read their packed input in backward."""
+
+    layers = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+    def function(self, site: Site) -> Any:
+        """Return `BatchNormFunction` where a batch norm's input of three dimensions or more may be lossy."""
+        known = site.slot == "input" and site.need == "lossy" and site.operation.endswith("BatchNorm")
+        return in_place_of(site.operation, BatchNormFunction) if known and site.signature[1] >= 3 else None
+
+    def run(self, module: Any, x: Tensor, site: Site, forward: ForwardPass) -> Tensor | None:
+        """Run the call through the function; None in evaluation, and where the policy's codec is not read packed."""
+        if not module.training and not (module.running_mean is None and module.running_var is None):
+            return None
+        codec = self.capture.policy.choose(site)
+        if not isinstance(codec, GroupQuant) or codec.signs or not matches(site, x):
+            return None
+        return training_forward(module, x, site.function, site, codec, forward)
+
+
+def training_forward(
+    module: Any, x: Tensor, function: Any, site: Any = None, codec: Any = None, forward: ForwardPass | None = None
+) -> Tensor:
+    """Do what `forward` of a batch norm in training does, with another function at its end.
+
+    `forward` is the forward pass that packs the input, and may compute the result while it does; None where nobody
+    packs.
+    """
+    module._check_input_dim(x)
+    # Past Module.__getattr__, which is slow; a replica has its parameters as plain attributes.
+    parameters, buffers = module._parameters, module._buffers
+    weight = parameters["weight"] if "weight" in parameters else module.weight
+    bias = parameters["bias"] if "bias" in parameters else module.bias
+    momentum, batches = module.momentum, buffers["num_batches_tracked"]
+    tracks = module.training and module.track_running_stats
+    if tracks and batches is not None:
+        batches.add_(1)
+    if momentum is None:
+        momentum = 1.0 / float(batches) if tracks and batches is not None else 0.0
+    if x.numel() == x.shape[1]:
+        verify_batch_size(x.size())
+    mean, var = (buffers["running_mean"], buffers["running_var"]) if tracks or not module.training else (None, None)
+    if forward is None:
+        return function(x, weight, bias, mean, var, momentum, module.eps, None)
+    plan = deferred = None
+    if x.dtype.itemsize == 2 and not x.data_ptr() & 3:
+        plan = forward_kernels().forward_plan(x.shape, x.stride(), x.dtype, x.device)
+    if plan is not None and all_fp32(weight, bias, mean, var):
+        running = None if mean is None or var is None else (mean, var)
+        deferred = DeferredBatchNorm(site, codec, x, plan, weight, bias, running, momentum, module.eps)
+    forward.deferred = deferred or DeferredForward(site, codec, x)
+    out = function(x, weight, bias, mean, var, momentum, module.eps, deferred)
+    if forward.deferred is not None:
+        forward.run_deferred()
+    return out
+
+
+def all_fp32(weight: Any, bias: Any, mean: Any, var: Any) -> bool:
+    """Return whether weight, bias and running statistics (both or none) are as the kernels read and write them."""
+    if (mean is None) != (var is None):
+        return False
+    for t in (weight, bias) if mean is None else (weight, bias, mean, var):
+        if t is None or t.dtype is not torch.float32 or not t.is_contiguous():
+            return False
+    return True

@@ -1,0 +1,124 @@
+"""Convolution whose backward releases its restored input early.
+
+A convolution has to decode its input to memory. It computes the weight's gradient first and releases the input before
+the input's gradient, which is as large, needs memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from encke.capture.deferred import DeferredForward
+from encke.capture.passes import ForwardPass
+from encke.capture.readers import matches
+from encke.capture.sites import Site
+from encke.capture.thresholds import SPLIT_CONV_MIN_BYTES
+from encke.fused.base import LayerForward, in_place_of
+from encke.torch_internals import conv_memory_format, storageless
+
+PLAIN = (Tensor, nn.Parameter)
+AUTOCAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that autocast casts to its own."""
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Gradients of input, weight and bias."""
+
+convolution = torch.ops.aten.convolution.default
+convolution_backward = torch.ops.aten.convolution_backward.default
+
+
+class ConvFunction(torch.autograd.Function):
+    """A convolution: input, weight, bias, stride, padding, dilation, groups."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        stride: tuple[int, ...],
+        padding: tuple[int, ...],
+        dilation: tuple[int, ...],
+        groups: int,
+    ) -> Tensor:
+        """Return the plain operation's result."""
+        settings = ctx.settings = (stride, padding, dilation, False, (0,) * len(stride), groups)
+        ctx.bias_size = None if bias is None else bias.shape
+        # In the order of the plain operation.
+        ctx.save_for_backward(x, weight)
+        return convolution(x, weight, bias, *settings)
+
+    # Attributes of the plain operation's node that capture and policies read.
+    node = {"encke_slots": ("input", "weight")} | {
+        f"_saved_{name}": property(lambda ctx, i=i: ctx.settings[i])  # type: ignore[misc]
+        for i, name in enumerate(("stride", "padding", "dilation", "transposed", "output_padding", "groups"))
+    }
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Return the gradients of input, weight and bias."""
+        needs = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled() or not all(needs[:2]):
+            gradients = joint_gradients(ctx, needs, grad, *ctx.saved_tensors)
+        else:
+            gradients = split_gradients(ctx, needs, grad)
+        return (*gradients, None, None, None, None)
+
+
+def joint_gradients(ctx: Any, needs: tuple[bool, ...], grad: Tensor, x: Tensor, weight: Tensor) -> Gradients:
+    """Return what plain autograd computes, in one call; differentiable where backward is recorded."""
+    return convolution_backward(grad, x, weight, ctx.bias_size, *ctx.settings, needs)
+
+
+def split_gradients(ctx: Any, needs: tuple[bool, ...], grad: Tensor) -> Gradients:
+    """Return the same in two calls, and release the restored input between them, where the backend allows it."""
+    x, weight = ctx.saved_tensors
+    memory_format = conv_memory_format(x, weight, ctx.settings)
+    if memory_format is None:
+        return joint_gradients(ctx, needs, grad, x, weight)
+    grad = grad.contiguous(memory_format=memory_format)
+    _, grad_weight, grad_bias = joint_gradients(ctx, (False, *needs[1:]), grad, x, weight)
+    size, stride = x.shape, x.stride()
+    del x
+    grad_x = joint_gradients(ctx, (True, False, False), grad, storageless(size, stride, grad), weight)[0]
+    return grad_x, grad_weight, grad_bias
+
+
+class ConvForward(LayerForward):
+    """Run `nn.Conv2d` and `nn.Conv3d`, and split their backward in two."""
+
+    layers = (nn.Conv2d, nn.Conv3d)
+    min_bytes = SPLIT_CONV_MIN_BYTES
+
+    def function(self, site: Site) -> Any:
+        """Return `ConvFunction` where a convolution's input is saved and may be lossy."""
+        known = site.slot == "input" and site.need == "lossy" and site.operation == "Convolution"
+        return in_place_of(site.operation, ConvFunction) if known else None
+
+    def run(self, module: Any, x: Tensor, site: Site, forward: ForwardPass) -> Tensor | None:
+        """Run the call through the function; None for what it does not compute, or where it would gain nothing."""
+        parameters, dtype = module._parameters, x.dtype
+        weight = parameters["weight"] if "weight" in parameters else module.weight
+        bias = parameters["bias"] if "bias" in parameters else module.bias
+        if module.padding_mode != "zeros" or type(module.padding) is str or x.dim() != weight.dim():
+            return None
+        if not x.requires_grad or not weight.requires_grad or not matches(site, x):
+            return None
+        # Weight and bias have to be plain tensors of the input's dtype, or become that under autocast. Autocast would
+        # do this itself, but inside the function, where it is not recorded.
+        dtypes: tuple[torch.dtype, ...] = (dtype,)
+        if torch.is_autocast_enabled(self.device_type):
+            dtypes = AUTOCAST_DTYPES if dtype == torch.get_autocast_dtype(self.device_type) else ()
+        if type(weight) not in PLAIN or weight.dtype not in dtypes:
+            return None
+        if bias is not None and (type(bias) not in PLAIN or bias.dtype not in dtypes):
+            return None
+        if weight.dtype != dtype:
+            weight = weight.to(dtype)
+        if bias is not None and bias.dtype != dtype:
+            bias = bias.to(dtype)
+        forward.deferred = DeferredForward(site, None, x)
+        return site.function(x, weight, bias, module.stride, module.padding, module.dilation, module.groups)

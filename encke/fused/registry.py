@@ -1,0 +1,47 @@
+"""Which forward serves which layer. A new fused layer is a file beside this one and a line here."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable
+from typing import Any
+
+from encke.capture.hooks import Capture
+from encke.capture.modules import Layer
+from encke.fused.base import InstalledForward
+from encke.fused.batchnorm import BatchNormForward
+from encke.fused.conv import ConvForward
+from encke.fused.gelu import GeluForward
+from encke.fused.relu import ReluForward
+
+FORWARDS: tuple[type[InstalledForward], ...] = (BatchNormForward, ReluForward, ConvForward, GeluForward)
+
+ENABLED = True
+"""Whether `install` does anything. Tests and benchmarks set it to False to compare with plain hooks."""
+
+
+def install(layers: Iterable[Layer], capture: Capture) -> list[InstalledForward]:
+    """Give those of a model's layers that are served a forward of ours; each has `remove()`.
+
+    A layer with a forward of its own in its `__dict__` is left alone.
+    """
+    installed: list[InstalledForward] = []
+    for layer in layers if ENABLED else ():
+        module = layer.owner()
+        if module is None or not layer.compress:
+            continue
+        kind = next((forward for forward in FORWARDS if forward.serves(module)), None)
+        if kind is None:
+            continue
+        drop_copied_forward(module)
+        if "forward" not in module.__dict__:
+            installed.append(kind(capture, layer))
+            module.__dict__["forward"] = installed[-1]
+    return installed
+
+
+def drop_copied_forward(module: Any) -> None:
+    """Remove what a copied layer has left of another one's forward: its own method, as an attribute."""
+    own, kind = module.__dict__.get("forward"), type(module)
+    if isinstance(own, types.MethodType) and own.__self__ is module and own.__func__ is kind.forward:
+        del module.__dict__["forward"]

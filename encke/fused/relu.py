@@ -1,0 +1,118 @@
+"""ReLU that reads its mask from the codes of its result.
+
+The layer behind a ReLU mostly saves the same tensor. Plain hooks would write a mask to memory for ReLU's backward; here
+it reads the codes that were packed for that layer, and zeros are exact in them. For 16-bit values in channels_last
+memory the result itself is computed while it is packed (`DeferredRelu`).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from encke.capture.deferred import DeferredForward
+from encke.capture.passes import ForwardPass
+from encke.capture.sites import Site
+from encke.codecs import Codec, GroupQuant
+from encke.codecs.base import Hint, mix
+from encke.codecs.groupquant import GroupQuantPacked
+from encke.codecs.packed import Layout, Packed
+from encke.fused.base import LayerForward, in_place_of, packed_for
+
+
+class DeferredRelu(DeferredForward):
+    """ReLU's result, written to `t` in the pass that packs it."""
+
+    __slots__ = ("x",)
+    x: Tensor
+    """ReLU's input."""
+
+    def encode(self, codec: Codec, layout: Layout, length: int, key: int, hint: Hint) -> Packed:
+        """Write the result and return it packed."""
+        y = self.t
+        stride, plan = codec.planned(y, layout, length, hint) if type(codec) is GroupQuant else (1, None)
+        if plan is None or plan.relu is None:
+            self.run_unfused()
+            return codec.encode_run(y, layout, length, key, hint)
+        assert isinstance(codec, GroupQuant)
+        seed = mix(codec.seed, key)
+        data = plan.encode_beside(plan.relu, self.x, y, seed)
+        return GroupQuantPacked(codec, layout, y.dtype, length, data, seed, stride, plan)
+
+    def run_unfused(self) -> None:
+        """Write the result; nothing is packed."""
+        with torch.no_grad():
+            torch.clamp_min(self.x.data, 0, out=self.t.data)
+
+
+class ReluFunction(torch.autograd.Function):
+    """ReLU with a packed result: input, whether in place, and the saving, deferred or not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, inplace: bool, deferred: DeferredForward) -> Tensor:
+        """Return the result; with a `DeferredRelu` it is written when it is packed, right after this returns."""
+        if inplace:
+            ctx.mark_dirty(x)
+        if type(deferred) is DeferredRelu:
+            y = x if inplace else torch.empty_like(x)
+            deferred.x = x
+        else:
+            y = torch.relu_(x) if inplace else torch.relu(x)
+        deferred.t = y
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Return the input's gradient."""
+        gradient = None if torch.is_grad_enabled() else gradient_from_codes(ctx, grad)
+        if gradient is None:
+            gradient = torch.ops.aten.threshold_backward(grad, ctx.saved_tensors[0], 0)
+        return gradient, None, None
+
+
+def gradient_from_codes(ctx: Any, grad: Tensor) -> Tensor | None:
+    """Return the gradient where the packed result is not zero, else zero; None where the kernel does not take it."""
+    saved = ctx._raw_saved_tensors[0].data
+    packed = packed_for(saved, grad)
+    if packed is None or not saved.layout.dense or grad.stride() != saved.layout.stride:
+        return None
+    codec = packed.codec
+    if packed.plan is not None:
+        return packed.plan.gate(packed.parts[0], grad)
+    return gpu_kernels().gq_gate(packed.parts[0], grad, codec.bits, codec.group, packed.stride, codec.signs)
+
+
+@functools.cache
+def gpu_kernels() -> Any:
+    """Return the module that launches GPU kernels. Imported when first needed: it needs Triton."""
+    from encke.kernels.gpu import launch
+
+    return launch
+
+
+class ReluForward(LayerForward):
+    """Run `nn.ReLU` and read its mask from packed codes in backward."""
+
+    layers = (nn.ReLU,)
+
+    def function(self, site: Site) -> Any:
+        """Return `ReluFunction` where ReLU's result is saved for its mask."""
+        known = site.slot == "result" and site.need == "mask"
+        return in_place_of(site.operation, ReluFunction) if known else None
+
+    def run(self, module: Any, x: Tensor, site: Site, forward: ForwardPass) -> Tensor | None:
+        """Run the call through the function; None where the input is not the one that the site was learnt for."""
+        dtype, dimensions, *_ = site.signature
+        inplace = module.inplace
+        if not x.requires_grad or x.dtype is not dtype or x.dim() != dimensions or (inplace and x.is_leaf):
+            return None
+        fused = dtype.itemsize == 2 and dimensions >= 4 and x.stride(1) == 1 and not x.data_ptr() & 3
+        deferred = forward.deferred = (DeferredRelu if fused else DeferredForward)(site, None, None)
+        y = site.function(x, inplace, deferred)
+        if forward.deferred is not None:
+            forward.run_deferred()
+        return y
