@@ -1,4 +1,4 @@
-"""Every Python block of the README and of the pages in docs/ runs as it stands."""
+"""The pages of the project: every Python block runs as it stands, every link leads somewhere, README stays short."""
 
 from __future__ import annotations
 
@@ -8,21 +8,42 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 BLOCKS = [
-    (page.name, block)
-    for page in PAGES
+    (name, block)
+    for name, page in zip(NAMES, PAGES, strict=True)
     for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 ]
 
 
-def test_the_readme_has_code():
+def test_the_readme_has_code_and_at_most_120_lines() -> None:
     assert len([name for name, _ in BLOCKS if name == "README.md"]) >= 2
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
 @pytest.mark.parametrize(
     ("page", "block"), BLOCKS, ids=[f"{page}-{block.splitlines()[-1][:40]}" for page, block in BLOCKS]
 )
-def test_block_runs(page: str, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_block_runs(page: str, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     exec(compile(block, page, "exec"), {"__name__": "__main__"})
+
+
+def anchor(heading: str) -> str:
+    """Return the name under which a heading can be linked to."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_lead_to_files_and_headings(name: str) -> None:
+    page = ROOT / name
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, heading = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{name} links to {link}"
+        if heading:
+            titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            assert heading in map(anchor, titles), f"{name} links to {link}"
