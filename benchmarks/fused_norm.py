@@ -55,7 +55,7 @@ def measure(batch: int, bits: int, channels: int, side: int, dtype: torch.dtype,
         x, weight, bias, None, None, True, 0.1, 1e-5, True
     )
     packed = GroupQuant(bits=bits).encode(x)
-    data, seed, nbytes = packed.parts[0], packed.seed, x.nbytes
+    data, seed, nbytes = packed.buffers[0], packed.seed, x.nbytes
     assert norm_backward.supported(tuple(x.shape), packed.stride, last, bits, packed.codec.group, dtype)
 
     def plain(x: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -18,8 +18,8 @@ from torch import nn
 from encke.capture.hooks import Capture
 from encke.capture.modules import Layer
 from encke.codecs import ErrorBounded, GroupQuant
-from encke.codecs.base import Hint
-from encke.codecs.packed import flatten
+from encke.codecs.base import EncoderState
+from encke.codecs.layout import flatten
 from encke.policies import Fixed
 
 
@@ -50,7 +50,7 @@ def main() -> None:
         "parameter passes through": microseconds(lambda: capture.pack(parameter)),
     }
     flat, layout = flatten(torch.randn(65536, device=device))
-    hint = Hint()
+    hint = EncoderState()
     for codec in (ErrorBounded(0.1), ErrorBounded(0.01, "rel"), GroupQuant(bits=2)):
         rows[f"{codec!r} packs 256 KiB"] = microseconds(lambda c=codec: c.encode_flat(flat, layout, 0, hint), calls=100)
     codec = GroupQuant(bits=2)

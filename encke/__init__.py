@@ -8,8 +8,7 @@ gradient stays small beside its momentum. `encke.attach(model, optimizer=optimiz
 from encke import codecs, policies
 from encke.api import Handle, attach, compress
 from encke.capture.sites import Site
-from encke.codecs import Codec
-from encke.codecs.packed import Packed
+from encke.codecs import Codec, Packed
 from encke.policies.base import AdaptivePolicy, Policy
 from encke.report import Report
 

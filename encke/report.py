@@ -11,8 +11,7 @@ from typing import Any, TextIO
 import torch
 
 from encke.capture.ledger import SIZE_PENDING, Record
-from encke.codecs import Codec, DualPrecision, ErrorBounded, GroupQuant, LogProb
-from encke.codecs.logprob import BOUND
+from encke.codecs import Codec
 from encke.codecs.pending import settle_all
 from encke.tools.files import write_json
 from encke.tools.units import size
@@ -135,22 +134,8 @@ class StepLog:
 
 
 def describe(codec: Codec | str) -> tuple[str, str]:
-    """A codec's name and its bound or bits, for people."""
-    if isinstance(codec, str):
-        return codec, ""
-    bound = ""
-    if isinstance(codec, ErrorBounded):
-        absolute, relative = codec.bounds()
-        parts = [
-            f"{value:.3g} {mode}" for value, mode in ((absolute, "abs"), (relative, "rel")) if value != float("inf")
-        ]
-        bound = ", ".join(parts) if codec.bound else "0 (bit-exact)"
-        bound += " stochastic" if codec.rounding == "stochastic" else ""
-    elif isinstance(codec, GroupQuant | DualPrecision):
-        bound = f"{codec.bits} bits"
-    elif isinstance(codec, LogProb):
-        bound = f"{BOUND} abs"
-    return type(codec).__name__, bound
+    """Return a codec's name and its settings, such as the bound or the bits; `codec` may be a word such as "kept"."""
+    return (codec, "") if isinstance(codec, str) else (type(codec).__name__, codec.describe())
 
 
 def rows_of(records: list[Record]) -> tuple[Row, ...]:

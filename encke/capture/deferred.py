@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from encke.capture.sites import Site
-from encke.codecs import Codec
-from encke.codecs.base import Hint
-from encke.codecs.packed import Layout, Packed
+from encke.codecs import Codec, Packed
+from encke.codecs.base import EncoderState
+from encke.codecs.layout import Layout
 
 
 class DeferredForward:
@@ -24,9 +24,9 @@ class DeferredForward:
         """What the policy has chosen for the site, if it was asked."""
         self.t = t
 
-    def encode(self, codec: Codec, layout: Layout, length: int, key: int, hint: Hint) -> Packed:
+    def encode(self, codec: Codec, layout: Layout, length: int, key: int, state: EncoderState) -> Packed:
         """Does the work and encodes the tensor; the arguments are those of `Codec.encode_run`."""
-        return codec.encode_run(self.t, layout, length, key, hint)
+        return codec.encode_run(self.t, layout, length, key, state)
 
     def run_unfused(self) -> None:
         """Does the work where nothing is encoded."""

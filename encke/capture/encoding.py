@@ -11,11 +11,13 @@ from encke.capture.deferred import DeferredForward
 from encke.capture.ledger import SIZE_PENDING, Record
 from encke.capture.needs import limits_of
 from encke.capture.passes import ForwardPass, Frame
-from encke.capture.saved import Saved, SharedCell, satisfies
+from encke.capture.saved import Saved, SharedCell
 from encke.capture.sites import Site
-from encke.codecs import Between, Codec, Lossless, Mask, Sign, Window
+from encke.codecs import Codec, Lossless
+from encke.codecs.algebra import satisfies
 from encke.codecs.base import mix
-from encke.codecs.packed import Layout, run_of
+from encke.codecs.exact import Between, Mask, Sign, Window
+from encke.codecs.layout import Layout, run_of
 from encke.policies.base import Policy
 
 MASK, SIGN = Mask(), Sign()
@@ -98,7 +100,7 @@ def encode(
         cell.packed = packed
         cell.decoded = None
         record.codec = codec
-        record.packed_bytes = SIZE_PENDING if packed.late else packed.nbytes
+        record.packed_bytes = SIZE_PENDING if packed.pending_size else packed.nbytes
     cell.held = None
     if forward.collection is not None:
         with torch.no_grad():

@@ -20,7 +20,8 @@ from encke.capture.passes import ForwardPass, Frame, Passes
 from encke.capture.readers import Readers, matches, saved_by, signature, tensors_in
 from encke.capture.saved import Pending, Saved
 from encke.capture.sites import Site
-from encke.codecs.packed import check_version, flatten, layout_of
+from encke.codecs.base import check_version
+from encke.codecs.layout import flatten, layout_of
 from encke.codecs.pending import settle_all
 from encke.policies.base import AdaptivePolicy, Policy, Schedule
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from encke.capture.sites import Need, Site
-from encke.codecs import Between
+from encke.codecs.exact import Between
 from encke.kernels import FLOATS
 
 SHAPE_ONLY = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from typing import Any
 
@@ -13,30 +12,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from encke.capture.ledger import Record
 from encke.capture.needs import comes_from_leaves, is_view_of_parameter
 from encke.capture.sites import Site
-from encke.codecs import Codec, ErrorBounded, Mask
-from encke.codecs.packed import Layout, Packed, check_version
-
-
-def strictest(codecs: list[Codec]) -> Codec:
-    """A codec that satisfies all who asked; bit-exact if there is no other."""
-    return functools.reduce(stricter, codecs)
-
-
-def stricter(found: Codec, codec: Codec) -> Codec:
-    """A codec that satisfies both who asked; bit-exact if there is no other."""
-    if codec is found or satisfies(found, codec):
-        return found
-    return codec if satisfies(codec, found) else found.join(codec) or codec.join(found) or ErrorBounded(0)
-
-
-def satisfies(codec: Codec, other: Codec) -> bool:
-    """Whether what `codec` restores serves a reader that asks for `other`."""
-    if codec is other:
-        return True
-    # Only ReLU's result is read as a mask, and it is not negative.
-    if isinstance(other, Mask) and codec.keeps_zeros:
-        return True
-    return codec == other or codec.exact or codec.covers(other)
+from encke.codecs import Codec, Packed
+from encke.codecs.algebra import stricter
+from encke.codecs.base import check_version
+from encke.codecs.layout import Layout
 
 
 class SharedCell:
@@ -92,7 +71,7 @@ class SharedCell:
             return self.held
         packed = self.packed
         assert packed is not None
-        if mask or isinstance(packed.codec, Mask):
+        if mask or packed.codec.zeros_only:
             return packed.decode_flat(mask=True)
         if self.lock is None:
             return packed.decode_flat()

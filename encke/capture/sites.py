@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from encke.codecs.base import Hint
+from encke.codecs.base import EncoderState
 
 Need = Literal["weight", "shape", "mask", "sign", "range", "exact", "attention", "logprob", "lossy"]
 
@@ -28,7 +28,7 @@ class Site:
     """A known limit of the integers saved here."""
     readers: set[Site] = field(default_factory=set)
     """Sites that later save the same memory: the strictest of them decides."""
-    hint: Hint = field(default_factory=Hint)
+    hint: EncoderState = field(default_factory=EncoderState)
     place: str = ""
     """Layer, call of the layer within a forward pass, and index within the call: the same in every run."""
     number: int = 0

@@ -1,13 +1,10 @@
-"""Codecs: `codec.encode(x) -> Packed`, `packed.decode()`, `packed.nbytes`."""
+"""Codecs: `codec.encode(tensor)` returns a `Packed`, `packed.decode()` the tensor, `packed.nbytes` the bytes kept."""
 
-from encke.codecs.base import Codec
+from encke.codecs.base import Codec, Packed
 from encke.codecs.dualprecision import DualPrecision
 from encke.codecs.errorbounded import ErrorBounded
-from encke.codecs.exact import Between, Keep, Lossless, Mask, Sign, Window
+from encke.codecs.exact import Lossless
 from encke.codecs.groupquant import GroupQuant
 from encke.codecs.logprob import LogProb
 
-__all__ = [
-    "Between", "Codec", "DualPrecision", "ErrorBounded", "GroupQuant", "Keep", "LogProb", "Lossless", "Mask", "Sign",
-    "Window",
-]  # fmt: skip
+__all__ = ["Codec", "DualPrecision", "ErrorBounded", "GroupQuant", "LogProb", "Lossless", "Packed"]

@@ -1,24 +1,36 @@
-"""What every codec is: a frozen dataclass that encodes tensors and knows which other codecs' promises it keeps."""
+"""Codec and Packed: the contract between codecs and everything that uses them.
+
+A codec is a frozen dataclass. It has to implement two methods, `Codec.encode` and `Packed.decode`; everything else has
+a default that is safe for a codec about which nothing more is known (docs/extending.md shows one). The codecs of this
+package work on the flat run of memory that a tensor covers: they derive from `FlatCodec` and `FlatPacked`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any
+import math
+from abc import ABC, abstractmethod
+from dataclasses import fields, is_dataclass
+from inspect import isabstract
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
 from encke import kernels
-from encke.codecs.packed import Layout, Packed, flatten, run_of
+from encke.codecs.layout import Layout, flatten, layout_of, run_of
+from encke.kernels import FLOATS
+
+if TYPE_CHECKING:
+    from encke.codecs.groupquant import GroupQuant
 
 MASK64 = (1 << 64) - 1
 START = 0x9E3779B97F4A7C15 * (0xD1342543DE82EF95 + 1) & MASK64
 
 
 def mix(first: int, second: int, third: int | None = None) -> int:
-    """One 64-bit hash of two or three integers, as a signed number that fits an operator's int argument.
+    """Hash two or three integers to a signed 64-bit number, which fits an operator's int argument.
 
-    A polynomial in the words, then splitmix64's last steps.
+    A polynomial in the words, then the final steps of splitmix64.
     """
     h = first * 0xD1342543DE82EF95 + second + START
     if third is not None:
@@ -31,26 +43,68 @@ def mix(first: int, second: int, third: int | None = None) -> int:
 
 
 def operations(flat: Tensor) -> Any:
-    """Where the kernels for a tensor are: past the dispatcher, which costs more than a launch, where it is plain."""
+    """Return the kernel module for this tensor.
+
+    Plain tensors skip the dispatcher, which costs more than a launch; subclasses and traced code use `torch.ops.encke`.
+    """
     if type(flat) is Tensor and not torch.compiler.is_dynamo_compiling():
         return kernels.of(flat.device.type)
     return torch.ops.encke
 
 
 def as_written(thing: Any) -> str:
-    """A codec or policy as one would write it: the fields that differ from their defaults."""
-    values = [(f, getattr(thing, f.name)) for f in fields(thing) if f.init]
-    given = [f"{f.name}={value!r}" for f, value in values if value != f.default]
-    return f"{type(thing).__name__}({', '.join(given)})"
+    """Return a codec or policy as one would write it, with the fields that differ from their defaults."""
+    return f"{type(thing).__name__}({_settings(thing)})"
 
 
-class Codec:
-    """Turns a tensor into a `Packed`. Subclasses are frozen dataclasses with `encode_flat`, `covers` and `takes`."""
+def _settings(thing: Any) -> str:
+    values = [(f, getattr(thing, f.name)) for f in fields(thing) if f.init] if is_dataclass(thing) else []
+    return ", ".join(f"{f.name}={value!r}" for f, value in values if value != f.default)
 
+
+class EncoderState:
+    """Memory of a site's encoder from step to step: the size of the last payload and the launch plan."""
+
+    __slots__ = ("nbytes", "plan", "share")
+
+    def __init__(self) -> None:
+        self.share = 0.0
+        """Bytes that the next payload may take, as a share of the source's bytes; 0 before the first encoding."""
+        self.nbytes = 0
+        """All bytes kept by the last encoding whose size the GPU has told."""
+        self.plan: Any = None
+
+    def learn(self, payload: int, source: int) -> None:
+        """Note the payload's share of the source's bytes, with room for the next one to be a little larger."""
+        self.share = max(payload * 1.06 / max(source, 1), 1e-4)
+
+
+class Codec(ABC):
+    """Turns a tensor into a `Packed`. Subclasses are frozen dataclasses; only `encode` is abstract."""
+
+    restores_values = True
+    """Whether decoded values stand for the encoded ones. False for codecs that serve a single kind of reader, such as
+    those of masks and signs."""
+    zeros_only = False
+    """Whether the codec keeps nothing but which values are zero."""
     signs_only = False
-    """Whether nothing but signs comes back."""
-    keeps_zeros = True
-    """Whether zeros of non-negative data, and only they, come back as zeros: what a reader of a mask needs."""
+    """Whether the codec keeps nothing but signs."""
+    keeps_zeros = False
+    """Whether zeros of non-negative data, and only those, decode to zeros, so that a mask can be read from codes."""
+    signs = False
+    """Whether zeros and signs of signed data are exact."""
+    unbiased = False
+    """Whether the expected decoded value is the encoded one."""
+    reads_packed = False
+    """Whether fused layers and compiled graphs can read the packed form; its format is that of `GroupQuant`."""
+    seed = 0
+    """Seed of random rounding."""
+    group = 0
+    """Number of values that share a scale; 0 for codecs without such groups."""
+
+    @abstractmethod
+    def encode(self, tensor: Tensor) -> Packed:
+        """Encode a tensor of any size and strides; `decode()` of the result returns it."""
 
     @property
     def exact(self) -> bool:
@@ -58,55 +112,220 @@ class Codec:
         return False
 
     def takes(self, dtype: torch.dtype) -> bool:
-        """Whether this codec can encode tensors of `dtype`."""
-        raise NotImplementedError
+        """Return whether this codec can encode tensors of `dtype`."""
+        return dtype in FLOATS
 
     def covers(self, other: Codec) -> bool:
-        """Whether what this codec restores satisfies a reader that asked for `other`."""
-        raise NotImplementedError
+        """Return whether what this codec restores serves a reader that asked for `other`."""
+        return self.exact or self == other
 
     def join(self, other: Codec) -> Codec | None:
-        """One codec that serves a reader of either, where neither covers the other; None if there is none."""
+        """Return a codec that serves readers of both where neither covers the other; None if there is none."""
         return None
 
-    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
-        """Encodes a flat run of memory. `key` varies stochastic rounding, `hint` carries sizes between steps."""
-        raise NotImplementedError
+    def refined(self, min_bits: int | None = None, bound: float | None = None) -> Codec | None:
+        """Return this codec or a finer one of its kind; None where there is none, and the tensor is kept exact.
 
-    def encode_run(self, x: Tensor, layout: Layout, length: int, key: int, hint: Hint) -> Packed:
-        """The same from a tensor, of which `layout_of` told layout and length; codecs may read its memory as it is."""
-        return self.encode_flat(run_of(x.detach(), layout, length), layout, key, hint)
+        Args:
+            min_bits: the result is at least as fine as this many bits a value.
+            bound: the result has an absolute error of at most this.
+        """
+        return self if self.exact else None
 
-    def encode(self, x: Tensor) -> Packed:
-        """Encodes a tensor of any size and stride; `packed.decode()` gives it back."""
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{type(self).__name__}.encode takes a torch.Tensor, got {type(x).__name__}")
-        if x.layout != torch.strided:
-            raise TypeError(
-                f"{type(self).__name__}.encode takes dense tensors, got layout {x.layout}; use x.to_dense()"
-            )
-        if not self.takes(x.dtype):
-            raise TypeError(
-                f"{type(self).__name__}.encode cannot take {x.dtype}; convert it, or use codecs.Lossless() for integers"
-            )
+    def bounds(self) -> tuple[float, float]:
+        """Return the largest absolute error and the largest one relative to the range; infinite if not promised."""
+        return (0.0, math.inf) if self.exact else (math.inf, math.inf)
+
+    def fixed_rate(self) -> GroupQuant | None:
+        """Return the codec of fixed size that stands in under torch.compile; None to keep tensors exact there."""
+        return None
+
+    def describe(self) -> str:
+        """Return the settings as a short text for reports."""
+        return _settings(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return name and settings as plain data, for `from_dict`."""
+        return {"codec": type(self).__name__, **{f.name: getattr(self, f.name) for f in fields(self)}}  # type: ignore[arg-type]
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Codec:
+        """Return the codec that `to_dict` described. Its class must have been imported."""
+        settings = dict(data)
+        name = settings.pop("codec", None)
+        known = _codecs()
+        kind = known.get(name) if isinstance(name, str) else None
+        if kind is None:
+            raise ValueError(f"there is no codec {name!r}; known codecs: {', '.join(sorted(known))}")
+        try:
+            return kind(**settings)
+        except TypeError as error:
+            raise ValueError(f"these are not settings of {name}: {settings!r} ({error})") from None
+
+    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, state: EncoderState | None = None) -> Packed:
+        """Encode a flat run of memory on which a tensor lies as `layout` says.
+
+        Args:
+            flat: the run.
+            layout: layout of a tensor on it.
+            key: varies random rounding from site to site and step to step.
+            state: memory of this site's encoder.
+        """
+        if layout.copied:
+            tensor = flat.view(layout.size)
+        elif layout.dense:
+            tensor = layout.restore(flat)
+        else:
+            # Elements that share memory are encoded once.
+            tensor, layout = flat, layout_of(flat.shape, flat.stride())[0]
         with torch.no_grad():
-            flat, layout = flatten(x.detach().resolve_neg())
-            return self.encode_flat(flat, layout)
+            return AdaptedPacked(self, layout, flat.dtype, flat.numel(), self.encode(tensor))
+
+    def encode_run(self, x: Tensor, layout: Layout, length: int, key: int, state: EncoderState) -> Packed:
+        """Encode a tensor whose layout and run length `layout_of` told."""
+        return self.encode_flat(run_of(x.detach(), layout, length), layout, key, state)
+
+    def planned(self, x: Tensor, layout: Layout, length: int, state: EncoderState) -> tuple[int, Any]:
+        """Return the distance between values of one group and the GPU's launch plan; (1, None) without kernels."""
+        return 1, None
 
     def __repr__(self) -> str:
         return as_written(self)
 
 
-class Hint:
-    """What one site's last encoding told: the payload's share of the source's bytes, all bytes kept, how it went."""
+def _codecs() -> dict[str, type[Codec]]:
+    """Return every codec class that has been imported, by name."""
+    found: dict[str, type[Codec]] = {}
+    stack: list[Any] = [Codec]
+    while stack:
+        kind = stack.pop()
+        stack.extend(kind.__subclasses__())
+        if not isabstract(kind):
+            found[kind.__name__] = kind
+    return found
 
-    __slots__ = ("nbytes", "plan", "share")
 
-    def __init__(self) -> None:
-        self.share = 0.0
-        self.nbytes = 0
-        self.plan: Any = None
+class Packed(ABC):
+    """A tensor in compressed form. Subclasses implement `decode`; `nbytes` counts the bytes of `buffers`."""
 
-    def learn(self, payload: int, source: int) -> None:
-        """Notes the payload's share, and leaves room for the next one to be a little larger."""
-        self.share = max(payload * 1.06 / max(source, 1), 1e-4)
+    __slots__ = ("__weakref__", "buffers", "codec", "dtype", "layout", "numel")
+    pending_size: Any = None
+    """The size in flight, where only the GPU knows yet how many bytes were kept."""
+    stride: int = 1
+    """Distance in memory between the values of one group."""
+
+    def __init__(
+        self, codec: Codec, layout: Layout, dtype: torch.dtype, numel: int, buffers: tuple[Tensor, ...] = ()
+    ) -> None:
+        self.codec = codec
+        self.layout = layout
+        self.dtype = dtype
+        self.numel = numel
+        self.buffers = buffers
+
+    @classmethod
+    def like(cls, codec: Codec, tensor: Tensor, *buffers: Tensor) -> Self:
+        """Return the packed form of `tensor` that consists of `buffers`."""
+        return cls(codec, layout_of(tensor.shape, tensor.stride())[0], tensor.dtype, tensor.numel(), buffers)
+
+    @abstractmethod
+    def decode(self) -> Tensor:
+        """Return the tensor, with the size, dtype and device that it had."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept: payload and metadata."""
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+    def decode_flat(self, mask: bool = False) -> Tensor:
+        """Return the decoded run of memory; with `mask`, only whether each value differs from zero, as booleans."""
+        tensor, layout = self.decode(), self.layout
+        if layout.copied:
+            flat = tensor.contiguous().view(-1)
+        else:
+            if tensor.stride() != layout.stride:
+                there = torch.empty_strided(layout.size, layout.stride, dtype=tensor.dtype, device=tensor.device)
+                tensor = there.copy_(tensor)
+            flat = tensor.as_strided((self.numel,), (1,))
+        return flat != 0 if mask else flat
+
+    def decode_in(self, layout: Layout) -> Tensor:
+        """Return the decoded run laid out as a tensor, which need not be the one that was encoded."""
+        return layout.restore(self.decode_flat())
+
+    def __repr__(self) -> str:
+        return f"Packed({self.codec!r}, size={list(self.layout.size)}, dtype={self.dtype}, nbytes={self.nbytes})"
+
+
+class AdaptedPacked(Packed):
+    """Run of memory packed by a codec that implements only `encode`."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self, codec: Codec, layout: Layout, dtype: torch.dtype, numel: int, packed: Packed) -> None:
+        super().__init__(codec, layout, dtype, numel)
+        self.packed = packed
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes
+
+    def decode(self) -> Tensor:
+        tensor = self.packed.decode()
+        if tensor.shape != self.layout.size or tensor.dtype != self.dtype:
+            raise RuntimeError(
+                f"{type(self.packed).__name__}.decode() returned {tensor.dtype} {list(tensor.shape)} for a tensor of "
+                f"{self.dtype} {list(self.layout.size)} that {self.codec!r} encoded; it must restore size and dtype"
+            )
+        return tensor
+
+
+class FlatCodec(Codec):
+    """A codec that works on flat runs of memory. Subclasses implement `encode_flat`."""
+
+    def encode(self, tensor: Tensor) -> Packed:
+        """Encode a tensor of any size and strides; `decode()` of the result returns it.
+
+        Raises:
+            TypeError: for anything but a dense tensor of a type that this codec takes.
+        """
+        name = type(self).__name__
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}.encode takes a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{name}.encode takes dense tensors, got layout {tensor.layout}; use x.to_dense()")
+        if not self.takes(tensor.dtype):
+            raise TypeError(
+                f"{name}.encode cannot take {tensor.dtype}; convert it, or use codecs.Lossless() for integers"
+            )
+        with torch.no_grad():
+            flat, layout = flatten(tensor.detach().resolve_neg())
+            return self.encode_flat(flat, layout)
+
+    @abstractmethod
+    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, state: EncoderState | None = None) -> Packed:
+        """Encode a flat run of memory; see `Codec.encode_flat`."""
+
+
+class FlatPacked(Packed):
+    """Packed form of a flat run of memory. Subclasses implement `decode_flat`."""
+
+    __slots__ = ()
+
+    def decode(self) -> Tensor:
+        """Return the tensor, with the size, strides, dtype and device that it had."""
+        return self.decode_in(self.layout)
+
+    @abstractmethod
+    def decode_flat(self, mask: bool = False) -> Tensor:
+        """Return the decoded run of memory; with `mask`, only whether each value differs from zero, as booleans."""
+
+
+def check_version(tensor: Tensor, version: int) -> None:
+    """Raise as autograd would if a tensor that was kept as it is has been changed in place since."""
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.dtype} {list(tensor.shape)}] is at version {tensor._version}; expected version {version}. "
+            "Clone the tensor before changing it, or change it after backward."
+        )

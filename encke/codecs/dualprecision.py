@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from encke.codecs.base import Codec, Hint, mix, operations
-from encke.codecs.exact import Mask
-from encke.codecs.packed import Layout, Packed, _run_length
-from encke.kernels import FLOATS, dp_sizes
+from encke.codecs.base import Codec, EncoderState, FlatCodec, FlatPacked, Packed, mix, operations
+from encke.codecs.groupquant import GroupQuant, at_least
+from encke.codecs.layout import Layout, run_length
+from encke.kernels import dp_sizes
 
 SMALLEST_PLANE = 16
 """Planes of fewer values are not worth an average, a minimum and a step of their own."""
 GROUP = 128
 
 
-class DualPrecisionPacked(Packed):
+class DualPrecisionPacked(FlatPacked):
     """One buffer: minimum and step of each plane, averages of its tiles, codes, mask bits."""
 
     __slots__ = ("order", "plane")
@@ -28,7 +28,7 @@ class DualPrecisionPacked(Packed):
     """Size and stride of the planes in the memory that was encoded, if they do not lie there one after the other."""
 
     def decode_flat(self, mask: bool = False) -> Tensor:
-        c, data, numel = self.codec, self.parts[0], self.numel
+        c, data, numel = self.codec, self.buffers[0], self.numel
         flat = operations(data).dp_decode(data, numel, *self.plane, c.block, c.bits, c.mask, self.dtype, mask)
         if self.order is None:
             return flat
@@ -37,7 +37,7 @@ class DualPrecisionPacked(Packed):
         return restored.copy_(flat.view(size)).as_strided((numel,), (1,))
 
 
-class PlanelessPacked(Packed):
+class PlanelessPacked(FlatPacked):
     """What has no planes worth the name: GroupQuant's buffer, and mask bits if the codec keeps them."""
 
     __slots__ = ("seed",)
@@ -46,13 +46,13 @@ class PlanelessPacked(Packed):
 
     def decode_flat(self, mask: bool = False) -> Tensor:
         if mask and self.codec.mask:
-            return operations(self.parts[1]).bits_decode(self.parts[1], 1, self.numel).view(torch.bool)
-        data, bits = self.parts[0], self.codec.bits
+            return operations(self.buffers[1]).bits_decode(self.buffers[1], 1, self.numel).view(torch.bool)
+        data, bits = self.buffers[0], self.codec.bits
         return operations(data).gq_decode(data, self.numel, bits, GROUP, self.dtype, mask, self.seed)
 
 
 @dataclass(frozen=True, repr=False)
-class DualPrecision(Codec):
+class DualPrecision(FlatCodec):
     """The average of each `block` x `block` tile in bf16, and the difference from it at `bits` bits, right on average.
 
     The last two dimensions are a plane, of a tensor with three dimensions the last one; each plane has its own minimum
@@ -65,6 +65,7 @@ class DualPrecision(Codec):
     seed: int = 0
     mask: bool = False
     """Keep one more bit a value: whether it was zero. `decode_flat(mask=True)` gives it back exactly."""
+    unbiased = True
 
     def __post_init__(self) -> None:
         if isinstance(self.block, bool) or not isinstance(self.block, int):
@@ -78,11 +79,8 @@ class DualPrecision(Codec):
     def keeps_zeros(self) -> bool:  # type: ignore[override]
         return self.mask
 
-    def takes(self, dtype: torch.dtype) -> bool:
-        return dtype in FLOATS
-
     def covers(self, other: Codec) -> bool:
-        if isinstance(other, Mask):
+        if other.zeros_only:
             return self.mask
         return (
             isinstance(other, DualPrecision)
@@ -92,23 +90,33 @@ class DualPrecision(Codec):
         )
 
     def join(self, other: Codec) -> Codec | None:
-        if isinstance(other, Mask):
+        if other.zeros_only:
             return replace(self, mask=True)
         if isinstance(other, DualPrecision):
             block, bits = min(self.block, other.block), max(self.bits, other.bits)
             return replace(self, block=block, bits=bits, mask=self.mask or other.mask)
         return None
 
-    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
+    def refined(self, min_bits: int | None = None, bound: float | None = None) -> Codec | None:
+        bits = at_least(self.bits, min_bits)
+        return replace(self, bits=bits) if bits and bound is None else None
+
+    def fixed_rate(self) -> GroupQuant:
+        return GroupQuant(bits=self.bits, seed=self.seed)
+
+    def describe(self) -> str:
+        return f"{self.bits} bits"
+
+    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, state: EncoderState | None = None) -> Packed:
         seed, numel, dtype = mix(self.seed, key), flat.numel(), flat.dtype
         size, plane = planes_of(flat, layout)
         settings = (*plane, self.block, self.bits, self.mask)
         values = math.prod(plane)
         if values < SMALLEST_PLANE or dp_sizes(numel, *settings, dtype)[4] > numel * dtype.itemsize:
-            parts = [operations(flat).gq_encode(flat, self.bits, GROUP, seed)]
+            buffers = [operations(flat).gq_encode(flat, self.bits, GROUP, seed)]
             if self.mask:
-                parts.append(operations(flat).bits_encode(flat != 0, 1))
-            kept = PlanelessPacked(self, layout, dtype, numel, tuple(parts))
+                buffers.append(operations(flat).bits_encode(flat != 0, 1))
+            kept = PlanelessPacked(self, layout, dtype, numel, tuple(buffers))
             kept.seed = seed
             return kept
         planes = flat.view(size) if layout.copied else flat.as_strided(size, layout.stride)
@@ -123,7 +131,7 @@ def planes_of(flat: Tensor, layout: Layout) -> tuple[tuple[int, ...], tuple[int,
     """The size of what lies on a run of memory, repeated dimensions once, and of one of its planes; (0, 0) for none."""
     size, stride = layout.size, layout.stride
     if not layout.copied:
-        if _run_length(size, stride) is None:
+        if run_length(size, stride) is None:
             return size, (0, 0)
         size = tuple(1 if step == 0 else extent for extent, step in zip(size, stride, strict=True))
     if len(size) < 3 or flat.numel() == 0:

@@ -6,16 +6,15 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
 from torch import Tensor
 
-from encke.codecs.base import Codec, Hint, mix, operations
-from encke.codecs.packed import Layout, Packed
-from encke.codecs.pending import LatePacked
-from encke.kernels import FLOATS
+from encke.codecs.base import Codec, EncoderState, FlatCodec, Packed, mix, operations
+from encke.codecs.groupquant import GroupQuant
+from encke.codecs.layout import Layout
+from encke.codecs.pending import PendingPacked
 
 
-class ErrorBoundedPacked(LatePacked):
+class ErrorBoundedPacked(PendingPacked):
     """meta and payload of docs/design.md; on a GPU the payload's size is settled later."""
 
     __slots__ = ("bitmap",)
@@ -23,12 +22,12 @@ class ErrorBoundedPacked(LatePacked):
 
     def decode_flat(self, mask: bool = False) -> Tensor:
         self.settle()
-        meta, payload = self.parts
+        meta, payload = self.buffers
         return operations(meta).eb_decode(meta, payload, self.numel, self.dtype, mask, self.bitmap)
 
 
 @dataclass(frozen=True, repr=False)
-class ErrorBounded(Codec):
+class ErrorBounded(FlatCodec):
     """Every finite value comes back within `bound`, zeros and signs exactly, NaN and infinities bit for bit.
 
     `mode="rel"` takes the bound relative to the tensor's range (largest minus smallest finite value). `bound=0` is
@@ -43,6 +42,7 @@ class ErrorBounded(Codec):
     """Let blocks with many zeros store a bitmap and the non-zeros alone. None: on the CPU yes, on a GPU no (speed)."""
     limit: float = math.inf
     """A second bound, relative to the range; the smaller of the two holds."""
+    keeps_zeros = True
 
     def __post_init__(self) -> None:
         for name in ("bound", "limit"):
@@ -61,9 +61,6 @@ class ErrorBounded(Codec):
     @property
     def exact(self) -> bool:
         return self.bound == 0
-
-    def takes(self, dtype: torch.dtype) -> bool:
-        return dtype in FLOATS
 
     def covers(self, other: Codec) -> bool:
         if self.bound == 0 or other.signs_only:
@@ -86,13 +83,31 @@ class ErrorBounded(Codec):
             return replace(self, bound=relative, mode="rel", limit=math.inf)
         return replace(self, bound=absolute, mode="abs", limit=relative)
 
+    def refined(self, min_bits: int | None = None, bound: float | None = None) -> Codec | None:
+        if self.exact:
+            return self
+        # Half a step, relative to the range.
+        limit = self.limit if min_bits is None else min(self.limit, 0.5 / 2**min_bits)
+        if bound is None:
+            return replace(self, limit=limit)
+        if self.mode == "rel":
+            return replace(self, bound=bound, mode="abs", limit=min(self.bound, limit))
+        return replace(self, bound=min(self.bound, bound), limit=limit)
+
+    def fixed_rate(self) -> GroupQuant | None:
+        return None if self.exact else GroupQuant(bits=8, seed=self.seed)
+
+    def describe(self) -> str:
+        named = zip(self.bounds(), ("abs", "rel"), strict=True)
+        text = ", ".join(f"{value:.3g} {mode}" for value, mode in named if value != math.inf)
+        return (text if self.bound else "0 (bit-exact)") + " stochastic" * (self.rounding == "stochastic")
+
     def bounds(self) -> tuple[float, float]:
-        """The absolute and the relative bound, infinite where there is none."""
         if self.bound == 0:
             return 0.0, math.inf
         return (self.bound, self.limit) if self.mode == "abs" else (math.inf, min(self.bound, self.limit))
 
-    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
+    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, state: EncoderState | None = None) -> Packed:
         bound, rel = self.bounds()
         bitmap = flat.device.type == "cpu" if self.bitmap is None else self.bitmap
         seed = mix(self.seed, key)
@@ -103,5 +118,5 @@ class ErrorBounded(Codec):
 
         packed = ErrorBoundedPacked(self, layout, flat.dtype, flat.numel())
         packed.bitmap = bitmap
-        packed.fill(flat, encode, hint)
+        packed.fill(flat, encode, state)
         return packed

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from encke.codecs.base import Codec, Hint, operations
+from encke.codecs.base import Codec, EncoderState, FlatCodec, FlatPacked, Packed, operations
 from encke.codecs.errorbounded import ErrorBounded
-from encke.codecs.packed import Layout, Packed
+from encke.codecs.layout import Layout
 from encke.kernels import FLOATS
 
 BYTES = (torch.bool, torch.uint8)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-class BitsPacked(Packed):
+class BitsPacked(FlatPacked):
     """Numbers of `bits` bits above `low`, from 8 bits in a narrow type. A second part turns flags into floats."""
 
     __slots__ = ("bits", "low")
@@ -26,11 +26,11 @@ class BitsPacked(Packed):
     low: int
 
     def decode_flat(self, mask: bool = False) -> Tensor:
-        data = self.parts[0]
+        data = self.buffers[0]
         if self.bits < 8:
             data = operations(data).bits_decode(data, self.bits, self.numel)
         if self.dtype in FLOATS:
-            return data.bool() if mask else data.to(self.dtype) * self.parts[1]
+            return data.bool() if mask else data.to(self.dtype) * self.buffers[1]
         if self.dtype == torch.bool:
             return data.view(torch.bool)
         value = data.to(self.dtype)
@@ -43,7 +43,7 @@ class SignPacked(BitsPacked):
     __slots__ = ()
 
     def decode_flat(self, mask: bool = False) -> Tensor:
-        positive = operations(self.parts[0]).bits_decode(self.parts[0], 1, self.numel)
+        positive = operations(self.buffers[0]).bits_decode(self.buffers[0], 1, self.numel)
         return positive.bool() if mask else positive.to(self.dtype).mul_(2).sub_(1)
 
 
@@ -54,19 +54,19 @@ class BetweenPacked(BitsPacked):
     codec: Between
 
     def decode_flat(self, mask: bool = False) -> Tensor:
-        outside = operations(self.parts[0]).bits_decode(self.parts[0], 1, self.numel)
+        outside = operations(self.buffers[0]).bits_decode(self.buffers[0], 1, self.numel)
         low, middle = self.codec.low, self.codec.middle
         values = outside.to(self.dtype).mul_(low - middle).add_(middle)
         return values != 0 if mask else values
 
 
-class RawPacked(Packed):
+class RawPacked(FlatPacked):
     """The values as they are."""
 
     __slots__ = ()
 
     def decode_flat(self, mask: bool = False) -> Tensor:
-        return self.parts[0] != 0 if mask else self.parts[0].clone()
+        return self.buffers[0] != 0 if mask else self.buffers[0].clone()
 
 
 class WindowPacked(BitsPacked):
@@ -77,7 +77,7 @@ class WindowPacked(BitsPacked):
 
     def decode_flat(self, mask: bool = False) -> Tensor:
         codec, layout = self.codec, self.layout
-        code = self.parts[0]
+        code = self.buffers[0]
         if self.bits < 8:
             code = operations(code).bits_decode(code, self.bits, self.numel)
         code = code.view(layout.size)
@@ -138,8 +138,28 @@ def _narrowest(low: int, high: int) -> tuple[int, int] | None:
     return None
 
 
+class ExactCodec(FlatCodec):
+    """A codec that restores every bit."""
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    def describe(self) -> str:
+        return ""
+
+
+class ReaderCodec(FlatCodec):
+    """A codec that keeps no more than one kind of reader needs, and not the values."""
+
+    restores_values = False
+
+    def describe(self) -> str:
+        return ""
+
+
 @dataclass(frozen=True, repr=False)
-class Lossless(Codec):
+class Lossless(ExactCodec):
     """Booleans at 1 bit, integers at the narrowest width that holds their range, floats bit for bit.
 
     `high` (exclusive) is a known limit of non-negative integers; it saves looking for the range, which on a GPU means
@@ -148,22 +168,15 @@ class Lossless(Codec):
 
     high: int | None = None
 
-    @property
-    def exact(self) -> bool:
-        return True
-
     def takes(self, dtype: torch.dtype) -> bool:
         return dtype == torch.bool or dtype in INTEGERS or dtype in FLOATS
 
-    def covers(self, other: Codec) -> bool:
-        return True
-
-    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
+    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, state: EncoderState | None = None) -> Packed:
         if flat.dtype == torch.bool:
             return pack_bits(self, flat, layout, flat.dtype, 1)
         if flat.dtype in FLOATS:
             flags = self._two_values(flat, layout)
-            return flags or ErrorBounded(0).encode_flat(flat, layout, key, hint)
+            return flags or ErrorBounded(0).encode_flat(flat, layout, key, state)
         if flat.numel() == 0:
             return RawPacked(self, layout, flat.dtype, flat.numel(), (flat.clone(),))
         if self.high is not None:
@@ -187,48 +200,33 @@ class Lossless(Codec):
 
 
 @dataclass(frozen=True, repr=False)
-class Keep(Codec):
+class Keep(ExactCodec):
     """Keeps the tensor itself, in which packing would find nothing to gain: what a policy chooses to leave it alone."""
-
-    @property
-    def exact(self) -> bool:
-        return True
 
     def takes(self, dtype: torch.dtype) -> bool:
         return False
 
-    def covers(self, other: Codec) -> bool:
-        return True
+    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, state: EncoderState | None = None) -> Packed:
+        raise TypeError("Keep encodes nothing; use codecs.Lossless() for a bit-exact packed form")
 
 
 @dataclass(frozen=True, repr=False)
-class Mask(Codec):
+class Mask(ReaderCodec):
     """Keeps only whether each value differs from zero: enough for ReLU's backward. `decode` gives booleans."""
 
-    def takes(self, dtype: torch.dtype) -> bool:
-        return dtype in FLOATS
+    zeros_only = True
 
-    def covers(self, other: Codec) -> bool:
-        return isinstance(other, Mask)
-
-    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
+    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, state: EncoderState | None = None) -> Packed:
         return pack_bits(self, flat.bool(), layout, torch.bool, 1)
 
 
 @dataclass(frozen=True, repr=False)
-class Sign(Codec):
+class Sign(ReaderCodec):
     """Keeps only whether each value is positive: enough for leaky ReLU's backward. `decode` gives 1 and -1."""
 
     signs_only = True
-    keeps_zeros = False
 
-    def takes(self, dtype: torch.dtype) -> bool:
-        return dtype in FLOATS
-
-    def covers(self, other: Codec) -> bool:
-        return isinstance(other, Sign)
-
-    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
+    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, state: EncoderState | None = None) -> Packed:
         return pack_bits(self, flat > 0, layout, flat.dtype, 1, kind=SignPacked)
 
 
@@ -239,14 +237,13 @@ def are_numbers(values: tuple[float, ...], dtype: torch.dtype) -> bool:
 
 
 @dataclass(frozen=True, repr=False)
-class Between(Codec):
+class Between(ReaderCodec):
     """Keeps only whether each value lies between two others: enough for the backward of ReLU6, hard tanh and hard
     sigmoid. `decode` gives what lies in the middle, and the lower limit for values outside. NaN counts as inside.
     """
 
     low: float
     high: float
-    keeps_zeros = False
 
     @property
     def middle(self) -> float:
@@ -256,17 +253,14 @@ class Between(Codec):
         """Only where limits, middle and half the width are numbers of that type: all else is a matter of rounding."""
         return dtype in FLOATS and are_numbers((self.low, self.middle, self.high, self.low - self.middle), dtype)
 
-    def covers(self, other: Codec) -> bool:
-        return self == other
-
-    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
+    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, state: EncoderState | None = None) -> Packed:
         outside = flat <= self.low
         outside |= flat >= self.high
         return pack_bits(self, outside, layout, flat.dtype, 1, kind=BetweenPacked)
 
 
 @dataclass(frozen=True, repr=False)
-class Window(Codec):
+class Window(ExactCodec):
     """Max-pool indices as positions inside their pooling window: a few bits instead of 64.
 
     `plane` is the size of the pooled input, the rest the pooling's own settings, each for the last dimensions (1 to 3).
@@ -277,16 +271,10 @@ class Window(Codec):
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     plane: tuple[int, ...]
-
-    @property
-    def exact(self) -> bool:
-        return True
+    restores_values = False
 
     def takes(self, dtype: torch.dtype) -> bool:
         return dtype == torch.int64 and math.prod(self.kernel) <= 256
-
-    def covers(self, other: Codec) -> bool:
-        return True
 
     def steps(self) -> list[int]:
         """How far apart neighbours in each pooled dimension stand in the plane."""
@@ -315,7 +303,7 @@ class Window(Codec):
         """The narrowest type for distances within a window in which a table can be asked for them."""
         return torch.int32 if self.reach() < 1 << 31 else torch.int64
 
-    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
+    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, state: EncoderState | None = None) -> Packed:
         index = flat.view(layout.size) if layout.copied else layout.restore(flat)
         offsets, corners = self.offsets(flat.device), self.corners(index)
         # A GPU narrows while it subtracts; a CPU does that in a second pass.

@@ -9,26 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from encke.codecs.base import Codec, Hint, mix, operations
-from encke.codecs.packed import Layout, Packed
-from encke.kernels import FLOATS
+from encke.codecs.base import Codec, EncoderState, FlatCodec, FlatPacked, Packed, mix, operations
+from encke.codecs.layout import Layout
 
 
-class GroupQuantPacked(Packed):
+class GroupQuantPacked(FlatPacked):
     """One buffer: codes, then lo and step of each group."""
 
     __slots__ = ("plan", "seed", "stride")
     codec: GroupQuant
 
     def __init__(
-        self, codec: GroupQuant, layout: Layout, dtype: torch.dtype, numel: int, data: Tensor, seed: int, stride: int,
+        self, codec: Any, layout: Layout, dtype: torch.dtype, numel: int, data: Tensor, seed: int, stride: int,
         plan: Any,
     ) -> None:  # fmt: skip
         self.codec = codec
         self.layout = layout
         self.dtype = dtype
         self.numel = numel
-        self.parts = (data,)
+        self.buffers = (data,)
         self.seed = seed
         self.stride = stride
         self.plan = plan
@@ -36,21 +35,26 @@ class GroupQuantPacked(Packed):
 
     @property
     def nbytes(self) -> int:
-        return self.parts[0].nbytes
+        return self.buffers[0].nbytes
 
     def decode_in(self, layout: Layout) -> Tensor:
         if self.plan is None or not layout.dense:
             return super().decode_in(layout)
         out = torch.empty_strided(layout.size, layout.stride, dtype=self.dtype, device=self.plan.device)
-        self.plan.decode(self.parts[0], self.seed, False, out)
+        self.plan.decode(self.buffers[0], self.seed, False, out)
         return out
 
     def decode_flat(self, mask: bool = False) -> Tensor:
         bits, group = self.codec.bits, self.codec.group
-        data, numel, dtype = self.parts[0], self.numel, self.dtype
+        data, numel, dtype = self.buffers[0], self.numel, self.dtype
         return operations(data).gq_decode(
             data, numel, bits, group, dtype, mask, self.seed, self.stride, self.codec.signs
         )
+
+
+def at_least(bits: int, min_bits: int | None) -> int | None:
+    """Return the smallest rate of at least this many bits; None if there is none."""
+    return next((rate for rate in (2, 4, 8) if rate >= max(bits, min_bits or 0)), None)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -67,7 +71,7 @@ def channel_stride(layout: Layout, numel: int, group: int) -> int:
 
 
 @dataclass(frozen=True, repr=False)
-class GroupQuant(Codec):
+class GroupQuant(FlatCodec):
     """`bits` bits a value with a scale for every `group` values; each value is right on average.
 
     A value comes back within half a step of its group. In groups without negative values zeros are exact, and a mask of
@@ -80,6 +84,9 @@ class GroupQuant(Codec):
     seed: int = 0
     signs: bool = False
     """Zeros and signs are exact in signed groups too: 4 or 8 bits, values within a step."""
+    keeps_zeros = True
+    unbiased = True
+    reads_packed = True
 
     def __post_init__(self) -> None:
         if self.bits not in (2, 4, 8):
@@ -88,9 +95,6 @@ class GroupQuant(Codec):
             raise ValueError("signs=True needs 4 or 8 bits, got 2")
         if self.group not in (64, 128, 256, 512, 1024):
             raise ValueError(f"group must be 64, 128, 256, 512 or 1024, got {self.group!r}")
-
-    def takes(self, dtype: torch.dtype) -> bool:
-        return dtype in FLOATS
 
     def covers(self, other: Codec) -> bool:
         if other.signs_only:
@@ -113,25 +117,35 @@ class GroupQuant(Codec):
         bits = max(codec.bits if codec.signs or not signs else min(2 * codec.bits, 8) for codec in (self, other))
         return replace(self, bits=bits, group=group, signs=signs)
 
-    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
+    def refined(self, min_bits: int | None = None, bound: float | None = None) -> Codec | None:
+        bits = at_least(self.bits, min_bits)
+        return replace(self, bits=bits) if bits and bound is None else None
+
+    def fixed_rate(self) -> GroupQuant:
+        return self
+
+    def describe(self) -> str:
+        return f"{self.bits} bits"
+
+    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, state: EncoderState | None = None) -> Packed:
         seed, stride = mix(self.seed, key), channel_stride(layout, flat.numel(), self.group)
         data = operations(flat).gq_encode(flat, self.bits, self.group, seed, stride, self.signs)
         return GroupQuantPacked(self, layout, flat.dtype, flat.numel(), data, seed, stride, None)
 
-    def encode_run(self, x: Tensor, layout: Layout, length: int, key: int, hint: Hint) -> Packed:
-        stride, plan = self.planned(x, layout, length, hint)
+    def encode_run(self, x: Tensor, layout: Layout, length: int, key: int, state: EncoderState) -> Packed:
+        stride, plan = self.planned(x, layout, length, state)
         if plan is None:
-            return super().encode_run(x, layout, length, key, hint)
+            return super().encode_run(x, layout, length, key, state)
         seed = mix(self.seed, key)
         return GroupQuantPacked(self, layout, x.dtype, length, plan.codes(x, seed), seed, stride, plan)
 
-    def planned(self, x: Tensor, layout: Layout, length: int, hint: Hint) -> tuple[int, Any]:
+    def planned(self, x: Tensor, layout: Layout, length: int, state: EncoderState) -> tuple[int, Any]:
         """What `_plan` says of a tensor, kept from step to step."""
-        known = hint.plan
+        known = state.plan
         # Policies make some codecs anew at every call.
         same = known is not None and (known[0] is self or known[0] == self)
         if not same or known[1] is not layout or known[2] is not x.dtype or known[3] != x.device:
-            known = hint.plan = (self, layout, x.dtype, x.device, *self._plan(x, layout, length))
+            known = state.plan = (self, layout, x.dtype, x.device, *self._plan(x, layout, length))
         return known[4], known[5]
 
     def _plan(self, x: Tensor, layout: Layout, length: int) -> tuple[int, Any]:

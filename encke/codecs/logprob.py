@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from encke.codecs.base import Codec, Hint, mix, operations
-from encke.codecs.packed import Layout, Packed
+from encke.codecs.base import Codec, EncoderState, FlatCodec, FlatPacked, Packed, mix, operations
+from encke.codecs.layout import Layout
 
 BOUND = 0.05
 STEPS = {torch.float32: (0.099, 0.099), torch.float16: (0.092, 0.083), torch.bfloat16: (0.0925, 0.0615)}
@@ -22,20 +22,20 @@ def shift(step: float) -> float:
     return math.log(math.sinh(step / 2) / (step / 2))
 
 
-class LogProbPacked(Packed):
+class LogProbPacked(FlatPacked):
     """A byte each."""
 
     __slots__ = ("seed",)
     seed: int
 
     def decode_flat(self, mask: bool = False) -> Tensor:
-        data, (step, far) = self.parts[0], STEPS[self.dtype]
+        data, (step, far) = self.buffers[0], STEPS[self.dtype]
         values = operations(data).lp_decode(data, step, far, shift(step), self.seed, self.dtype)
         return values != 0 if mask else values
 
 
 @dataclass(frozen=True, repr=False)
-class LogProb(Codec):
+class LogProb(FlatCodec):
     """Values from -25 (fp16: -21, bf16: -18) to 0 come back within 0.05, and their exponentials are right on average.
 
     Lower ones come back as about that, probabilities of 1e-11 (5e-10, 1e-8); NaN stays NaN. The size is known
@@ -43,7 +43,6 @@ class LogProb(Codec):
     """
 
     seed: int = 0
-    keeps_zeros = False
 
     def takes(self, dtype: torch.dtype) -> bool:
         """Not fp64: where that is asked for, so few bits are not what is meant."""
@@ -52,7 +51,13 @@ class LogProb(Codec):
     def covers(self, other: Codec) -> bool:
         return isinstance(other, LogProb)
 
-    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
+    def refined(self, min_bits: int | None = None, bound: float | None = None) -> Codec | None:
+        return self if (min_bits or 0) <= 8 and (bound is None or bound >= BOUND) else None
+
+    def describe(self) -> str:
+        return f"{BOUND} abs"
+
+    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, state: EncoderState | None = None) -> Packed:
         seed = mix(self.seed, key)
         data = operations(flat).lp_encode(flat, *STEPS[flat.dtype], seed)
         packed = LogProbPacked(self, layout, flat.dtype, flat.numel(), (data,))

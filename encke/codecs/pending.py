@@ -16,34 +16,33 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from encke.codecs.base import Hint
-from encke.codecs.packed import Packed, check_version
+from encke.codecs.base import EncoderState, FlatPacked, check_version
 
 IN_FLIGHT = 128 << 20
 FIRST_SHARE = 0.3
 Encode = Callable[[int], tuple[Tensor, Tensor]]
 
 
-class LatePacked(Packed):
+class PendingPacked(FlatPacked):
     """A Packed whose parts are (meta, payload), the payload's size in 4-byte units being at byte 8 of meta."""
 
-    __slots__ = ("late",)
-    late: _Late | None
+    __slots__ = ("pending_size",)
+    pending_size: _PendingSize | None
 
-    def fill(self, flat: Tensor, encode: Encode, hint: Hint | None) -> None:
-        """Encodes `flat`; on a GPU with a hint without waiting for it."""
-        self.late = None
+    def fill(self, flat: Tensor, encode: Encode, state: EncoderState | None) -> None:
+        """Encodes `flat`; on a GPU with a state without waiting for it."""
+        self.pending_size = None
         source_bytes = flat.numel() * flat.element_size()
-        if flat.device.type != "cuda" or hint is None:
-            self.parts = encode(-1)
-            if hint is not None:
-                hint.learn(self.parts[1].numel(), source_bytes)
+        if flat.device.type != "cuda" or state is None:
+            self.buffers = encode(-1)
+            if state is not None:
+                state.learn(self.buffers[1].numel(), source_bytes)
             return
-        share = hint.share or FIRST_SHARE
+        share = state.share or FIRST_SHARE
         capacity = int(source_bytes * share) + 1024 & -512
-        self.parts = encode(capacity)
-        self.late = _Late(self, flat, encode, hint)
-        _in_flight.add(self.late)
+        self.buffers = encode(capacity)
+        self.pending_size = _PendingSize(self, flat, encode, state)
+        _in_flight.add(self.pending_size)
 
     @property
     def nbytes(self) -> int:
@@ -52,26 +51,26 @@ class LatePacked(Packed):
 
     def settle(self) -> None:
         """Waits until the size is known and makes the payload right and tight."""
-        late = self.late
+        late = self.pending_size
         if late is not None:
             late.finish()
 
 
-class _Late:
+class _PendingSize:
     """One encoding in flight: its source, the pinned word its size will arrive in, the event behind that copy."""
 
-    __slots__ = ("encode", "event", "hint", "lock", "packed", "size", "source", "source_bytes", "version")
+    __slots__ = ("encode", "event", "lock", "packed", "size", "source", "source_bytes", "state", "version")
 
-    def __init__(self, packed: LatePacked, source: Tensor, encode: Encode, hint: Hint) -> None:
-        self.packed: LatePacked | None = packed
+    def __init__(self, packed: PendingPacked, source: Tensor, encode: Encode, state: EncoderState) -> None:
+        self.packed: PendingPacked | None = packed
         self.source: Tensor | None = source
         self.version = source._version
         self.source_bytes = source.numel() * source.element_size()
         self.encode: Encode | None = encode
-        self.hint = hint
+        self.state = state
         self.lock = threading.Lock()
         self.size = _pinned.take()
-        self.size.copy_(packed.parts[0][8:16].view(torch.int64), non_blocking=True)
+        self.size.copy_(packed.buffers[0][8:16].view(torch.int64), non_blocking=True)
         self.event = torch.cuda.Event()
         self.event.record(torch.cuda.current_stream(source.device))
 
@@ -82,16 +81,16 @@ class _Late:
                 return
             self.event.synchronize()
             used = int(self.size.item()) * 4
-            meta, payload = packed.parts
+            meta, payload = packed.buffers
             if used > payload.numel():
                 assert self.source is not None
                 check_version(self.source, self.version)
-                packed.parts = encode(used + 511 & -512)
+                packed.buffers = encode(used + 511 & -512)
             elif payload.numel() > 1.25 * used + 65536:
-                packed.parts = (meta, payload[:used].clone())
-            self.hint.learn(used, self.source_bytes)
-            packed.late = None
-            self.hint.nbytes = packed.nbytes
+                packed.buffers = (meta, payload[:used].clone())
+            self.state.learn(used, self.source_bytes)
+            packed.pending_size = None
+            self.state.nbytes = packed.nbytes
             _pinned.give(self.size)
             self.packed = self.source = self.encode = None
 
@@ -118,11 +117,11 @@ class _InFlight:
     """The encodings whose sizes have not arrived, oldest first."""
 
     def __init__(self) -> None:
-        self.queue: deque[_Late] = deque()
+        self.queue: deque[_PendingSize] = deque()
         self.bytes = 0
         self.lock = threading.Lock()
 
-    def add(self, late: _Late) -> None:
+    def add(self, late: _PendingSize) -> None:
         with self.lock:
             self.queue.append(late)
             self.bytes += late.source_bytes

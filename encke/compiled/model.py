@@ -28,19 +28,18 @@ from encke.capture.hooks import Capture, keep, unpack
 from encke.capture.ledger import Record
 from encke.capture.modules import inside_compile
 from encke.capture.passes import may_push
-from encke.capture.saved import satisfies, strictest
 from encke.capture.sites import Site
-from encke.codecs import Codec, DualPrecision, ErrorBounded, GroupQuant, Mask
+from encke.codecs import GroupQuant
+from encke.codecs.algebra import satisfies, strictest
+from encke.codecs.exact import Mask
 from encke.codecs.groupquant import channel_stride
-from encke.codecs.packed import Layout
+from encke.codecs.layout import Layout
 from encke.compiled import lowerings, ops, rewrites
 from encke.compiled.pair import Pair, hint, is_relu, value
 from encke.kernels import FLOATS
 
 PATIENCE = 2
 """After so many compilations for more bits, what needs more gets the most."""
-BITS_FOR_BOUND = 8
-"""What takes the place of a codec under a bound, whose size is not known beforehand."""
 
 # -- hooks -------------------------------------------------------------------------------------------------------------
 
@@ -181,7 +180,8 @@ class Compiled:
             return self.eager(*args, **kwargs)
         if self.stale:
             self.stale = False
-            if not all(satisfies(packing.codec, self.codec_for(packing.sites)) for packing in self.coded()):
+            wanted = [(packing.codec, self.codec_for(packing.sites)) for packing in self.coded()]
+            if any(codec is None or not satisfies(coded, codec) for coded, codec in wanted):
                 self.renew()
         self.begin()
         _autograd._push_saved_tensors_default_hooks(*self.hooks)
@@ -227,13 +227,14 @@ class Compiled:
         writer = Writer(pair, graph, packings)
         for node, packing in packings.items():
             writer.write(node, packing)
+        if writer.packed:
+            writer.mark()
         if writer.measured:
             rewrites.update_early(forward.graph)
         pair.finish()
         forward.recompile()
         backward.recompile()
         if writer.packed:
-            writer.mark()
             ops.graphs[graph] = weakref.ref(self)
             self.packings[graph] = list(packings.values())
 
@@ -257,27 +258,29 @@ class Compiled:
         if "sign" in needs or ("mask" in needs and not is_relu(node)):
             return Packing("kept", sites)
         codec = self.codec_for(sites)
-        return Coded(sites, codec) if isinstance(codec, GroupQuant) else Packing("kept", sites)
+        return Packing("kept", sites) if codec is None else Coded(sites, codec)
 
-    def codec_for(self, sites: list[Site]) -> Codec:
-        """A codec that serves all who read a tensor; where earlier graphs kept it, at least theirs."""
-        codec = strictest([self.of_fixed_rate(site) for site in sites if site.need not in ("mask", "sign", "shape")])
+    def codec_for(self, sites: list[Site]) -> GroupQuant | None:
+        """A codec that serves all who read a tensor; where earlier graphs kept it, at least theirs. None: keep it."""
+        codecs = [self.of_fixed_rate(site) for site in sites if site.need not in ("mask", "sign", "shape")]
+        codec = strictest(found for found in codecs if found is not None).fixed_rate() if all(codecs) else None
         floor = self.floors.get(sites[0].number)
-        if floor is None or not isinstance(codec, GroupQuant) or satisfies(floor, codec):
-            return floor if floor is not None and isinstance(codec, GroupQuant) else codec
+        if codec is None or floor is None:
+            return codec
+        if satisfies(floor, codec):
+            return floor
         # Dynamo compiles a function a few times only: later changes leave room.
         return codec if self.renewals <= PATIENCE else replace(codec, bits=8)
 
-    def of_fixed_rate(self, site: Site) -> Codec:
-        """The policy's codec, or the one of fixed rate that stands for it."""
+    def of_fixed_rate(self, site: Site) -> GroupQuant | None:
+        """The policy's codec, or the one of fixed rate that stands in for it; None to keep the tensor."""
         codec = self.capture.policy.choose(site)
-        if isinstance(codec, DualPrecision):
-            stand_in = GroupQuant(bits=codec.bits, seed=codec.seed)
-        elif isinstance(codec, ErrorBounded) and not codec.exact and site.need != "logprob":
-            stand_in = GroupQuant(bits=BITS_FOR_BOUND, seed=codec.seed)
-        else:
-            return codec
-        say_once(f"{type(codec).__name__} has no fixed size under torch.compile: {stand_in!r} takes its place there")
+        stand_in = codec.fixed_rate()
+        # A fixed rate has no bound, which the exponential in log-softmax's backward needs.
+        if stand_in is codec or codec.exact or site.need == "logprob":
+            return stand_in if stand_in is codec else None
+        instead = "tensors are kept as they are" if stand_in is None else f"{stand_in!r} takes its place"
+        say_once(f"{type(codec).__name__} has no fixed size under torch.compile: {instead} there")
         return stand_in
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from encke.capture.thresholds import FUSE_MIN_BYTES, SPLIT_CONV_MIN_BYTES
-from encke.codecs.packed import FORMATS
+from encke.codecs.layout import FORMATS
 from encke.compiled.pair import bytes_of, hint, name_of, operation_of, value
 from encke.kernels import implementation
 from encke.torch_internals import conv_memory_format

@@ -180,6 +180,7 @@ def packed_for(saved: Any, grad: Tensor) -> GroupQuantPacked | None:
     if not isinstance(saved, Saved):
         return None
     cell = saved.cell
-    if cell is None or cell.held is not None or not isinstance(cell.packed, GroupQuantPacked):
+    if cell is None or cell.held is not None:
         return None
-    return cell.packed if grad.dtype == cell.packed.dtype else None
+    packed: Any = cell.packed
+    return packed if packed is not None and packed.codec.reads_packed and grad.dtype == packed.dtype else None

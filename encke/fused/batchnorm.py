@@ -18,10 +18,10 @@ from encke.capture.deferred import DeferredForward
 from encke.capture.passes import ForwardPass
 from encke.capture.readers import matches
 from encke.capture.sites import Site
-from encke.codecs import Codec, GroupQuant
-from encke.codecs.base import Hint, mix
+from encke.codecs import Codec, Packed
+from encke.codecs.base import EncoderState, check_version, mix
 from encke.codecs.groupquant import GroupQuantPacked
-from encke.codecs.packed import FORMATS, Layout, Packed, check_version
+from encke.codecs.layout import FORMATS, Layout
 from encke.fused.base import LayerForward, in_place_of, packed_for
 from encke.torch_internals import batch_norm_forward, cudnn_enabled, verify_batch_size
 
@@ -46,14 +46,13 @@ class DeferredBatchNorm(DeferredForward):
         self.statistics = torch.empty(4, plan.channels, dtype=torch.float32, device=plan.device)
         """Mean and 1 / standard deviation of each channel, and two rows of the kernel's own."""
 
-    def encode(self, codec: Codec, layout: Layout, length: int, key: int, hint: Hint) -> Packed:
+    def encode(self, codec: Codec, layout: Layout, length: int, key: int, state: EncoderState) -> Packed:
         """Compute result and statistics, and return the input packed."""
         x = self.t
-        stride, plan = codec.planned(x, layout, length, hint) if type(codec) is GroupQuant else (1, None)
-        if plan is None or plan.statistics is None or codec.group != self.plan.GROUP:  # type: ignore[attr-defined]
+        stride, plan = codec.planned(x, layout, length, state)
+        if plan is None or plan.statistics is None or codec.group != self.plan.GROUP:
             self.run_unfused()
-            return codec.encode_run(x, layout, length, key, hint)
-        assert isinstance(codec, GroupQuant)
+            return codec.encode_run(x, layout, length, key, state)
         workspace = torch.empty(self.plan.parts, dtype=torch.float32, device=plan.device)
         seed = mix(codec.seed, key)
         data = plan.encode_beside(plan.statistics, x, workspace, seed)
@@ -139,7 +138,7 @@ def gradients_from_codes(ctx: Any, grad: Tensor) -> Gradients | None:
     if packed is None or packed.codec.signs:
         return None
     kernels, layout, codec = backward_kernels(), saved.layout, packed.codec
-    channels_last, bits = layout.last, codec.bits
+    channels_last, bits = layout.channels_last, codec.bits
     if channels_last is None or not kernels.supported(
         layout.size, packed.stride, channels_last, bits, codec.group, packed.dtype
     ):
@@ -151,7 +150,7 @@ def gradients_from_codes(ctx: Any, grad: Tensor) -> Gradients | None:
         grad = grad.contiguous(memory_format=FORMATS[grad.dim()] if channels_last else torch.contiguous_format)
     want_x, want_weight, want_bias = ctx.needs_input_grad[:3]
     grad_x, grad_weight, grad_bias = kernels.norm_backward(
-        grad, packed.parts[0], mean, invstd, weight, bits, packed.seed, channels_last, want_x
+        grad, packed.buffers[0], mean, invstd, weight, bits, packed.seed, channels_last, want_x
     )
     return grad_x, grad_weight if want_weight else None, grad_bias if want_bias else None
 
@@ -187,7 +186,7 @@ class BatchNormForward(LayerForward):
         if not module.training and not (module.running_mean is None and module.running_var is None):
             return None
         codec = self.capture.policy.choose(site)
-        if not isinstance(codec, GroupQuant) or codec.signs or not matches(site, x):
+        if not codec.reads_packed or codec.signs or not matches(site, x):
             return None
         return training_forward(module, x, site.function, site, codec, forward)
 

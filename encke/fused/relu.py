@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from encke.capture.deferred import DeferredForward
 from encke.capture.passes import ForwardPass
 from encke.capture.sites import Site
-from encke.codecs import Codec, GroupQuant
-from encke.codecs.base import Hint, mix
+from encke.codecs import Codec, Packed
+from encke.codecs.base import EncoderState, mix
 from encke.codecs.groupquant import GroupQuantPacked
-from encke.codecs.packed import Layout, Packed
+from encke.codecs.layout import Layout
 from encke.fused.base import LayerForward, in_place_of, packed_for
 
 
@@ -30,14 +30,13 @@ class DeferredRelu(DeferredForward):
     x: Tensor
     """ReLU's input."""
 
-    def encode(self, codec: Codec, layout: Layout, length: int, key: int, hint: Hint) -> Packed:
+    def encode(self, codec: Codec, layout: Layout, length: int, key: int, state: EncoderState) -> Packed:
         """Write the result and return it packed."""
         y = self.t
-        stride, plan = codec.planned(y, layout, length, hint) if type(codec) is GroupQuant else (1, None)
+        stride, plan = codec.planned(y, layout, length, state)
         if plan is None or plan.relu is None:
             self.run_unfused()
-            return codec.encode_run(y, layout, length, key, hint)
-        assert isinstance(codec, GroupQuant)
+            return codec.encode_run(y, layout, length, key, state)
         seed = mix(codec.seed, key)
         data = plan.encode_beside(plan.relu, self.x, y, seed)
         return GroupQuantPacked(codec, layout, y.dtype, length, data, seed, stride, plan)
@@ -82,8 +81,8 @@ def gradient_from_codes(ctx: Any, grad: Tensor) -> Tensor | None:
         return None
     codec = packed.codec
     if packed.plan is not None:
-        return packed.plan.gate(packed.parts[0], grad)
-    return gpu_kernels().gq_gate(packed.parts[0], grad, codec.bits, codec.group, packed.stride, codec.signs)
+        return packed.plan.gate(packed.buffers[0], grad)
+    return gpu_kernels().gq_gate(packed.buffers[0], grad, codec.bits, codec.group, packed.stride, codec.signs)
 
 
 @functools.cache

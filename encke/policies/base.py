@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from encke.capture.sites import Site
-from encke.codecs import Codec
-from encke.codecs.packed import Layout, Packed
+from encke.codecs import Codec, Packed
+from encke.codecs.layout import Layout
 
 
 class Policy(ABC):

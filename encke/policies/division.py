@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from encke.capture.sites import Site
-from encke.codecs import Codec, DualPrecision, Keep
+from encke.codecs import Codec, DualPrecision
+from encke.codecs.exact import Keep
 from encke.policies.base import Policy
 
 

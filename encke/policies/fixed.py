@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from encke.capture.sites import Site
-from encke.codecs import Codec, ErrorBounded, GroupQuant, LogProb
+from encke.codecs import Codec, ErrorBounded, LogProb
+from encke.codecs.exact import Keep
 from encke.codecs.logprob import BOUND
 from encke.policies.base import Policy
-
-ATTENTION_REL = 1 / 512
-"""Attention under a bound: half a step of eight bits, relative to the range."""
-LOGPROB_ABS = BOUND
 
 
 @dataclass(frozen=True)
@@ -26,6 +23,11 @@ class Fixed(Policy):
     def __post_init__(self) -> None:
         if not isinstance(self.codec, Codec):
             raise TypeError(f"Fixed takes a codec such as encke.codecs.ErrorBounded(1e-2, 'rel'), got {self.codec!r}")
+        if not self.codec.restores_values:
+            raise ValueError(
+                f"{self.codec!r} does not restore values: capture chooses it where a reader needs no more. "
+                "Fixed takes a codec such as encke.codecs.GroupQuant(bits=4)"
+            )
 
     def choose(self, site: Site) -> Codec:
         """The codec for what `site` saves."""
@@ -41,20 +43,13 @@ def at_attention(codec: Codec, site: Site) -> Codec:
 
     Values and output do not pass through it, and have 4 bits; where attention is sharp that is felt (docs/comet.md).
     """
-    if isinstance(codec, GroupQuant):
-        return replace(codec, bits=max(codec.bits, 4 if site.slot in ("value", "output") else 8))
-    if isinstance(codec, ErrorBounded) and codec.bound > 0:
-        return replace(codec, limit=min(codec.limit, ATTENTION_REL))
-    return codec
+    linear = codec.unbiased and site.slot in ("value", "output")
+    return codec.refined(min_bits=4 if linear else 8) or Keep()
 
 
 def at_logprob(codec: Codec, site: Site) -> Codec:
     """`codec`, with an absolute error that the exponential in log-softmax's backward can bear."""
-    if isinstance(codec, ErrorBounded) and codec.mode == "rel" and codec.bound > 0:
-        return replace(codec, bound=LOGPROB_ABS, mode="abs", limit=min(codec.bound, codec.limit))
-    if isinstance(codec, ErrorBounded):
-        return replace(codec, bound=min(codec.bound, LOGPROB_ABS))
-    if isinstance(codec, GroupQuant):
+    if codec.unbiased:
         fixed_rate = LogProb(codec.seed)
-        return fixed_rate if fixed_rate.takes(site.signature[0]) else ErrorBounded(LOGPROB_ABS)
-    return codec
+        return fixed_rate if fixed_rate.takes(site.signature[0]) else ErrorBounded(BOUND)
+    return codec.refined(bound=BOUND) or Keep()

@@ -8,25 +8,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from encke.codecs import Codec
-from encke.codecs.base import Hint
-from encke.codecs.packed import Layout, Packed
-from encke.kernels import FLOATS
+from encke.codecs import Codec, Packed
+from encke.codecs.base import EncoderState, FlatCodec, FlatPacked
+from encke.codecs.layout import Layout
 
 
-class LevelsPacked(Packed):
+class LevelsPacked(FlatPacked):
     """Integer levels, and the half width of a cell."""
 
     __slots__ = ()
 
     def decode_flat(self, mask: bool = False) -> Tensor:
-        levels, half = self.parts
+        levels, half = self.buffers
         decoded = ((2 * levels.float() + 1) * half).to(self.dtype)
         return decoded != 0 if mask else decoded
 
 
 @dataclass(frozen=True, repr=False)
-class Midpoint(Codec):
+class Midpoint(FlatCodec):
     """Every value becomes the middle of its cell, as in stock SZ: the bound holds, but zeros come back as the bound.
 
     `bound` is relative to the tensor's range, as in `ErrorBounded(bound, "rel")`, which gives the same for all values
@@ -38,26 +37,23 @@ class Midpoint(Codec):
     # masks. With the truth here, capture would keep exact zeros for ReLU.
     keeps_zeros = True
 
-    def takes(self, dtype: torch.dtype) -> bool:
-        return dtype in FLOATS
-
     def covers(self, other: Codec) -> bool:
         return other.signs_only or (isinstance(other, Midpoint) and self.bound <= other.bound)
 
-    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
+    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, state: EncoderState | None = None) -> Packed:
         half = self.bound * (flat.amax() - flat.amin()).float().clamp_min(torch.finfo(torch.float32).tiny)
         levels = torch.floor(flat.float() / (2 * half)).to(torch.int32)
         return LevelsPacked(self, layout, flat.dtype, flat.numel(), (levels, half))
 
 
-class LowPacked(Packed):
+class LowPacked(FlatPacked):
     """The averages of the tiles of each plane."""
 
     __slots__ = ()
     codec: LowFrequency
 
     def decode_flat(self, mask: bool = False) -> Tensor:
-        return self.layout_of(spread(self.parts[0].float(), self.layout.size, self.codec.block), mask)
+        return self.layout_of(spread(self.buffers[0].float(), self.layout.size, self.codec.block), mask)
 
     def layout_of(self, x: Tensor, mask: bool) -> Tensor:
         """The planes as the run of memory that was encoded."""
@@ -72,14 +68,15 @@ class HighPacked(LowPacked):
     __slots__ = ()
 
     def decode_flat(self, mask: bool = False) -> Tensor:
-        codes, low, step = self.parts
+        codes, low, step = self.buffers
         return self.layout_of(low.float() + codes.float() * step.float(), mask)
+
+    codec: HighFrequency
 
     @property
     def nbytes(self) -> int:
         """As if the codes were packed: here each takes a byte."""
-        codes, low, step = self.parts
-        assert isinstance(self.codec, HighFrequency)
+        codes, low, step = self.buffers
         return -(-codes.numel() * self.codec.bits // 8) + low.nbytes + step.nbytes
 
 
@@ -95,19 +92,12 @@ def spread(averages: Tensor, size: tuple[int, ...], block: int) -> Tensor:
 
 
 @dataclass(frozen=True, repr=False)
-class LowFrequency(Codec):
+class LowFrequency(FlatCodec):
     """Only the average of each `block` x `block` tile, in bf16."""
 
     block: int = 8
-    keeps_zeros = False
 
-    def takes(self, dtype: torch.dtype) -> bool:
-        return dtype in FLOATS
-
-    def covers(self, other: Codec) -> bool:
-        return self == other
-
-    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
+    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, state: EncoderState | None = None) -> Packed:
         averages = tiles(layout.restore(flat), self.block)
         return LowPacked(self, layout, flat.dtype, flat.numel(), (averages,))
 
@@ -119,7 +109,7 @@ class HighFrequency(LowFrequency):
     bits: int = 2
     seed: int = 0
 
-    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, hint: Hint | None = None) -> Packed:
+    def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, state: EncoderState | None = None) -> Packed:
         x = layout.restore(flat).float()
         rest = x - spread(tiles(x, self.block).float(), layout.size, self.block)
         low, high = rest.amin((-2, -1), keepdim=True), rest.amax((-2, -1), keepdim=True)

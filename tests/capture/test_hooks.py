@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import encke
 from encke.capture import encoding, hooks, ledger
 from encke.capture.hooks import SMALL
-from encke.codecs import Between, ErrorBounded, GroupQuant, Mask
+from encke.codecs import ErrorBounded, GroupQuant
+from encke.codecs.exact import Between, Mask
 from encke.policies import Fixed
 from tests.integration.test_end_to_end import saved_in
 from tests.models import MODELS, resnet

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from encke.capture.saved import satisfies, strictest
-from encke.codecs import Codec, DualPrecision, ErrorBounded, GroupQuant, Keep, Mask, Sign
+from encke.codecs import Codec, DualPrecision, ErrorBounded, GroupQuant
+from encke.codecs.algebra import satisfies, strictest
 from encke.codecs.dualprecision import DualPrecisionPacked
-from encke.codecs.packed import flatten
+from encke.codecs.exact import Keep, Mask, Sign
+from encke.codecs.layout import flatten
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

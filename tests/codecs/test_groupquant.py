@@ -7,8 +7,8 @@ import torch
 
 from encke import kernels
 from encke.codecs import GroupQuant
-from encke.codecs.base import Hint
-from encke.codecs.packed import flatten
+from encke.codecs.base import EncoderState
+from encke.codecs.layout import flatten
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -32,11 +32,11 @@ def test_memory_read_as_it_lies_gives_the_codes_of_its_flat_run(view, dtype, mon
 
     monkeypatch.setattr(kernels, "of", lambda device: launch)
     x = view(torch.randn(4, 8, 16, 8, device=DEVICE).to(dtype)).requires_grad_()
-    codec, hint, (flat, layout) = GroupQuant(bits=4), Hint(), flatten(x.detach())
+    codec, state, (flat, layout) = GroupQuant(bits=4), EncoderState(), flatten(x.detach())
     expected = codec.encode_flat(flat, layout, key=5)
     for _ in range(2):
-        packed = codec.encode_run(x, layout, flat.numel(), 5, hint)
-        assert torch.equal(packed.parts[0], expected.parts[0]) and packed.nbytes == expected.nbytes
+        packed = codec.encode_run(x, layout, flat.numel(), 5, state)
+        assert torch.equal(packed.buffers[0], expected.buffers[0]) and packed.nbytes == expected.nbytes
         decoded = packed.decode()
         assert torch.equal(decoded, expected.decode()) and decoded.stride() == x.stride()
     assert (packed.plan is not None) == layout.dense

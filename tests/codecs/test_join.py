@@ -7,8 +7,9 @@ import itertools
 import pytest
 import torch
 
-from encke.capture.saved import strictest
-from encke.codecs import Codec, DualPrecision, ErrorBounded, GroupQuant, Lossless, Mask, Sign
+from encke.codecs import Codec, DualPrecision, ErrorBounded, GroupQuant, Lossless
+from encke.codecs.algebra import strictest
+from encke.codecs.exact import Mask, Sign
 
 
 @pytest.mark.parametrize(

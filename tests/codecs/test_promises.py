@@ -15,7 +15,8 @@ from torch import Tensor
 
 import encke
 from encke import kernels
-from encke.codecs import ErrorBounded, GroupQuant, Lossless, Window
+from encke.codecs import ErrorBounded, GroupQuant, Lossless
+from encke.codecs.exact import Window
 from encke.kernels import reference
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

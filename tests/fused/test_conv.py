@@ -10,7 +10,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import encke
-from encke.codecs.packed import FORMATS
+from encke.codecs.layout import FORMATS
 from encke.fused import conv as conv_module
 from encke.fused import registry
 from tests.fused.common import DEVICE, EXACT, TWO_BITS, attach, copies, gradients, near, needs_gpu, second_order

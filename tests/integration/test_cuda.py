@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 import encke
 from encke.bench.models import MINI_VOCABULARY, gpt_mini
 from encke.codecs import ErrorBounded, GroupQuant, pending
-from encke.codecs.base import Hint
+from encke.codecs.base import EncoderState
 from encke.policies import Fixed
 from tests.integration.test_end_to_end import EXACT
 from tests.models import MODELS
@@ -76,21 +76,21 @@ def test_memory_held_after_forward_drops(policy) -> None:
 
 def test_too_small_a_prediction_loses_nothing() -> None:
     for start in (1e-6, 0.01, 0.3, 4.0):
-        hint = Hint()
+        hint = EncoderState()
         hint.share = start
         codec = ErrorBounded(1e-3)
         x = torch.randn(1 << 20, device="cuda")
-        packed = codec.encode_flat(x, encke.codecs.packed.Layout((x.numel(),), (1,)), 0, hint)
+        packed = codec.encode_flat(x, encke.codecs.layout.Layout((x.numel(),), (1,)), 0, hint)
         assert (packed.decode() - x).abs().max() <= 1e-3
         assert 0.2 < hint.share < 0.8
 
 
 def test_a_changed_source_of_a_failed_prediction_is_an_error() -> None:
-    hint = Hint()
+    hint = EncoderState()
     hint.share = 1e-6
     x = torch.randn(1 << 20, device="cuda")
     torch.cuda._sleep(int(5e7))
-    packed = ErrorBounded(1e-3).encode_flat(x, encke.codecs.packed.Layout((x.numel(),), (1,)), 0, hint)
+    packed = ErrorBounded(1e-3).encode_flat(x, encke.codecs.layout.Layout((x.numel(),), (1,)), 0, hint)
     x.zero_()
     with pytest.raises(RuntimeError, match="inplace"):
         packed.decode()

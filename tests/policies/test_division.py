@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import encke
 from encke.capture.sites import Site
-from encke.codecs import Codec, DualPrecision, Keep
+from encke.codecs import Codec, DualPrecision
+from encke.codecs.exact import Keep
 from encke.policies import Division
 from tests.models import resnet, transformer
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from encke.codecs.groupquant import channel_stride
-from encke.codecs.packed import layout_of
+from encke.codecs.layout import layout_of
 from encke.kernels.gpu.common import narrow, widen
 from encke.kernels.gpu.launch import TYPES, Launch
 

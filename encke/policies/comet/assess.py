@@ -63,8 +63,9 @@ class TensorFigures:
     def bound(self) -> float:
         """The absolute bound in force; from the error itself where the codec has a relative one."""
         codec = self.codec
-        if isinstance(codec, ErrorBounded) and codec.bounds()[1] == math.inf:
-            return codec.bound
+        absolute, relative = codec.bounds()
+        if absolute < math.inf and relative == math.inf:
+            return absolute
         return math.sqrt(3 * self.errors[codec][0] / self.share) if self.share else 0.0
 
 

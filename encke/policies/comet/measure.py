@@ -19,8 +19,8 @@ from torch import Tensor
 
 from encke.capture.needs import SECOND, operation_name
 from encke.capture.sites import Site
-from encke.codecs import Codec, GroupQuant
-from encke.codecs.packed import Layout, Packed
+from encke.codecs import Codec, GroupQuant, Packed
+from encke.codecs.layout import Layout
 from encke.policies.base import PackedMemory, SavedTensor
 from encke.policies.comet.momentum import gradient_norm
 from encke.policies.comet.products import PRODUCTS, WeightGradient, WeightProduct
@@ -201,10 +201,10 @@ class NormGradientSample:
 
 def mixed_share(packed: Packed, layout: Layout) -> float:
     """Return the share of a batch norm's input values that are in groups with those of other channels."""
-    plane, group = math.prod(layout.size[2:]), getattr(packed.codec, "group", ERRORS.group)
-    if getattr(packed, "stride", 1) > 1:
+    plane, group = math.prod(layout.size[2:]), packed.codec.group or ERRORS.group
+    if packed.stride > 1:
         return 0.0
-    if layout.last or plane < group:
+    if layout.channels_last or plane < group:
         return 1.0
     # One group for each plane reaches beyond it, but for those that end where the plane does.
     return (group - math.gcd(plane, group)) / plane

@@ -7,9 +7,9 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from encke.capture.saved import strictest
 from encke.capture.sites import Site
-from encke.codecs import Codec, ErrorBounded, GroupQuant
+from encke.codecs import Codec
+from encke.codecs.algebra import strictest
 from encke.policies.comet.theory import Gain
 
 
@@ -24,21 +24,15 @@ class Setting:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the setting as plain data."""
-        codec: dict[str, Any] = {}
-        if isinstance(self.codec, GroupQuant):
-            codec = {"bits": self.codec.bits}
-        elif isinstance(self.codec, ErrorBounded):
-            codec = {"bound": self.codec.bound, "mode": self.codec.mode}
-        return {**codec, "gain": asdict(self.gain), "values": self.values}
+        return {**self.codec.to_dict(), "gain": asdict(self.gain), "values": self.values}
 
     @staticmethod
     def from_dict(data: dict[str, Any], seed: int) -> Setting:
         """Return the setting that `to_dict` has written; its codec gets the seed of the policy that reads it."""
-        codec: Codec = (
-            GroupQuant(bits=data["bits"], seed=seed)
-            if "bits" in data
-            else ErrorBounded(data["bound"], data["mode"], seed=seed)
-        )
+        settings = {name: value for name, value in data.items() if name not in ("gain", "values")}
+        # States saved before version 0.2 do not name the codec.
+        settings.setdefault("codec", "GroupQuant" if "bits" in settings else "ErrorBounded")
+        codec = Codec.from_dict({**settings, "seed": seed})
         return Setting(codec, Gain(**data["gain"]), data["values"])
 
 
@@ -64,10 +58,10 @@ class Learnt:
 
     def note(self, step: int, site: Site, setting: Setting, share: float, std: float, **figures: float) -> None:
         """Add an entry to the history; a figure that is not a number becomes None."""
-        codec = setting.codec
+        codec = setting.codec.to_dict()
         row = {"step": step, "layer": site.layer, "operation": site.operation, "slot": site.slot, "place": site.place}
-        row |= {"codec": type(codec).__name__, "bound": getattr(codec, "bound", None)}
-        row |= {"bits": getattr(codec, "bits", None), "share": share, "std": std, "gain": setting.gain.value}
+        row |= {"codec": codec["codec"], "bound": codec.get("bound"), "bits": codec.get("bits")}
+        row |= {"share": share, "std": std, "gain": setting.gain.value}
         self.history.append(row | {name: None if math.isnan(value) else value for name, value in figures.items()})
 
     def to_dict(self) -> dict[str, Any]:

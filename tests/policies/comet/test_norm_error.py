@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import encke
 from encke.capture.saved import SharedCell
 from encke.capture.sites import Site
-from encke.codecs import GroupQuant
-from encke.codecs.packed import Packed, flatten
+from encke.codecs import GroupQuant, Packed
+from encke.codecs.layout import flatten
 from encke.policies import Comet
 from encke.policies.comet import assess
 from encke.policies.comet.measure import NormGradientSample, TensorStats, WeightGradientSample, mixed_share

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 import encke
 from encke.codecs import ErrorBounded, GroupQuant
-from encke.codecs.packed import flatten
+from encke.codecs.layout import flatten
 from encke.policies import Comet
 from encke.policies.comet import assess
 from encke.policies.comet import policy as comet_policy

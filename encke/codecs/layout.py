@@ -1,0 +1,107 @@
+"""Layouts: how the elements of a tensor lie on a flat run of memory, and how a run becomes that tensor again."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""The channels_last memory format by number of dimensions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Size and strides of a tensor on a flat run of memory: enough to lay a decoded run out in the same way."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    copied: bool = False
+    """Whether the run is a contiguous copy, because the tensor's own elements have gaps between them."""
+    dense: bool = field(init=False, compare=False)
+    """Whether the run is the tensor's own memory and holds each element once."""
+    channels_last: bool | None = field(init=False, compare=False)
+    """Whether a dense run is in channels_last order (True), contiguous (False), or in another order (None)."""
+
+    def __post_init__(self) -> None:
+        dense = not self.copied and fills_memory(self.size, self.stride)
+        object.__setattr__(self, "dense", dense)
+        object.__setattr__(self, "channels_last", _channels_last(self.size, self.stride) if dense else None)
+
+    def restore(self, flat: Tensor) -> Tensor:
+        """Return the tensor that lies on the run `flat`, with the size and strides of this layout."""
+        if not self.copied:
+            return flat.as_strided(self.size, self.stride)
+        out = torch.empty_strided(self.size, self.stride, dtype=flat.dtype, device=flat.device)
+        return out.copy_(flat.view(self.size))
+
+
+def _channels_last(size: tuple[int, ...], stride: tuple[int, ...]) -> bool | None:
+    order = [*range(len(size))]
+    if fills_in_order(size, stride, order):
+        return False
+    return True if len(size) in FORMATS and fills_in_order(size, stride, [0, *order[2:], 1]) else None
+
+
+def fills_in_order(size: Sequence[int], stride: Sequence[int], order: Sequence[int]) -> bool:
+    """Return whether elements fill their memory without gaps, with the dimensions in `order`, outermost first."""
+    expected = 1
+    for d in reversed(order):
+        if size[d] != 1 and stride[d] != expected:
+            return False
+        expected *= size[d]
+    return True
+
+
+def fills_memory(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Return whether each element has memory of its own without gaps between them, in any order of dimensions."""
+    return run_length(size, stride) == math.prod(size)
+
+
+def run_length(size: Sequence[int], stride: Sequence[int]) -> int | None:
+    """Return the length of the gapless run that a tensor covers, repeated dimensions aside; None if it has gaps."""
+    expected = 1
+    for step, extent in sorted((st, sz) for sz, st in zip(size, stride, strict=True) if sz != 1 and st != 0):
+        if step != expected:
+            return None
+        expected *= extent
+    return expected
+
+
+def overlaps(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Return whether two elements may share memory, as in expanded tensors."""
+    reach = 0
+    for step, extent in sorted((st, sz) for sz, st in zip(size, stride, strict=True) if sz != 1):
+        if step <= reach:
+            return True
+        reach += step * (extent - 1)
+    return False
+
+
+@functools.lru_cache(maxsize=4096)
+def layout_of(size: tuple[int, ...], stride: tuple[int, ...]) -> tuple[Layout, int]:
+    """Return the layout of a tensor with this size and stride, and the length of its run."""
+    size = tuple(size)
+    if 0 in size:
+        return Layout(size, stride), 0
+    length = run_length(size, stride)
+    if length is None:
+        if not overlaps(size, stride):
+            return Layout(size, stride, copied=True), math.prod(size)
+        length = 1 + sum((sz - 1) * st for sz, st in zip(size, stride, strict=True))
+    return Layout(size, stride), length
+
+
+def run_of(x: Tensor, layout: Layout, length: int) -> Tensor:
+    """Return the memory of `x` as one flat run, given what `layout_of` says about it."""
+    return x.contiguous().view(-1) if layout.copied else x.as_strided((length,), (1,))
+
+
+def flatten(x: Tensor) -> tuple[Tensor, Layout]:
+    """Return the memory of `x` as one flat run, without a copy where possible, and the layout that restores `x`."""
+    layout, length = layout_of(x.shape, x.stride())
+    return run_of(x, layout, length), layout

@@ -1,0 +1,219 @@
+"""The codec contract: what a codec with nothing but `encode` and `decode` may rely on, and who asks for what."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import encke
+from encke.capture.sites import Need, Site
+from encke.codecs import Codec, DualPrecision, ErrorBounded, GroupQuant, LogProb, Lossless, Packed
+from encke.codecs.exact import Between, Keep, Mask, Sign, Window
+from encke.policies import Fixed
+
+ROOT = Path(encke.__file__).parent
+CONCRETE = {
+    "DualPrecision", "ErrorBounded", "GroupQuant", "LogProb", "Lossless", "Keep", "Mask", "Sign", "Between", "Window",
+}  # fmt: skip
+
+
+class RoundedPacked(Packed):
+    def decode(self) -> Tensor:
+        return self.buffers[0].to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Rounded(Codec):
+    """A codec of somebody else's, with nothing but what it must have."""
+
+    def encode(self, tensor: Tensor) -> Packed:
+        return RoundedPacked.like(self, tensor, tensor.to(torch.bfloat16))
+
+
+def asks_for_a_codec(node: ast.AST) -> bool:
+    """Whether a node is `isinstance(x, Concrete)` or `type(x) is Concrete`."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+        asked: list[ast.AST] = [node.args[1]]
+    elif isinstance(node, ast.Compare) and isinstance(node.left, ast.Call) and ast.unparse(node.left.func) == "type":
+        asked = list(node.comparators)
+    else:
+        return False
+    names = {n.id for a in asked for n in ast.walk(a) if isinstance(n, ast.Name)}
+    names |= {n.attr for a in asked for n in ast.walk(a) if isinstance(n, ast.Attribute)}
+    return any(name.removesuffix("Packed") in CONCRETE for name in names)
+
+
+def test_nobody_outside_codecs_asks_for_a_concrete_codec() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sorted(ROOT.rglob("*.py"))
+        if path.parent != ROOT / "codecs"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if asks_for_a_codec(node)
+    ]
+    assert not found
+    assert asks_for_a_codec(ast.parse("isinstance(c, GroupQuant | DualPrecision)", mode="eval").body)
+    assert asks_for_a_codec(ast.parse("type(c) is codecs.GroupQuant", mode="eval").body)
+
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "channels_last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(1, 3),
+    "gaps": lambda x: x[:, :, ::2],
+    "expanded": lambda x: x[:1].expand(4, -1, -1, -1),
+    "one dimension": lambda x: x.view(-1),
+    "empty": lambda x: x[:0],
+}
+
+
+@pytest.mark.parametrize("view", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_run_of_memory_goes_through_encode_and_decode(view) -> None:
+    from encke.codecs.base import EncoderState
+    from encke.codecs.layout import layout_of
+
+    x = view(torch.randn(4, 6, 8, 10))
+    layout, length = layout_of(x.shape, x.stride())
+    packed = Rounded().encode_run(x, layout, length, 0, EncoderState())
+    y = packed.decode_in(layout)
+    assert torch.equal(y, x.bfloat16().float()) and y.stride() == x.stride()
+    assert packed.nbytes == 2 * length and packed.codec == Rounded()
+    assert torch.equal(layout.restore(packed.decode_flat(mask=True)), y != 0)
+
+
+def test_a_codec_that_changes_size_or_type_is_told_so() -> None:
+    class WrongPacked(Packed):
+        def decode(self) -> Tensor:
+            return self.buffers[0]
+
+    @dataclass(frozen=True)
+    class Wrong(Codec):
+        def encode(self, tensor: Tensor) -> Packed:
+            return WrongPacked.like(self, tensor, tensor.bfloat16())
+
+    model = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 8))
+    encke.attach(model, Fixed(Wrong()))
+    with pytest.raises(RuntimeError, match=r"WrongPacked.decode\(\) returned torch.bfloat16"):
+        for _ in range(2):
+            model(torch.randn(64, 256)).sum().backward()
+
+
+@dataclass(frozen=True)
+class Replaceable(Rounded):
+    """The same, which names a codec for compiled graphs."""
+
+    def fixed_rate(self) -> GroupQuant:
+        return GroupQuant(bits=8)
+
+
+@pytest.mark.filterwarnings("ignore:encke")
+@pytest.mark.parametrize(
+    ("codec", "backend", "shown"),
+    [
+        (Rounded(), None, {"Rounded", "Mask"}),
+        (Rounded(), "aot_eager", {"kept", "Mask"}),
+        (Replaceable(), "aot_eager", {"GroupQuant", "Mask"}),
+    ],
+    ids=str,
+)
+def test_a_codec_of_two_methods_trains(codec: Codec, backend: str | None, shown: set[str]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Tanh(), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.AvgPool2d(28))
+    batches = [torch.randn(8, 3, 32, 32) for _ in range(3)]
+
+    def gradients(called: nn.Module) -> Tensor:
+        for x in batches:
+            model.zero_grad()
+            called(x).square().mean().backward()
+        return model[0].weight.grad.clone()
+
+    plain = gradients(model)
+    called = torch.compile(model, backend=backend) if backend else model
+    handle = encke.attach(called, Fixed(codec))
+    found = gradients(called)
+    assert torch.allclose(found, plain, rtol=0.02, atol=0.02 * float(plain.abs().max()))
+    assert torch.equal(found, plain) == ("kept" in shown)
+    report = handle.report()
+    assert shown <= {row.codec for row in report.sites}, report
+    assert report.ratio > 1
+
+
+def site(need: Need, slot: str = "query") -> Site:
+    return Site("layer", 0, (torch.float32, 4, True, None), slot=slot, need=need)
+
+
+@pytest.mark.parametrize(
+    ("codec", "need", "slot", "expected"),
+    [
+        (DualPrecision(bits=2), "attention", "query", DualPrecision(bits=8)),
+        (DualPrecision(bits=2), "attention", "value", DualPrecision(bits=4)),
+        (DualPrecision(bits=2, seed=5), "logprob", "result", LogProb(seed=5)),
+        (LogProb(), "logprob", "result", LogProb()),
+        (Rounded(), "attention", "query", Keep()),
+        (Rounded(), "logprob", "result", Keep()),
+        (Rounded(), "lossy", "input", Rounded()),
+        (Lossless(), "attention", "query", Lossless()),
+    ],
+    ids=str,
+)
+def test_attention_and_log_probabilities_are_fine_or_exact(codec: Codec, need: Need, slot: str, expected: Codec):
+    assert Fixed(codec).choose(site(need, slot)) == expected
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize("codec", [GroupQuant(2), GroupQuant(8), DualPrecision(bits=4), ErrorBounded(0.5)], ids=str)
+def test_refined_codecs_are_as_fine_as_asked(codec: Codec, bits: int) -> None:
+    x = torch.rand(4, 2, 32, 32)
+    error = (codec.refined(min_bits=bits).encode(x).decode() - x).abs().max()
+    # Stochastic rounding is off by up to a step; differences from an average have up to twice the range.
+    assert error <= 2 / (2**bits - 1)
+    assert codec.refined(min_bits=9) is None or isinstance(codec, ErrorBounded)
+
+
+@pytest.mark.parametrize("codec", [ErrorBounded(1.0), ErrorBounded(0.1, "rel"), ErrorBounded(0, "rel"), Lossless()])
+def test_refined_bounds_hold(codec: Codec) -> None:
+    x = torch.randn(5000)
+    for bound in (0.5, 0.01):
+        assert (codec.refined(bound=bound).encode(x).decode() - x).abs().max() <= bound
+    assert GroupQuant().refined(bound=0.5) is None and Rounded().refined(bound=0.5) is None
+
+
+@pytest.mark.parametrize("codec", [Mask(), Sign(), Between(-1, 1), Window((2,), (2,), (0,), (1,), (8,))], ids=str)
+def test_codecs_for_one_reader_are_no_policy(codec: Codec) -> None:
+    with pytest.raises(ValueError, match=f"{type(codec).__name__}.* does not restore values"):
+        Fixed(codec)
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [GroupQuant(4, 256, 3, True), ErrorBounded(0.1, limit=0.5), DualPrecision(4, 8), LogProb(7), Lossless(), Rounded()],
+    ids=str,
+)
+def test_settings_as_plain_data(codec: Codec) -> None:
+    data = codec.to_dict()
+    assert data["codec"] == type(codec).__name__ and Codec.from_dict(data) == codec
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"codec": "Nonsense"}, "no codec 'Nonsense'; known codecs: .*GroupQuant"),
+        ({}, "no codec None"),
+        ({"codec": "Codec"}, "no codec 'Codec'"),
+        ({"codec": "GroupQuant", "rate": 2}, "not settings of GroupQuant"),
+    ],
+)
+def test_wrong_data_is_named(data: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Codec.from_dict(data)
+
+
+def test_public_names() -> None:
+    assert encke.codecs.__all__ == [
+        "Codec", "DualPrecision", "ErrorBounded", "GroupQuant", "LogProb", "Lossless", "Packed"
+    ]  # fmt: skip
