@@ -3,148 +3,254 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import inspect
 import re
+import shutil
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from types import UnionType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
-from encke import __version__
+import encke
 from encke.tools.errors import UsageError
+from encke.tools.extras import install_hint, installed
+from encke.tools.suggest import suggestion
 
-DESCRIPTION = """Encke keeps what PyTorch's autograd saves compressed, under an error bound that holds for every value.
-Start with `encke demo`. Each command explains its options: `encke bench codec --help`."""
-FOLDERS = {
-    "bench": "Measurements, beside the alternatives in the same run.",
-    "study": "What compression does to gradients and to training.",
-    "data": "Makes training data ready.",
-}
+Function = Callable[..., None]
+HELP = ("-h", "--help")
 
 
 @dataclass(frozen=True)
 class Command:
-    """A function that is a command: its options are its parameters."""
+    """A function that is a command: its parameters, or the fields of its only dataclass parameter, are the options."""
 
-    module: str
-    function: str
+    load: Callable[[], Function]
+    """Imports the function, so that a command imports only what it needs."""
     needs: tuple[str, ...] = ()
-    """Packages without which it cannot run."""
-    extra: str = "cli"
-    """The extra of this package that brings them."""
-    raw: bool = False
-    """It reads its arguments itself."""
+    """Modules that it cannot run without."""
+    reads_arguments: bool = False
+    """Whether the function takes the list of arguments and parses it itself."""
 
-    def load(self) -> Callable[..., None]:
-        return getattr(importlib.import_module(self.module), self.function)
+    def missing(self) -> str:
+        """Return a line that says what to install, or an empty string."""
+        absent = next((module for module in self.needs if not installed(module)), "")
+        return f"needs {absent}: {install_hint(absent)}" if absent else ""
+
+
+def _check() -> Function:
+    from encke.check import check
+
+    return check
+
+
+def _demo() -> Function:
+    from encke.demo import demo
+
+    return demo
+
+
+def _train() -> Function:
+    from encke.train.command import train
+
+    return train
+
+
+def _report() -> Function:
+    from encke.train.report.page import report
+
+    return report
+
+
+def _lmdb() -> Function:
+    from encke.train.data.lmdb_tool import lmdb
+
+    return lmdb
+
+
+def _dogs() -> Function:
+    from encke.train.data.dogs import dogs
+
+    return dogs
+
+
+def _codec() -> Function:
+    from encke.bench.codec import codec
+
+    return codec
+
+
+def _memory() -> Function:
+    from encke.bench.memory import memory
+
+    return memory
+
+
+def _speed() -> Function:
+    from encke.bench.speed import speed
+
+    return speed
+
+
+def _max_batch() -> Function:
+    from encke.bench.maxbatch import max_batch
+
+    return max_batch
+
+
+def _gradients() -> Function:
+    from encke.study.gradients import gradients
+
+    return gradients
 
 
 COMMANDS = {
-    ("demo",): Command("encke.demo", "demo", ("rich", "mlxtend")),
-    ("train",): Command("encke.train.command", "train", ("yaml",), "train", raw=True),
-    ("report",): Command("encke.train.report.page", "report", ("yaml",), "train"),
-    ("data", "lmdb"): Command("encke.train.data.lmdb_tool", "lmdb", ("lmdb", "PIL"), "train"),
-    ("data", "dogs"): Command("encke.train.data.dogs", "dogs", ("PIL",), "train"),
-    ("bench", "codec"): Command("encke.bench.codec", "codec", ("rich", "matplotlib", "safetensors")),
-    ("bench", "memory"): Command("encke.bench.memory", "memory"),
-    ("bench", "speed"): Command("encke.bench.speed", "speed"),
-    ("bench", "max-batch"): Command("encke.bench.maxbatch", "max_batch"),
-    ("study", "gradients"): Command("encke.study.gradients", "gradients", ("rich", "matplotlib", "mlxtend")),
+    "demo": Command(_demo, ("yaml", "torchvision", "mlxtend")),
+    "check": Command(_check),
+    "train": Command(_train, ("yaml",), reads_arguments=True),
+    "report": Command(_report, ("yaml",)),
+    "data lmdb": Command(_lmdb, ("lmdb", "PIL")),
+    "data dogs": Command(_dogs, ("PIL",)),
+    "bench codec": Command(_codec, ("matplotlib", "safetensors")),
+    "bench memory": Command(_memory),
+    "bench speed": Command(_speed),
+    "bench max-batch": Command(_max_batch),
+    "study gradients": Command(_gradients, ("matplotlib", "mlxtend")),
 }
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs `encke` with the given arguments, by default those of the process. Exits with 2 on a user's error."""
+    """Run `encke` with the given arguments, by default those of the process. Exit with 2 on a user's error."""
     arguments = list(sys.argv[1:] if args is None else args)
     if arguments in (["--version"], ["-V"]):
-        print(f"encke {__version__}")
+        print(f"encke {encke.__version__}")
         return
-    words = next((words for words in COMMANDS if words == tuple(arguments[: len(words)])), ())
-    command = COMMANDS.get(words)
-    for package in command.needs if command is not None else ():
-        if not importable(package):
-            fail(f"this command needs {package}: pip install 'encke[{command.extra if command else 'cli'}]'")
+    name = next((name for name in COMMANDS if name.split() == arguments[: len(name.split())]), None)
+    if name is None:
+        print_overview(arguments)
+        return
+    command, rest = COMMANDS[name], arguments[len(name.split()) :]
     try:
-        if command is not None and command.raw:
-            command.load()(arguments[len(words) :])
+        if missing := command.missing():
+            raise UsageError(f"this command {missing}")
+        if command.reads_arguments:
+            command.load()(rest)
         else:
-            dispatch(arguments)
+            call(name, command.load(), rest)
+    except ModuleNotFoundError as error:
+        fail(f"this command needs {error.name}: {install_hint(str(error.name).partition('.')[0])}")
     except (UsageError, OSError) as error:
         fail(str(error))
     except KeyboardInterrupt:
         fail("interrupted", code=130)
 
 
-def importable(package: str) -> bool:
-    try:
-        importlib.import_module(package)
-    except ModuleNotFoundError:
-        return False
-    return True
-
-
 def fail(message: str, code: int = 2) -> NoReturn:
-    """Ends the process with one line on stderr."""
+    """End the process with one line on stderr."""
     print(f"encke: {message}", file=sys.stderr)
     raise SystemExit(code)
 
 
-def dispatch(arguments: Sequence[str]) -> None:
-    """Parses the arguments and runs the command; with argparse where tyro is not installed."""
-    if not importable("tyro"):
-        options = vars(plain_parser().parse_args(arguments or ["--help"]))
-        options.pop("run")(**options)
+def print_overview(arguments: Sequence[str]) -> None:
+    """Print all commands, or those of one group such as `bench`. Works with nothing but torch and numpy installed."""
+    group = " ".join(word for word in arguments if word not in HELP)
+    chosen = {name: command for name, command in COMMANDS.items() if not group or name.startswith(f"{group} ")}
+    if not chosen:
+        groups = dict.fromkeys(name.split()[0] for name in COMMANDS)
+        fail(f"there is no command {group!r}; {suggestion(group, [*COMMANDS, *groups]) or 'try encke --help'}")
+    width = min(shutil.get_terminal_size((80, 24)).columns, 100)
+    print(f"usage: encke {group or 'COMMAND'} ...\n")
+    if not group:
+        print(textwrap.fill(" ".join((encke.__doc__ or "").split("\n\n")[0].split()), width) + "\n")
+    longest = max(map(len, chosen))
+    for name, command in chosen.items():
+        missing = command.missing()
+        text = f"({missing})" if missing else summary(command.load())
+        lead = f"  {name:{longest}}  "
+        print(textwrap.fill(text, width, initial_indent=lead, subsequent_indent=" " * len(lead)))
+    print(f"\nEach command explains its options: encke {next(iter(chosen))} --help")
+
+
+def summary(function: Function) -> str:
+    """Return the first sentence of a function's docstring."""
+    return " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
+
+
+def about(function: Function) -> str:
+    """Return a function's docstring without the part that explains its arguments."""
+    return (inspect.getdoc(function) or "").partition("Args:")[0].strip()
+
+
+def options_class(function: Function) -> type[Any] | None:
+    """Return the dataclass that holds a command's options, or None if the options are the function's parameters."""
+    kinds = [kind for name, kind in get_type_hints(function).items() if name != "return"]
+    return kinds[0] if len(kinds) == 1 and isinstance(kinds[0], type) and is_dataclass(kinds[0]) else None
+
+
+def call(name: str, function: Function, arguments: Sequence[str]) -> None:
+    """Parse the arguments and call the function; with argparse where tyro is not installed."""
+    options = options_class(function)
+    if not installed("tyro"):
+        parsed = vars(plain_parser(name, function).parse_args(arguments))
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in parsed.items()}
+        function(options(**values)) if options else function(**values)
         return
-    from tyro.conf import PositionalRequiredArgs
-    from tyro.extras import SubcommandApp
+    import tyro
 
-    app = SubcommandApp()
-    folders = {name: SubcommandApp() for name in FOLDERS}
-    for words, command in COMMANDS.items():
-        (folders[words[0]] if len(words) > 1 else app).command(name=words[-1])(command.load())
-    for name, folder in folders.items():
-        app.command(folder, name=name, help=FOLDERS[name])
-    app.cli(prog="encke", description=DESCRIPTION, args=arguments or ["--help"], config=(PositionalRequiredArgs,))
+    shared: dict[str, Any] = {"prog": f"encke {name}", "args": arguments}
+    shared["config"] = (tyro.conf.PositionalRequiredArgs,)
+    if options:
+        function(tyro.cli(options, description=about(function), **shared))
+    else:
+        tyro.cli(function, **shared)
 
 
-def plain_parser() -> argparse.ArgumentParser:
-    """The same commands for argparse."""
-    parser = argparse.ArgumentParser("encke", description=DESCRIPTION)
-    top = parser.add_subparsers(required=True)
-    folders = {name: top.add_parser(name, help=text).add_subparsers(required=True) for name, text in FOLDERS.items()}
-    for words, command in COMMANDS.items():
-        function = command.load()
-        about = (inspect.getdoc(function) or "").partition("Args:")[0]
-        place = folders[words[0]] if len(words) > 1 else top
-        mine = place.add_parser(words[-1], help=about.splitlines()[0], description=about)
-        mine.set_defaults(run=function)
-        add_options(mine, function)
+@dataclass(frozen=True)
+class Option:
+    """One option of a command."""
+
+    name: str
+    kind: Any
+    default: Any
+    help: str
+
+
+def options_of(function: Function) -> Iterator[Option]:
+    """Yield a command's options, from its dataclass or from its signature and docstring."""
+    options = options_class(function)
+    if options:
+        kinds = get_type_hints(options)
+        for field in fields(options):
+            yield Option(field.name, kinds[field.name], field.default, field.metadata.get("help", ""))
+        return
+    kinds, explained = get_type_hints(function), argument_help(inspect.getdoc(function) or "")
+    for name, parameter in inspect.signature(function).parameters.items():
+        default = MISSING if parameter.default is parameter.empty else parameter.default
+        yield Option(name, kinds[name], default, explained.get(name, ""))
+
+
+def plain_parser(name: str, function: Function) -> argparse.ArgumentParser:
+    """Return an argparse parser with the same options, for machines without tyro."""
+    parser = argparse.ArgumentParser(f"encke {name}", description=about(function))
+    for option in options_of(function):
+        text, kind = option.help.replace("%", "%%"), argparse_kind(option.kind)
+        if option.default is MISSING:
+            parser.add_argument(option.name, help=text, **kind)
+        else:
+            flag = "--" + option.name.replace("_", "-")
+            parser.add_argument(flag, dest=option.name, default=option.default, help=text, **kind)
     return parser
 
 
-def add_options(parser: argparse.ArgumentParser, function: Callable[..., None]) -> None:
-    """An option for each parameter, explained as in the docstring."""
-    explained = argument_lines(inspect.getdoc(function) or "")
-    kinds = get_type_hints(function)
-    for name, parameter in inspect.signature(function).parameters.items():
-        text = explained.get(name, "").replace("%", "%%")
-        if parameter.default is parameter.empty:
-            parser.add_argument(name, help=text, **argparse_kind(kinds[name]))
-            continue
-        flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, dest=name, default=parameter.default, help=text, **argparse_kind(kinds[name]))
-
-
-def argument_lines(doc: str) -> dict[str, str]:
-    """What a docstring says about each argument."""
-    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", doc.partition("Args:\n")[2], re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in found}
+def argument_help(doc: str) -> dict[str, str]:
+    """Return the explanation of each argument in a Google-style docstring."""
+    matches = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", doc.partition("Args:\n")[2], re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in matches}
 
 
 def argparse_kind(kind: Any) -> dict[str, Any]:
-    """What argparse is to do with a value of a type: X, X | None, tuple[X, ...], bool or a Literal."""
+    """Return argparse's settings for a type: X, X | None, tuple[X, ...], bool or a Literal."""
     if isinstance(kind, UnionType) or type(None) in get_args(kind):
         (kind,) = [each for each in get_args(kind) if each is not type(None)]
     if kind is bool:

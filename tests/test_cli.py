@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,7 +14,10 @@ import torch
 from safetensors.torch import save_file
 
 import encke
-from encke.cli import main, plain_parser
+from encke.bench.methods import METHODS
+from encke.bench.options import StepOptions
+from encke.cli import COMMANDS, call, main, options_of, plain_parser
+from encke.tools.extras import PACKAGES
 from encke.train.command import recipes
 from encke.train.settings import fields
 
@@ -43,18 +50,25 @@ def test_version_is_that_of_the_package(capsys):
     ],
 )
 def test_help_names_what_there_is(args, words, capsys):
-    with pytest.raises(SystemExit) as end:
+    with contextlib.suppress(SystemExit):
         main(args)
-    assert end.value.code == 0
     shown = capsys.readouterr().out
     assert all(word in shown for word in words)
 
 
-def test_an_unknown_command_is_an_error(capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["fly"])
-    assert end.value.code == 2
-    assert "fly" in capsys.readouterr().err
+def test_the_overview_fits_a_terminal_and_begins_with_the_package_s_own_words(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    main([])
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert " ".join((encke.__doc__ or "").split("\n\n")[0].split()) in " ".join(shown.split())
+    assert all(name in shown for name in COMMANDS)
+
+
+@pytest.mark.parametrize(("name", "hint"), [("fly", "encke --help"), ("ben", "did you mean bench?"), ("bench fly", "")])
+def test_an_unknown_command_is_an_error(name, hint, capsys):
+    line = failure(capsys, *name.split())
+    assert repr(name) in line and hint in line
 
 
 @pytest.mark.parametrize(
@@ -175,19 +189,28 @@ def test_bench_names_a_folder_that_cannot_be_made(tmp_path: Path, capsys):
     assert "file" in failure(capsys, "bench", "memory", "--out", str(tmp_path / "file" / "folder"))
 
 
-def test_bench_names_a_missing_torchvision(monkeypatch, capsys):
-    monkeypatch.setattr("encke.bench.models.importlib.util.find_spec", lambda name: None)
-    line = failure(capsys, "bench", "max-batch", "--models", "resnet18")
-    assert "torchvision" in line and "pip install" in line
-
-
-def test_without_tyro_options_have_the_same_types(monkeypatch):
+def test_without_tyro_options_have_the_same_types():
     options = ["--models", "gpt2", "vgg16", "--batch", "4", "8", "--compile", "--image", "32", "--out", "here"]
-    found = plain_parser().parse_args(["bench", "speed", *options])
-    assert (found.models, found.batch, found.compile, found.image) == (["gpt2", "vgg16"], [4, 8], True, 32)
-    assert (found.memory, found.out, list(found.precision)) == (None, Path("here"), ["fp32"])
-    assert found.run.__name__ == "speed"
-    assert plain_parser().parse_args(["demo", "--epochs", "2"]).epochs == 2
+    parsed = plain_parser("bench speed", COMMANDS["bench speed"].load()).parse_args(options)
+    assert (parsed.models, parsed.batch, parsed.compile, parsed.image) == (["gpt2", "vgg16"], [4, 8], True, 32)
+    assert (parsed.memory, parsed.out, list(parsed.precision)) == (None, Path("here"), ["fp32"])
+    parsed = plain_parser("data lmdb", COMMANDS["data lmdb"].load()).parse_args(["from", "to"])
+    assert [value for value in vars(parsed).values()][:2] == [Path("from"), Path("to")]
+
+
+def test_without_tyro_a_command_gets_its_options(monkeypatch, tmp_path):
+    seen = []
+
+    def command(options: StepOptions) -> None:
+        seen.append(options)
+
+    command.__annotations__["options"] = StepOptions
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    arguments = ["--batch", "4", "8", "--rounds", "3", "--out", str(tmp_path)]
+    call("bench speed", command, arguments)
+    monkeypatch.delitem(sys.modules, "tyro")
+    call("bench speed", command, arguments)
+    assert seen[0] == seen[1] == StepOptions(batch=(4, 8), rounds=3, out=tmp_path)
 
 
 def test_without_tyro_help_explains_the_options(monkeypatch, capsys):
@@ -196,4 +219,58 @@ def test_without_tyro_help_explains_the_options(monkeypatch, capsys):
         main(["bench", "max-batch", "--help"])
     assert end.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "--memory" in shown and "The cap, such as 16GiB" in shown
+    assert "--memory" in shown and "A cap on memory, such as 16GiB" in shown
+    assert all(name in shown for name in METHODS)
+
+
+@pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if not command.reads_arguments])
+def test_every_option_is_explained(name):
+    assert all(option.help for option in options_of(COMMANDS[name].load())), name
+
+
+BARE = """
+import sys
+for package in sys.argv.pop(1).split(","):
+    sys.modules[package] = None
+from encke.cli import main
+main(sys.argv[1:])
+"""
+
+
+def bare(*args: str) -> subprocess.CompletedProcess[str]:
+    """`encke args` in a process that can import torch and numpy, and no optional package of ours."""
+    command = [sys.executable, "-c", BARE, ",".join(PACKAGES), *args]
+    environment = {**os.environ, "COLUMNS": "80", "TRITON_INTERPRET": "0"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+
+
+def test_a_bare_installation_shows_the_overview_with_hints():
+    ended = bare()
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "needs yaml: pip install 'encke[train]'" in " ".join(ended.stdout.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_bare_installation_says_what_to_install(name):
+    ended = bare(*name.split(), *(["--models", "resnet18"] if name in BENCH else []))
+    if name == "check":
+        assert ended.returncode == 0 and "CPU kernels: reference, install encke[cpu] for speed" in ended.stdout
+        return
+    (line,) = ended.stderr.strip().splitlines()
+    assert ended.returncode == 2 and "pip install 'encke[" in line
+
+
+BENCH = ("bench memory", "bench speed", "bench max-batch")
+
+
+def test_extras_are_those_of_the_project_file():
+    extras = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    names = {"pyyaml": "yaml", "pillow": "PIL"}
+    listed = {
+        names.get(package, package): extra
+        for extra, packages in extras["optional-dependencies"].items()
+        for package in packages
+        if extra in set(PACKAGES.values()) and not package.startswith("encke")
+    }
+    assert listed == PACKAGES

@@ -3,39 +3,35 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import tempfile
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from encke.bench.steps import Task
-from encke.tools.process import ALLOCATOR
+from encke.tools import process
 
 SEGMENTS = "expandable_segments:True"
-"""Under a cap, memory in pieces must not decide; the same for all methods."""
+"""Allocator setting under a cap, so that fragmentation does not decide; the same for all methods."""
 
 
 def environment(task: Task) -> dict[str, str]:
-    """The environment of a measuring process."""
-    found = dict(os.environ)
-    package = str(Path(__file__).parents[2])
-    found["PYTHONPATH"] = os.pathsep.join(filter(None, [package, found.get("PYTHONPATH")]))
+    """Return the environment of a measuring process."""
+    variables = process.environment()
     if task.device == "cpu":
-        found |= ALLOCATOR
+        variables |= process.ALLOCATOR
     elif task.cap is not None:
         for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-            found.setdefault(name, SEGMENTS)
-    return found
+            variables.setdefault(name, SEGMENTS)
+    return variables
 
 
 class Child:
-    """One measuring process. As a context it is ended on the way out."""
+    """One measuring process. As a context manager it is ended on exit."""
 
     def __init__(self, task: Task) -> None:
         self.errors = tempfile.TemporaryFile("w+")
@@ -49,7 +45,7 @@ class Child:
         )
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """The answer to a request; if the process has died, `{"failed": how, "died": True}`."""
+        """Return the answer to a request; if the process has died, `{"failed": reason, "died": True}`."""
         assert self.process.stdin is not None and self.process.stdout is not None
         with suppress(BrokenPipeError):
             print(json.dumps(request), file=self.process.stdin, flush=True)
@@ -57,7 +53,7 @@ class Child:
         return json.loads(line) if line else {"failed": self._end(), "died": True}
 
     def _end(self) -> str:
-        """How the process came to its end, in words."""
+        """Return in words how the process ended."""
         code = self.process.wait()
         if code < 0:
             name = signal.Signals(-code).name
@@ -82,6 +78,6 @@ class Child:
 
 
 def measure(task: Task) -> dict[str, Any]:
-    """All figures of one task, from a process of its own."""
+    """Measure one task in a new process."""
     with Child(task) as child:
         return child.ask(measure=True)

@@ -1,8 +1,7 @@
-"""What `encke bench codec` measures, under one interface: our codecs, other compressors and a plain copy."""
+"""The contenders of `encke bench codec`, under one interface: our codecs, other compressors and a plain copy."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from encke.bench.data import Sample
 from encke.codecs import Codec, ErrorBounded, GroupQuant, Lossless
+from encke.tools.extras import install_hint, installed
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def _trial(codec: Codec, source: Tensor) -> Trial:
 
 
 def ours(threads: int | None) -> list[Contender]:
-    """Encke's codecs, with the settings that are worth comparing."""
+    """Return Encke's codecs, with the settings that are worth comparing."""
 
     def bounded(rounding: Any, bitmap: bool) -> Contender:
         name = f"ErrorBounded {rounding}{', bitmap' if bitmap else ''}"
@@ -65,7 +65,7 @@ def ours(threads: int | None) -> list[Contender]:
 
 
 def copy(threads: int | None) -> Contender:
-    """The limit of throughput: the input copied into memory that is already there."""
+    """Return the limit of throughput: a copy of the input into memory that is already allocated."""
 
     def trial(sample: Sample) -> Trial:
         x, there = sample.tensor, torch.empty_like(sample.tensor)
@@ -75,12 +75,12 @@ def copy(threads: int | None) -> Contender:
 
 
 def rows(x: Tensor) -> Any:
-    """What CPU peers get: all dimensions but the last as one. Of five layouts, within 3 % of their best on all data."""
+    """Return the layout for CPU peers: all dimensions but the last as one. Within 3 % of the best of five layouts."""
     return x.reshape(-1, x.shape[-1] if x.dim() else 1).numpy()
 
 
 def sz3(prediction: bool) -> Contender:
-    """SZ3 through `pysz`: its default, or without prediction. Its wheels are built without OpenMP: one thread."""
+    """Return SZ3 through `pysz`: its default, or without prediction. Its wheels have no OpenMP: one thread."""
     import pysz
 
     def trial(sample: Sample) -> Trial:
@@ -103,7 +103,7 @@ def sz3(prediction: bool) -> Contender:
 
 
 def zfp() -> Contender:
-    """zfp through `zfpy`, fixed-accuracy mode, one thread."""
+    """Return zfp through `zfpy`, fixed-accuracy mode, one thread."""
     import zfpy
 
     def trial(sample: Sample) -> Trial:
@@ -119,7 +119,7 @@ def zfp() -> Contender:
 
 
 def bitcomp(sparse: bool) -> Contender:
-    """nvCOMP's Bitcomp in its lossy mode: the error is at most delta / 2; it rounds delta down to a power of two."""
+    """Return nvCOMP's lossy Bitcomp: the error is at most delta / 2; it rounds delta down to a power of two."""
     from nvidia import nvcomp
 
     def trial(sample: Sample) -> Trial:
@@ -144,16 +144,8 @@ def bitcomp(sparse: bool) -> Contender:
     return Contender("nvCOMP Bitcomp, sparse" if sparse else "nvCOMP Bitcomp", "peer", None, True, trial)
 
 
-def installed(module: str) -> bool:
-    """Whether `module` can be imported, its parents included."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
-
-
 def failure(contender: Contender, sample: Sample) -> str | None:
-    """What goes wrong when a contender encodes and decodes a sample; None if nothing does."""
+    """Return the error that a contender raises on a sample, in words; None if it works."""
     try:
         trial = contender.trial(sample)
         trial.decode(trial.encode())
@@ -163,15 +155,15 @@ def failure(contender: Contender, sample: Sample) -> str | None:
 
 
 def contenders(samples: Sequence[Sample]) -> tuple[list[Contender], list[str]]:
-    """All that can run on these samples, and one line for each peer that is left out."""
+    """Return the contenders that can run on these samples, and one line for each peer that is left out."""
     device, dtypes = samples[0].tensor.device.type, {sample.tensor.dtype for sample in samples}
     threads = torch.get_num_threads() if device == "cpu" else None
-    found, left_out = [copy(threads), *ours(threads)], []
+    chosen, left_out = [copy(threads), *ours(threads)], []
     names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
     if device == "cpu":
         peers: list[tuple[str, str, list[Callable[[], Contender]]]] = [
-            ("pysz", "pip install 'encke[bench]'", [lambda: sz3(True), lambda: sz3(False)]),
-            ("zfpy", "pip install 'encke[bench]'", [zfp]),
+            ("pysz", install_hint("pysz"), [lambda: sz3(True), lambda: sz3(False)]),
+            ("zfpy", install_hint("zfpy"), [zfp]),
         ]
         supported = {torch.float32, torch.float64}
     else:
@@ -183,16 +175,16 @@ def contenders(samples: Sequence[Sample]) -> tuple[list[Contender], list[str]]:
             )
         ]
         supported = {torch.float16, torch.float32, torch.float64}
-    for module, way, make in peers:
+    for module, hint, makers in peers:
         if not installed(module):
-            left_out.append(f"{module} is left out: not installed ({way})")
+            left_out.append(f"{module} is left out: not installed ({hint})")
         elif not dtypes <= supported:
             left_out.append(f"{module} is left out: it does not take {names}")
         else:
-            for peer in [one() for one in make]:
+            for peer in [make() for make in makers]:
                 problem = failure(peer, samples[0])
                 if problem is None:
-                    found.append(peer)
+                    chosen.append(peer)
                 else:
                     left_out.append(f"{peer.name} is left out: {problem}")
-    return found, left_out
+    return chosen, left_out

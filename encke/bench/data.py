@@ -1,4 +1,4 @@
-"""What `encke bench codec` measures on: tensors from a file, or generated ones."""
+"""Data of `encke bench codec`: tensors from a file, or generated ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Sample:
 
 
 def smooth_field(shape: tuple[int, int, int, int], generator: torch.Generator) -> Tensor:
-    """Images that are each a sum of four cosines of low frequency."""
+    """Return images that are each a sum of four cosines of low frequency."""
     n, c, h, w = shape
     y = torch.linspace(0, 1, h)[:, None]
     x = torch.linspace(0, 1, w)[None, :]
@@ -49,7 +49,7 @@ def smooth_field(shape: tuple[int, int, int, int], generator: torch.Generator) -
 
 
 def generated(size: float | None, bound: float, mode: Mode, dtype: torch.dtype, device: str) -> list[Sample]:
-    """ReLU of normal noise, normal noise and smooth fields of about `size` MiB each; (16, 64, 56, 56) if None."""
+    """Return ReLU of noise, normal noise and smooth fields, about `size` MiB each; (16, 64, 56, 56) if None."""
     image = CHANNELS * SIDE * SIDE * dtype.itemsize
     n = 16 if size is None else max(1, round(size * 2**20 / image))
     shape = (n, CHANNELS, SIDE, SIDE)
@@ -61,7 +61,7 @@ def generated(size: float | None, bound: float, mode: Mode, dtype: torch.dtype, 
 
 
 def own_bounds(text: str, path: Path) -> dict[str, float]:
-    """The absolute bounds in a file's metadata: {tensor: {"bound": 0.01}} as JSON."""
+    """Return the absolute bounds in a file's metadata: {tensor: {"bound": 0.01}} as JSON."""
     try:
         bounds = {name: entry["bound"] for name, entry in json.loads(text).items() if "bound" in entry}
         if not all(isinstance(bound, int | float) and 0 < bound < math.inf for bound in bounds.values()):
@@ -72,7 +72,7 @@ def own_bounds(text: str, path: Path) -> dict[str, float]:
 
 
 def from_file(path: Path, bound: float, mode: Mode, dtype: torch.dtype | None, device: str) -> list[Sample]:
-    """The floating-point tensors of a safetensors file; absolute bounds from its metadata where it has them.
+    """Return the floating-point tensors of a safetensors file; absolute bounds from its metadata where it has them.
 
     The metadata key "meta" holds JSON: {tensor: {"bound": 0.01}}. A tensor without one there gets `bound` in `mode`.
     """

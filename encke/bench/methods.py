@@ -1,4 +1,4 @@
-"""The ways to train in less memory that are measured side by side."""
+"""Methods to train in less memory, measured side by side: policies of Encke and the alternatives."""
 
 from __future__ import annotations
 
@@ -18,26 +18,37 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import encke
 from encke.api import Handle
 from encke.codecs import ErrorBounded, GroupQuant
-from encke.policies import Comet, Division, Fixed
+from encke.policies import Fixed, Policy
+from encke.policies.presets import PRESETS
 from encke.train.models.registry import blocks
 
 OFFLOADERS = {"torchtune": "torchtune.training", "trl": "trl.models.activation_offloading"}
 """Packages with a streamed offload, and the module that has their `OffloadActivations`."""
+POLICIES: dict[str, Policy] = {
+    **PRESETS,
+    "group2": Fixed(GroupQuant(bits=2)),
+    "group4": Fixed(GroupQuant(bits=4)),
+    "group8": Fixed(GroupQuant(bits=8)),
+    "bounded": Fixed(ErrorBounded(0.01, "rel")),
+}
+"""Encke's policies by name: the presets, and codecs with one setting for all sites."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """What is done to a plain training: before it is compiled, once it is, and around its forward passes."""
+    """A change to a plain training: before the model is compiled, afterwards, or around its forward passes."""
 
-    label: str
     kind: Literal["plain", "encke", "other"] = "other"
     wrap: Callable[[nn.Module], None] | None = None
-    attach: Callable[[nn.Module, Optimizer], Handle] | None = None
+    """Changes the model before it is compiled."""
+    policy: Policy | None = None
+    """Policy to attach after it is compiled."""
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Context of every forward pass."""
     needs: Literal["", "GPU", "compile", "offloader"] = ""
 
     def missing(self, device: str, compiled: bool) -> str:
-        """Why it cannot be measured here, in words; empty if it can."""
+        """Return why it cannot be measured here, in words; empty if it can."""
         if self.needs in ("GPU", "offloader") and device != "cuda":
             return "only on a GPU"
         if self.needs == "compile" and not compiled:
@@ -46,30 +57,25 @@ class Method:
             return f"not installed: {' or '.join(OFFLOADERS)}"
         return ""
 
-
-def policy(chosen: Any) -> Callable[[nn.Module, Optimizer], Handle]:
-    return lambda model, optimizer: encke.attach(model, chosen, optimizer=optimizer)
-
-
-def default(model: nn.Module, optimizer: Optimizer) -> Handle:
-    """Exactly what users write."""
-    return encke.attach(model, optimizer=optimizer)
+    def attach(self, model: nn.Module, optimizer: Optimizer) -> Handle | None:
+        """Attach the policy, if the method has one."""
+        return encke.attach(model, self.policy, optimizer=optimizer) if self.policy is not None else None
 
 
-def checkpointed(model: nn.Module, **options: Any) -> None:
-    """Puts a checkpoint around the forward pass of each block: only its input is saved, the rest computed again."""
+def checkpoint_blocks(model: nn.Module, **options: Any) -> None:
+    """Checkpoint the forward pass of each block: only its input is saved, the rest is recomputed."""
     for block in blocks(model):
-        block.forward = partial(checkpointed_call, block.forward, options)
+        block.forward = partial(call_checkpointed, block.forward, options)
 
 
-def checkpointed_call(function: Callable[..., Any], options: dict[str, Any], *args: Any, **named: Any) -> Any:
-    """Calls a block under a checkpoint. A list is copied: DenseNet makes it longer before it is computed again."""
+def call_checkpointed(function: Callable[..., Any], options: dict[str, Any], *args: Any, **named: Any) -> Any:
+    """Call a block under a checkpoint. Lists are copied, because DenseNet extends its list before the recomputation."""
     fixed = [list(arg) if isinstance(arg, list) else arg for arg in args]
     return checkpoint(function, *fixed, use_reentrant=False, **options, **named)
 
 
-def selective(model: nn.Module) -> None:
-    """Checkpoints that keep what is expensive to compute: results of convolutions, matrix products, attention."""
+def checkpoint_selectively(model: nn.Module) -> None:
+    """Checkpoint each block, but keep results that are expensive: convolutions, matrix products, attention."""
     aten = torch.ops.aten
     kept = [
         aten.convolution.default,
@@ -84,58 +90,55 @@ def selective(model: nn.Module) -> None:
     ]
     for module in model.modules():
         if getattr(module, "inplace", False):
-            # What is kept must not be changed: it is not computed again.
+            # Results that are kept are not recomputed, so nothing may change them in place.
             module.inplace = False  # type: ignore[assignment]
-    checkpointed(model, context_fn=partial(create_selective_checkpoint_contexts, kept))
+    checkpoint_blocks(model, context_fn=partial(create_selective_checkpoint_contexts, kept))
 
 
-def on_cpu() -> AbstractContextManager[Any]:
+def save_on_cpu() -> AbstractContextManager[Any]:
+    """Keep saved tensors in pinned memory of the host."""
     return torch.autograd.graph.save_on_cpu(pin_memory=True)
 
 
 def offloader() -> str | None:
-    """The installed package with a streamed offload."""
+    """Return the installed package with a streamed offload."""
     return next((name for name in OFFLOADERS if importlib.util.find_spec(name)), None)
 
 
-def streamed() -> AbstractContextManager[Any]:
+def streamed_offload() -> AbstractContextManager[Any]:
+    """Copy saved tensors to the host and back on a stream of their own."""
     module = importlib.import_module(OFFLOADERS[str(offloader())])
     return module.OffloadActivations(use_pin_memory=True, use_streams=True)
 
 
-def budget(share: float) -> Callable[[nn.Module], None]:
-    """Lets the compiler save so much of what it would save; the rest is computed again."""
+def set_activation_budget(model: nn.Module, share: float) -> None:
+    """Let the compiler save only a share of the activations; the rest is recomputed."""
+    from torch._functorch import config
 
-    def set_budget(model: nn.Module) -> None:
-        from torch._functorch import config
-
-        config.activation_memory_budget = share
-
-    return set_budget
+    config.activation_memory_budget = share
 
 
 METHODS = {
-    "plain": Method("plain", "plain"),
-    "default": Method("default: Comet()", "encke", attach=default),
-    "comet-nearest": Method("Comet nearest", "encke", attach=policy(Comet(rounding="nearest"))),
-    "division": Method("Division", "encke", attach=policy(Division())),
-    "group2": Method("GroupQuant 2 bits", "encke", attach=policy(Fixed(GroupQuant(bits=2)))),
-    "group4": Method("GroupQuant 4 bits", "encke", attach=policy(Fixed(GroupQuant(bits=4)))),
-    "bounded": Method("ErrorBounded 1 % rel", "encke", attach=policy(Fixed(ErrorBounded(0.01, "rel")))),
-    "checkpoint": Method("checkpoint per block", wrap=checkpointed),
-    "selective": Method("selective checkpoint", wrap=selective),
-    "save-on-cpu": Method("save_on_cpu", around=on_cpu, needs="GPU"),
-    "offload": Method("streamed offload", around=streamed, needs="offloader"),
-    "budget50": Method("memory budget 0.5", wrap=budget(0.5), needs="compile"),
-    "budget20": Method("memory budget 0.2", wrap=budget(0.2), needs="compile"),
+    "plain": Method("plain"),
+    **{name: Method("encke", policy=policy) for name, policy in POLICIES.items()},
+    "checkpoint": Method(wrap=checkpoint_blocks),
+    "selective": Method(wrap=checkpoint_selectively),
+    "save-on-cpu": Method(around=save_on_cpu, needs="GPU"),
+    "offload": Method(around=streamed_offload, needs="offloader"),
+    "budget50": Method(wrap=partial(set_activation_budget, share=0.5), needs="compile"),
+    "budget20": Method(wrap=partial(set_activation_budget, share=0.2), needs="compile"),
 }
+"""Every method by its name. docs/bench.md explains them."""
+ON_REQUEST = ("careful", "aggressive", "group8")
+"""Methods that are measured only if they are named: they differ little from others."""
 
 
 def compiled_as(graphs: bool) -> str:
-    """How a model is compiled, in words."""
+    """Return in words how a model is compiled."""
     return "compiled, CUDA graphs" if graphs else "compiled"
 
 
 def usual(compiled: bool) -> list[str]:
-    """What is measured if nothing else is asked for."""
-    return [name for name, method in METHODS.items() if compiled or method.needs != "compile"]
+    """Return the methods that are measured if none is named."""
+    names = (name for name in METHODS if name not in ON_REQUEST)
+    return [name for name in names if compiled or METHODS[name].needs != "compile"]

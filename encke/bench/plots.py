@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Row = Mapping[str, Any]
-COLOURS = {"plain": "#222222", "encke": "#1f5fbf", "other": "#c4541a"}
+COLOURS = {"plain": "#222222", "encke": "#1f5fbf", "other": "#c4541a", "peer": "#c4541a", "limit": "#777777"}
 MARKERS = "osD^vP*X<>hd"
 GIB = 2**30
 GAP = 0.06
-"""Between the names beside a panel, as a share of its height."""
+"""Gap between the names beside a panel, as a share of its height."""
 
 
 def memory_against_time(rows: Sequence[Row], path: Path) -> list[Path]:
-    """The peak of each method against the time of its step."""
+    """Plot the peak of each method against the time of its step."""
     on_gpu = rows[0]["device"] == "cuda"
     peak = "peak_bytes" if on_gpu else "peak_above_bytes"
 
@@ -45,7 +45,7 @@ def memory_against_time(rows: Sequence[Row], path: Path) -> list[Path]:
 
 
 def throughput(rows: Sequence[Row], path: Path) -> list[Path]:
-    """Images or tokens in a second over the batch."""
+    """Plot images or tokens per second over the batch."""
 
     def panel(axes: Axes, part: Sequence[Row]) -> None:
         ends = []
@@ -58,7 +58,7 @@ def throughput(rows: Sequence[Row], path: Path) -> list[Path]:
 
 
 def throughput_under_cap(rows: Sequence[Row], trials: Sequence[Row], path: Path) -> list[Path]:
-    """The trials' throughput over the batch as lines, and a marker at each method's largest batch."""
+    """Plot the throughput of the trials over the batch as lines, with a marker at each method's largest batch."""
 
     def panel(axes: Axes, part: Sequence[Row]) -> None:
         ends = []
@@ -87,7 +87,7 @@ def finish_throughput(axes: Axes, rows: Sequence[Row], ends: Sequence[tuple[floa
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_ylim(0, 1.08 * max(axes.dataLim.y1, 0))
     axes.set_xlabel("batch")
-    axes.set_ylabel(f"{rows[0]['unit']} in a second")
+    axes.set_ylabel(f"{rows[0]['unit']} per second")
     label(axes, ends)
 
 
@@ -104,7 +104,7 @@ def mark(axes: Axes, row: Row, x: float, y: float) -> None:
 
 
 def curve(axes: Axes, rows: Sequence[Row], marked: bool = True) -> Row:
-    """A line over the batch; gives the row it ends with."""
+    """Draw a line over the batch; return the row it ends with."""
     ordered = sorted(rows, key=lambda row: row["batch"])
     points = [row["batch"] for row in ordered], [row["per_second"] for row in ordered]
     axes.plot(*points, marker=marker(rows[0]) if marked else "", color=colour(rows[0]), linewidth=1, alpha=0.7)
@@ -112,12 +112,12 @@ def curve(axes: Axes, rows: Sequence[Row], marked: bool = True) -> Row:
 
 
 def label(axes: Axes, points: Sequence[tuple[float, float, Row]]) -> None:
-    """Names in a column beside the panel, in the order of their markers, each with a line that leads to its own."""
+    """Write the names in a column beside the panel, in the order of their markers, each with a line to its marker."""
     low, high = axes.get_ylim()
     heights = spread([(y - low) / (high - low) for _, y, _ in points], GAP)
     for (x, y, row), height in zip(points, heights, strict=True):
         axes.annotate(
-            row["label"],
+            row["method"],
             (x, y),
             xytext=(1.03, height),
             textcoords="axes fraction",
@@ -130,24 +130,24 @@ def label(axes: Axes, points: Sequence[tuple[float, float, Row]]) -> None:
 
 
 def spread(wanted: Sequence[float], gap: float) -> list[float]:
-    """Heights as close to the wanted ones as a gap between them allows, in the same order, between 0 and 1."""
+    """Return heights between 0 and 1 in the same order, as close to the wanted ones as a gap between them allows."""
     order = sorted(range(len(wanted)), key=lambda i: wanted[i])
-    found = [0.0] * len(wanted)
+    heights = [0.0] * len(wanted)
     lowest = 0.0
     for i in order:
-        found[i] = lowest = max(wanted[i], lowest)
+        heights[i] = lowest = max(wanted[i], lowest)
         lowest += gap
     highest = 1.0
     for i in reversed(order):
-        found[i] = highest = min(found[i], highest)
+        heights[i] = highest = min(heights[i], highest)
         highest -= gap
-    return found
+    return heights
 
 
 def draw(
     rows: Sequence[Row], path: Path, panel: Callable[[Axes, Sequence[Row]], None], split: Sequence[str]
 ) -> list[Path]:
-    """A figure with a panel for each group of rows; nothing without rows, or where matplotlib is not installed."""
+    """Write a figure with a panel for each group of rows; nothing without rows or without matplotlib."""
     if not rows:
         return []
     if importlib.util.find_spec("matplotlib") is None:

@@ -1,7 +1,8 @@
-"""What one measuring process does: whole training steps of one model with one method, and what they take.
+"""One measuring process: whole training steps of one model with one method, their time and memory.
 
 `python -m encke.bench.steps '<task as JSON>'` reads requests from stdin, one JSON line each, and answers each with one
-line on stdout: `{"measure": true}`, or `{"trial": 64}` to find out whether a batch of 64 fits into memory.
+line on stdout: `{"measure": true}`, with `"keep": true` so that the next one measures the same training again, or
+`{"trial": 64}` to find out whether a batch of 64 fits into memory.
 """
 
 from __future__ import annotations
@@ -14,24 +15,22 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any, TextIO, cast
 
 import torch
 from torch import nn
 
 from encke.bench.methods import METHODS
-from encke.bench.models import MODELS, data_for, loss_of, optimizer_for
+from encke.bench.models import MODELS, build, loss_of, optimizer_for, synthetic_batch
 from encke.tools import process
 from encke.tools.files import finite_json
 
 WARM = 13
-"""Steps before anything is measured. The default policy collects in the 10th, and settles in the next ones."""
+"""Warm-up steps. The default policy collects in the 10th, and settles in the next ones."""
 MEASURED = 3
-"""Steps in which memory is measured, before time is: asking for it takes time."""
+"""Steps in which memory is measured. They come before the timed ones, because reading the memory takes time."""
 TRIED = 2
 """Ordinary steps of a trial before a collection step; one more comes after it."""
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc", "cannot allocate memory", "could not create")
@@ -39,7 +38,7 @@ OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc", "cannot 
 
 @dataclass(frozen=True)
 class Task:
-    """What a process measures. `size`: pixels along an image's side, or tokens in a sequence."""
+    """One measurement. `size`: pixels along an image's side, or tokens in a sequence."""
 
     model: str
     method: str
@@ -54,83 +53,87 @@ class Task:
     graphs: bool = False
     """Whether the compiled model runs as CUDA graphs."""
     warm: int = WARM
-    """Steps before anything is measured."""
+    """Warm-up steps."""
 
     @property
     def units(self) -> int:
-        """Images or tokens in a step."""
+        """Number of images or tokens in a step."""
         return self.batch * (self.size if MODELS[self.model].data == "tokens" else 1)
 
 
 @dataclass
 class Result:
-    """What was measured. Bytes and milliseconds; None: not measured here."""
+    """Figures of one measurement, in bytes and milliseconds; None: not measured here."""
 
     step_ms: float | None = None
     """Median time of a whole step, waiting for its end."""
     host_ms: float | None = None
     """Median time until the host has launched a whole step."""
     pipelined_ms: float | None = None
-    """Time of a step among several that nobody waits for: what a training sees."""
+    """Time of a step among several that are waited for once, as in a training."""
     collection_ms: float | None = None
-    """Time of a step in which the policy collects."""
+    """Time of a collection step."""
+    first_ms: float | None = None
+    """Time of the very first step: kernels compile, cuDNN tries its algorithms, sites are learnt."""
+    second_ms: float | None = None
+    """Time of the second step."""
     per_second: float | None = None
-    """Images or tokens in a second, from `pipelined_ms`."""
+    """Images or tokens per second, from `pipelined_ms`."""
     held_bytes: float | None = None
-    """Memory after the forward pass less that before it. The papers call it activation."""
+    """Memory after the forward pass less that before it: the papers' activation memory."""
     peak_bytes: float | None = None
     """The largest memory during ordinary steps."""
     peak_with_collection_bytes: float | None = None
-    """The same, with collection steps."""
+    """The largest memory with collection steps."""
     peak_run_bytes: float | None = None
-    """The same, with the very first steps."""
+    """The largest memory with the very first steps."""
     peak_above_bytes: float | None = None
     """`peak_bytes` less the memory before the first step, which has model and data."""
     peak_added_bytes: float | None = None
-    """`peak_with_collection_bytes` less the memory before model and data were made: what a cap has to allow."""
+    """`peak_with_collection_bytes` less the memory before model and data were made: the least cap."""
     reserved_bytes: float | None = None
-    """What the allocator took from the GPU for ordinary steps."""
+    """Memory that the allocator reserved on the GPU for ordinary steps."""
     papers_total_bytes: float | None = None
-    """Memory before backward and what backward leaves: 'total' in older papers. The peak is higher."""
+    """Memory before backward plus what backward leaves: 'total' in older papers. The peak is higher."""
     saved_bytes: int | None = None
     """Bytes that autograd saved, as Encke counts them."""
     packed_bytes: int | None = None
-    """What was kept instead."""
+    """Bytes that Encke kept instead."""
     loss: float | None = None
-    """At the end: methods that compute the same have the same."""
+    """Loss of the last step: methods that compute the same agree."""
 
 
 class Gauge:
-    """The memory of the GPU's allocator or of this process. Not a number where the system does not tell.
+    """Memory of the GPU's allocator or of this process. NaN where the system does not tell.
 
-    A CUDA graph that is replayed allocates nothing: with `graphs` it is what the allocator took from the GPU.
+    A CUDA graph that is replayed allocates nothing: with `graphs` it is the memory reserved on the GPU.
     """
 
     def __init__(self, device: str, graphs: bool = False) -> None:
         self.cuda, self.graphs = device == "cuda", graphs
 
     def now(self) -> float:
+        """Return the memory in use."""
         if self.cuda:
             return torch.cuda.memory_reserved() if self.graphs else torch.cuda.memory_allocated()
-        found = process.memory("VmRSS")
-        return math.nan if found is None else found
+        return process.memory("VmRSS") or math.nan
 
     def peak(self) -> float:
-        """The largest since `forget`."""
+        """Return the peak since `reset_peak`."""
         if self.cuda:
             return torch.cuda.max_memory_reserved() if self.graphs else torch.cuda.max_memory_allocated()
-        found = process.memory("VmHWM")
-        return math.nan if found is None else found
+        return process.memory("VmHWM") or math.nan
 
-    def forget(self) -> None:
+    def reset_peak(self) -> None:
+        """Let the peak start again from the memory in use."""
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
         else:
-            process.give_back()
+            process.release_freed_memory()
             process.forget_peak()
 
     def settle(self) -> None:
-        """Gives back what nobody uses."""
+        """Release unused memory."""
         gc.collect()
         if self.cuda:
             torch.cuda.synchronize()
@@ -138,59 +141,62 @@ class Gauge:
 
 
 class Training:
-    """A model, its data and its optimizer, with one method at work."""
+    """A model, its data and its optimizer, with one method applied."""
 
     def __init__(self, task: Task) -> None:
         torch.manual_seed(0)
         self.device = task.device
-        kind, method = MODELS[task.model], METHODS[task.method]
-        model = kind.build(task.size).to(task.device).train()
-        self.data = data_for(kind, task.batch, task.size, task.device)
+        info, method = MODELS[task.model], METHODS[task.method]
+        model = build(task.model, task.size).to(task.device).train()
+        self.data = synthetic_batch(info, task.batch, task.size, task.device)
         self.half = task.precision == "bf16"
-        if self.half and kind.data == "images":
+        if self.half and info.data == "images":
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             self.data = (self.data[0].to(memory_format=torch.channels_last), *self.data[1:])
         if method.wrap is not None:
             method.wrap(model)
-        self.optimizer = optimizer_for(model, kind)
+        self.optimizer = optimizer_for(model, info)
         mode = "reduce-overhead" if task.graphs else None
         self.model: nn.Module = cast(nn.Module, torch.compile(model, mode=mode)) if task.compile else model
-        self.handle = method.attach(self.model, self.optimizer) if method.attach is not None else None
+        self.handle = method.attach(self.model, self.optimizer)
         self.around = method.around()
         self.collected = 0
         self.loss = torch.zeros(())
 
     def forward(self) -> torch.Tensor:
+        """Run the forward pass and return the loss."""
         precision = torch.autocast(self.device, torch.bfloat16) if self.half else nullcontext()
         with self.around, precision:
             return loss_of(self.model, self.data)
 
     def finish(self) -> None:
+        """Run the optimizer."""
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def step(self) -> None:
-        """One whole training step."""
+        """Run one whole training step."""
         loss = self.forward()
         loss.backward()
         self.finish()
         self.loss = loss.detach()
 
     def wait(self) -> None:
+        """Wait until the GPU has finished."""
         if self.device == "cuda":
             torch.cuda.synchronize()
 
     def has_collected(self) -> bool:
-        """Whether the policy has collected since this was last asked."""
+        """Return whether the policy has collected since the last call."""
         before, self.collected = self.collected, len(self.handle.history) if self.handle is not None else 0
         return self.collected > before
 
     def collect_next(self) -> bool:
-        """Makes the next step a collection step; False where the policy does not collect."""
+        """Make the next step a collection step; return False where the policy does not collect."""
         return self.handle is not None and self.handle.collect_now()
 
     def timed(self, steps: int = 1) -> tuple[float, float]:
-        """Milliseconds of a step, for the host and until its end; of several, without waiting in between."""
+        """Return the milliseconds of a step, for the host and until its end; several steps are waited for once."""
         self.wait()
         start = time.perf_counter()
         for _ in range(steps):
@@ -200,59 +206,71 @@ class Training:
         return 1e3 * host / steps, 1e3 * (time.perf_counter() - start) / steps
 
 
-def measure(task: Task) -> Result:
-    """All figures of one task."""
-    gauge = Gauge(task.device, task.graphs)
-    gauge.settle()
-    empty = gauge.now()
-    training = Training(task)
-    gauge.settle()
-    start = gauge.now()
-    result = Result()
-    ordinary, collecting = warm_up(training, gauge, task.warm)
-    gauge.settle()
-    memory_of(training, gauge, result)
-    if not gauge.cuda and task.cap is None:  # what is kept would count
-        process.keep_freed_memory()
-        training.step()
-    time_of(training, task, result)
-    if training.collect_next():
-        gauge.forget()
-        result.collection_ms = training.timed()[1]
-        if gauge.cuda:
-            collecting.append(gauge.peak())
-    peak = result.peak_bytes or math.nan
-    result.peak_above_bytes = peak - start
-    result.peak_with_collection_bytes = max([peak, *collecting])
-    result.peak_added_bytes = result.peak_with_collection_bytes - empty
-    result.peak_run_bytes = max([peak, *ordinary, *collecting])
-    result.loss = training.loss.item()
-    if training.handle is not None:
-        report = training.handle.report()
-        result.saved_bytes, result.packed_bytes = report.saved_bytes, report.packed_bytes
-    return result
+class Measurement:
+    """A training after its warm-up, measured once or several times."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.gauge = Gauge(task.device, task.graphs)
+        self.gauge.settle()
+        self.empty = self.gauge.now()
+        self.training = Training(task)
+        self.gauge.settle()
+        self.before = self.gauge.now()
+        self.first_ms: list[float] = []
+        self.ordinary_peaks: list[float] = []
+        self.collection_peaks: list[float] = []
+        self.warm_up()
+        self.gauge.settle()
+
+    def warm_up(self) -> None:
+        """Run the first steps.
+
+        The very first counts as an ordinary one even if the policy collects in it: cuDNN tries its algorithms there.
+        """
+        for step in range(self.task.warm):
+            self.gauge.reset_peak()
+            if step < 2:
+                self.first_ms.append(self.training.timed()[1])
+            else:
+                self.training.step()
+            collected = self.training.has_collected() and step > 0
+            (self.collection_peaks if collected else self.ordinary_peaks).append(self.gauge.peak())
+
+    def measure(self) -> Result:
+        """Measure memory, then time, then a collection step."""
+        training, gauge, task = self.training, self.gauge, self.task
+        result = Result()
+        result.first_ms, result.second_ms = (*self.first_ms, None, None)[:2]
+        measure_memory(training, gauge, result)
+        if not gauge.cuda and task.cap is None:  # under a cap, memory that is kept would count
+            process.keep_freed_memory()
+            training.step()
+        measure_time(training, task, result)
+        if training.collect_next():
+            gauge.reset_peak()
+            result.collection_ms = training.timed()[1]
+            training.has_collected()
+            if gauge.cuda:
+                self.collection_peaks.append(gauge.peak())
+        peak = result.peak_bytes or math.nan
+        result.peak_above_bytes = peak - self.before
+        result.peak_with_collection_bytes = max([peak, *self.collection_peaks])
+        result.peak_added_bytes = result.peak_with_collection_bytes - self.empty
+        result.peak_run_bytes = max([peak, *self.ordinary_peaks, *self.collection_peaks])
+        result.loss = training.loss.item()
+        if training.handle is not None:
+            report = training.handle.report()
+            result.saved_bytes, result.packed_bytes = report.saved_bytes, report.packed_bytes
+        return result
 
 
-def warm_up(training: Training, gauge: Gauge, steps: int) -> tuple[list[float], list[float]]:
-    """The first steps; the peaks of ordinary ones and of those in which the policy collected.
-
-    The very first counts as ordinary, whoever collects: cuDNN tries its algorithms there.
-    """
-    ordinary: list[float] = []
-    collecting: list[float] = []
-    for step in range(steps):
-        gauge.forget()
-        training.step()
-        (collecting if training.has_collected() and step else ordinary).append(gauge.peak())
-    return ordinary, collecting
-
-
-def memory_of(training: Training, gauge: Gauge, result: Result) -> None:
-    """Measures the memory of ordinary steps."""
+def measure_memory(training: Training, gauge: Gauge, result: Result) -> None:
+    """Measure the memory of ordinary steps."""
     held, totals, peaks = [], [], []
     for _ in range(MEASURED):
         training.wait()
-        gauge.forget()
+        gauge.reset_peak()
         before = gauge.now()
         loss = training.forward()
         after = gauge.now()
@@ -270,14 +288,14 @@ def memory_of(training: Training, gauge: Gauge, result: Result) -> None:
         result.reserved_bytes = torch.cuda.max_memory_reserved()
 
 
-def time_of(training: Training, task: Task, result: Result) -> None:
-    """Measures the time of ordinary steps: what falls together with a collection is left out."""
+def measure_time(training: Training, task: Task, result: Result) -> None:
+    """Measure the time of ordinary steps; collection steps are left out."""
     times: list[tuple[float, float]] = []
     training.has_collected()
     while len(times) < task.steps:
-        found = training.timed()
+        taken = training.timed()
         if not training.has_collected():
-            times.append(found)
+            times.append(taken)
     result.host_ms, result.step_ms = (statistics.median(each) for each in zip(*times, strict=True))
     result.pipelined_ms = result.step_ms
     if task.device == "cuda":
@@ -288,7 +306,7 @@ def time_of(training: Training, task: Task, result: Result) -> None:
 
 
 def trial(task: Task) -> dict[str, Any]:
-    """Whether the batch fits: ordinary steps, a collection step, an ordinary one, whose time is told."""
+    """Try a batch: ordinary steps, a collection step, and an ordinary one, which is timed."""
     training = Training(task)
     for _ in range(TRIED):
         training.step()
@@ -298,14 +316,14 @@ def trial(task: Task) -> dict[str, Any]:
 
 
 def prepare(task: Task) -> None:
-    """The settings that all methods share, and the cap on memory."""
+    """Apply the settings that all methods share, and the cap on memory."""
     torch.backends.cudnn.benchmark = True
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     if task.device == "cuda" and task.cap is not None:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, task.cap / total))
     elif task.device == "cpu":
-        # Threads, libraries and compiled kernels are not what training takes: a rehearsal brings them in before.
+        # A rehearsal loads threads, libraries and compiled kernels, which are not the training's own memory.
         trial(replace(task, batch=2))
         gc.collect()
         if task.cap is not None:
@@ -313,7 +331,7 @@ def prepare(task: Task) -> None:
 
 
 def failure(error: BaseException) -> dict[str, Any]:
-    """What went wrong, in words. Lets go of what the error's frames hold."""
+    """Return an error in words, and release what its frames hold."""
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     words = f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
     exhausted = isinstance(error, MemoryError | torch.OutOfMemoryError)
@@ -330,40 +348,50 @@ def failure(error: BaseException) -> dict[str, Any]:
     return answer
 
 
-def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The answer of `work`, or why there is none; nothing of it stays in memory."""
-    try:
-        answer = work()
-    except Exception as error:
-        answer = failure(error)
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
-    return answer
+class Server:
+    """Answers the requests of the parent process."""
 
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.kept: Measurement | None = None
+        """The training that the next request measures again."""
 
-def answer_to(request: dict[str, Any], task: Task) -> dict[str, Any]:
-    if "prepare" in request:
-        prepare(task)
-        return {}
-    if "trial" in request:
-        return trial(replace(task, batch=request["trial"]))
-    return finite_json(asdict(measure(task)))
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer to a request, or the reason why there is none."""
+        try:
+            answer = self.work(request)
+        except Exception as error:
+            self.kept = None
+            answer = failure(error)
+        gc.collect()
+        if self.kept is None:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            if "torch._dynamo" in sys.modules:
+                torch._dynamo.reset()
+        return answer
 
+    def work(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Do what is asked; every error is the caller's business."""
+        if "prepare" in request:
+            prepare(self.task)
+            return {}
+        if "trial" in request:
+            return trial(replace(self.task, batch=request["trial"]))
+        measurement = self.kept or Measurement(self.task)
+        self.kept = measurement if request.get("keep") else None
+        return finite_json(asdict(measurement.measure()))
 
-def serve(task: Task, requests: TextIO, answers: TextIO) -> None:
-    """Answers requests until there are no more."""
-    unable = attempt(partial(answer_to, {"prepare": True}, task))
-    for line in requests:
-        answer = unable or attempt(partial(answer_to, json.loads(line), task))
-        print(json.dumps(answer), file=answers, flush=True)
+    def serve(self, requests: TextIO, answers: TextIO) -> None:
+        """Answer requests, one JSON line each, until there are no more."""
+        failed = self.answer({"prepare": True})
+        for line in requests:
+            print(json.dumps(failed or self.answer(json.loads(line))), file=answers, flush=True)
 
 
 if __name__ == "__main__":
     process.die_with_parent()
-    # What libraries print must not come between the answers.
+    # Output of libraries must not come between the answers.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    serve(Task(**json.loads(sys.argv[1])), sys.stdin, replies)
+    Server(Task(**json.loads(sys.argv[1]))).serve(sys.stdin, replies)

@@ -1,1 +1,1 @@
-"""What compression does to gradients and to training; figures, tables and plots."""
+"""Studies of how compression changes gradients and training: figures, tables and plots."""

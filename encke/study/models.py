@@ -1,4 +1,4 @@
-"""The models of the study, and a few plain steps that bring their gradients to those of a training."""
+"""Models of the study, and a few plain training steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RATES = {"resnet18": 0.005, "vgg16": 0.01, "gpt": 1e-3, "cnn": 0.05}
 
 
 def make(name: Name, path: Path | None, batch: int, device: str, seed: int) -> tuple[nn.Module, Data]:
-    """The model called `name`, with fresh weights, and what it is trained on."""
+    """Return the model called `name`, with fresh weights, and its data."""
     data = text(path) if name == "gpt" else images(path)
     if batch > len(data.inputs):
         raise UsageError(f"--batch {batch}: {data.name} has only {len(data.inputs)} samples")
@@ -31,12 +31,12 @@ def make(name: Name, path: Path | None, batch: int, device: str, seed: int) -> t
 
 
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """The cross entropy, for images and for text."""
+    """Return the cross entropy, for images and for text."""
     return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
 
 
 def optimizer_of(model: nn.Module, name: Name, rate: float | None) -> torch.optim.Optimizer:
-    """SGD with momentum for images, AdamW for text."""
+    """Return SGD with momentum for images, AdamW for text."""
     if name == "gpt":
         return torch.optim.AdamW(model.parameters(), lr=rate or RATES[name])
     return torch.optim.SGD(model.parameters(), lr=rate or RATES[name], momentum=0.9)
@@ -52,7 +52,7 @@ def train(
     device: str,
     rate: float | None = None,
 ) -> list[float]:
-    """Ordinary training steps; gives the losses."""
+    """Run ordinary training steps and return the losses."""
     optimizer = optimizer_of(model, name, rate)
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)

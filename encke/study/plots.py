@@ -1,4 +1,4 @@
-"""The study's plots."""
+"""Plots of the study."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from encke.study.distributions import distance, ks_normal, kurtosis, sample, standardised, triangle, uniform
-from encke.study.predict import error
-from encke.study.tables import TITLES, title_of
+from encke.study.predict import codec_error
+from encke.study.results import Result
+from encke.study.tables import TITLES, run_title
 from encke.study.zeros import TRAINING_BOUNDS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from encke.study.gradients import Result
 
 COLOURS = {"stochastic": "#1f5fbf", "nearest": "#c4541a"}
 RUNS = {"plain": "#777777", "zeros": "#1f5fbf", "no_zeros": "#c4541a"}
@@ -29,7 +28,7 @@ BINS = 60
 
 @contextmanager
 def figure(path: Path, rows: int, columns: int, size: tuple[float, float]) -> Iterator[tuple[Any, Any]]:
-    """A figure with its panels, written when the block ends."""
+    """Make a figure with its panels and write it when the block ends."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -42,7 +41,7 @@ def figure(path: Path, rows: int, columns: int, size: tuple[float, float]) -> It
 
 
 def predicted(results: Sequence[Result], path: Path) -> None:
-    """Predicted against measured errors of weight gradients, with a band of 10 %; below, their ratio."""
+    """Plot predicted against measured errors of weight gradients, with a band of 10 %; below, their ratio."""
     known = [r for r in results if r.measured and r.predicted]
     multiples = sorted({r.multiple for r in known})
     with figure(path, 2, 2, (12, 8.5)) as (made, panels):
@@ -50,8 +49,8 @@ def predicted(results: Sequence[Result], path: Path) -> None:
             rows = [r for r in known if r.rounding == rounding]
             for i, multiple in enumerate(multiples):
                 chosen = [r for r in rows if r.multiple == multiple]
-                x = [r.predicted.exact / scale_of(r) for r in chosen if r.predicted]
-                y = [r.measured.rms / scale_of(r) for r in chosen if r.measured]
+                x = [r.predicted.exact / gradient_rms(r) for r in chosen if r.predicted]
+                y = [r.measured.rms / gradient_rms(r) for r in chosen if r.measured]
                 style = {"marker": MARKERS[i], "linestyle": "none", "markersize": 6, "alpha": 0.75}
                 top.plot(x, y, color=shade(i, len(multiples)), label=f"bound {multiple:g} rms", **style)
                 ratios = [r.ratio("exact") for r in chosen]
@@ -70,7 +69,7 @@ def predicted(results: Sequence[Result], path: Path) -> None:
         made.suptitle("Error of the weight's gradient when only this layer's input is lossy; grey: within 10 %")
 
 
-def scale_of(r: Result) -> float:
+def gradient_rms(r: Result) -> float:
     return float(r.layer.gradient.square().mean().sqrt()) or 1.0
 
 
@@ -79,7 +78,7 @@ def shade(i: int, n: int) -> str:
 
 
 def band(axes: Axes) -> None:
-    """Log-log, the line of equality and 10 % to both sides."""
+    """Set log scales and draw the line of equality with 10 % to both sides."""
     axes.set_xscale("log")
     axes.set_yscale("log")
     low = min(axes.get_xlim()[0], axes.get_ylim()[0])
@@ -96,7 +95,7 @@ def band(axes: Axes) -> None:
 
 
 def ratio_axes(axes: Axes, names: Sequence[str]) -> None:
-    """One place for each layer, and the band of 10 %."""
+    """Label one place for each layer and draw the band of 10 %."""
     axes.axhspan(0.9, 1.1, color="#777777", alpha=0.25, linewidth=0)
     axes.axhline(1, color="#777777", linewidth=0.8)
     axes.set_xticks(range(len(names)), names, rotation=90, fontsize=8)
@@ -107,7 +106,7 @@ def ratio_axes(axes: Axes, names: Sequence[str]) -> None:
 
 
 def distributions(results: Sequence[Result], path: Path) -> None:
-    """The gradient's error beside the normal curve, the codec's beside its own; first, middle and last layer."""
+    """Plot the gradient's error beside the normal curve, the codec's beside its own; first, middle and last layer."""
     known = [r for r in results if r.measured]
     names = list(dict.fromkeys(r.layer.name for r in known))
     chosen = list(dict.fromkeys([names[0], names[len(names) // 2], names[-1]]))
@@ -123,7 +122,7 @@ def distributions(results: Sequence[Result], path: Path) -> None:
 
 
 def draw_gradient(axes: Axes, r: Result) -> None:
-    """The standardised error of the gradient, all together and each output by itself, and the normal density."""
+    """Draw the standardised error of the gradient, all together and each output by itself, and the normal density."""
     assert r.measured is not None
     values, own = standardised(r.measured.sample), r.measured.by_output
     curve(axes, values, r.rounding, 4.5, lambda x: torch.exp(-x.square() / 2) / math.sqrt(2 * math.pi))
@@ -135,9 +134,9 @@ def draw_gradient(axes: Axes, r: Result) -> None:
 
 
 def draw_codec(axes: Axes, r: Result) -> None:
-    """The codec's error over the bound where the input is not zero, and the density that the theory takes it for."""
-    wrong = error(r.layer, r.bound, r.rounding)[r.layer.x != 0]
-    values = (sample(wrong).double() / r.bound).sort().values
+    """Draw the codec's error over the bound where the input is not zero, and the density that the theory assumes."""
+    errors = codec_error(r.layer, r.bound, r.rounding)[r.layer.x != 0]
+    values = (sample(errors).double() / r.bound).sort().values
     nearest = r.rounding == "nearest"
     curve(axes, values, r.rounding, 1.15, lambda x: (x.abs() <= 1) * (0.5 if nearest else 1 - x.abs()))
     known = uniform(values) if nearest else triangle(values)
@@ -159,7 +158,7 @@ def label(axes: Axes, r: Result, what: str, text: str) -> None:
 
 
 def zeros(rows: Sequence[Mapping[str, Any]], curves: Mapping[str, Sequence[float]], path: Path) -> None:
-    """Gradient errors by layer with and without exact zeros, and the losses of three trainings."""
+    """Plot gradient errors by layer with and without exact zeros, and the losses of the trainings."""
     with figure(path, 1, 3 if curves else 2, (16 if curves else 11, 5)) as (made, panels):
         for axes, how in zip(panels[0], ("alone", "together"), strict=False):
             for run in ("zeros", "no_zeros"):
@@ -185,7 +184,7 @@ def zeros(rows: Sequence[Mapping[str, Any]], curves: Mapping[str, Sequence[float
             kind, _, bound = run.rpartition("_")
             coarse = bound == f"{TRAINING_BOUNDS[-1]:g}"
             line = "-" if coarse or not kind else ":"
-            panels[0][2].plot(smooth(losses), line, color=RUNS[kind or run], label=title_of(run), linewidth=1.4)
+            panels[0][2].plot(smooth(losses), line, color=RUNS[kind or run], label=run_title(run), linewidth=1.4)
         if curves:
             axes = panels[0][2]
             axes.set_title("a small CNN on digits", loc="left", fontsize=10)
@@ -201,13 +200,13 @@ def zeros(rows: Sequence[Mapping[str, Any]], curves: Mapping[str, Sequence[float
 
 
 def smooth(losses: Sequence[float], width: int = 5) -> list[float]:
-    """Means of the last few steps."""
+    """Return running means over `width` steps."""
     parts = [losses[max(0, i + 1 - width) : i + 1] for i in range(len(losses))]
     return [sum(part) / len(part) for part in parts]
 
 
 def frequency(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Gradient errors with the low frequency, the high frequency and both; nothing where there are no convolutions."""
+    """Plot gradient errors with the low frequencies, the high ones and both; nothing without convolutions."""
     path.unlink(missing_ok=True)
     if not rows:
         return
@@ -225,4 +224,4 @@ def frequency(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             axes.legend(frameon=False)
             axes.grid(alpha=0.3)
         block, bits = rows[0]["block"], rows[0]["bits"]
-        made.suptitle(f"Low frequency ({block} x {block} averages, bf16), high frequency (the rest, {bits} bits), both")
+        made.suptitle(f"Low frequencies ({block} x {block} averages, bf16), high ones (the rest, {bits} bits), both")

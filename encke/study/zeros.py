@@ -1,4 +1,4 @@
-"""What exact zeros are worth: the same bound with them, and without them as in stock SZ."""
+"""The value of exact zeros: the same bound with them, and without them as in stock SZ."""
 
 from __future__ import annotations
 
@@ -26,39 +26,39 @@ CODECS: dict[str, Callable[[float], Codec]] = {
 }
 
 
-class Alike(Fixed):
-    """One codec for every input; where `Fixed` would use a finer one (attention), both sides keep exact values."""
+class SameCodec(Fixed):
+    """One codec for every input. Where `Fixed` would use a finer one (attention), values are kept exactly."""
 
     def choose(self, site: Site) -> Codec:
         return self.codec if site.need == "lossy" else ErrorBounded(0)
 
 
 def not_a_norm(module: nn.Module, name: str) -> bool:
-    """What COMET compresses: inputs of convolutions and linear layers, and what ReLU shares with them."""
+    """Return whether COMET compresses a module's input: convolutions, linear layers, and ReLUs that share with them."""
     return "Norm" not in type(module).__name__
 
 
 def gradients_by_layer(frozen: Frozen, layers: Iterable[Layer]) -> list[dict[str, object]]:
-    """Error over plain gradient, layer by layer: with this input alone lossy, and with all that may be lossy."""
+    """Return error over plain gradient, layer by layer: with only this input lossy, and with all inputs lossy."""
     together = {}
     for run, codec in CODECS.items():
-        handle = encke.attach(frozen.model, Alike(codec(BOUND)), filter=not_a_norm)
+        handle = encke.attach(frozen.model, SameCodec(codec(BOUND)), filter=not_a_norm)
         try:
-            # The first pass learns who reads what; the second one is as in the middle of a training.
+            # The first pass learns the sites; the second one is as in the middle of a training.
             frozen.gradients()
-            found = frozen.gradients()
+            gradients = frozen.gradients()
         finally:
             handle.detach()
         together[run] = {
-            name: rms(g - frozen.plain[name]) / (rms(frozen.plain[name]) or 1) for name, g in found.items()
+            name: rms(g - frozen.plain[name]) / (rms(frozen.plain[name]) or 1) for name, g in gradients.items()
         }
     rows: list[dict[str, object]] = []
     for layer in layers:
         row: dict[str, object] = {"layer": layer.name, "zero_share": 1 - layer.share, "bound_of_range": BOUND}
         plain = rms(layer.gradient) or 1
         for run, codec in CODECS.items():
-            wrong = codec(BOUND).encode(layer.x).decode() - layer.x
-            row[f"alone_{run}"] = rms(layer.error_of(wrong)) / plain
+            input_error = codec(BOUND).encode(layer.x).decode() - layer.x
+            row[f"alone_{run}"] = rms(layer.gradient_error(input_error)) / plain
         for run in CODECS:
             row[f"together_{run}"] = together[run][frozen.name_of(layer.weight)]
         rows.append(row)
@@ -68,20 +68,20 @@ def gradients_by_layer(frozen: Frozen, layers: Iterable[Layer]) -> list[dict[str
 def trainings(
     seed: int, device: str, progress: Callable[[Sequence[int], str], Iterable[int]]
 ) -> dict[str, list[float]]:
-    """The losses of a small CNN on the built-in digits: plain, and at coarse bounds with and without exact zeros."""
+    """Return the losses of a small CNN on digits: plain, and at coarse bounds with and without exact zeros."""
     runs: dict[str, Codec | None] = {"plain": None}
     runs |= {f"{run}_{bound:g}": codec(bound) for bound in TRAINING_BOUNDS for run, codec in CODECS.items()}
     losses = {}
     for run, codec in runs.items():
         model, data = make("cnn", None, BATCH, device, seed)
         if codec is not None:
-            encke.attach(model, Alike(codec), filter=not_a_norm)
+            encke.attach(model, SameCodec(codec), filter=not_a_norm)
         steps = progress(range(STEPS), f"a small training, {run}")
         losses[run] = train(model, "cnn", data, BATCH, steps, seed, device)
     return losses
 
 
-def last(losses: list[float]) -> float:
-    """The mean of the last tenth of a training."""
+def final_loss(losses: list[float]) -> float:
+    """Return the mean loss of the last tenth of a training."""
     tail = losses[-max(1, len(losses) // 10) :]
     return sum(tail) / len(tail) if all(map(math.isfinite, tail)) else math.nan

@@ -1,21 +1,22 @@
-"""The memory of this process, for measurements without a GPU, and what ties it to the process that started it."""
+"""Memory of this process, for measurements without a GPU, and its tie to the parent process."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import sys
 from pathlib import Path
 from typing import Literal
 
-# Read by glibc when a process starts: allocations from 64 KiB on get memory of their own, which goes back when freed.
+# Read by glibc when a process starts: allocations from 64 KiB on are mapped separately and unmapped when freed.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 PR_SET_PDEATHSIG = 1
 
 
 def memory(field: Literal["VmRSS", "VmHWM", "VmData"]) -> int | None:
-    """Bytes of this process: in use now, the peak so far, or what a cap counts; None where the system does not tell."""
+    """Return bytes of this process: in use, the peak, or the part that a cap limits; None if unknown."""
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(field):
@@ -26,32 +27,34 @@ def memory(field: Literal["VmRSS", "VmHWM", "VmData"]) -> int | None:
 
 
 def forget_peak() -> None:
-    """Makes VmHWM start again from the memory in use now, where the system allows it."""
+    """Let VmHWM start again from the memory in use, where the system allows it."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         pass
 
 
-def difference(later: int | None, earlier: int | None) -> int | None:
-    return None if later is None or earlier is None else later - earlier
+def environment() -> dict[str, str]:
+    """Return this process's environment for a child that imports the same `encke`."""
+    path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def glibc() -> ctypes.CDLL | None:
-    """The C library, if it is one whose allocator can be told what to do."""
+    """Return the C library if it is glibc, whose allocator can be configured."""
     library = ctypes.CDLL(None) if sys.platform == "linux" else None
     return library if library is not None and hasattr(library, "mallopt") else None
 
 
-def give_back() -> None:
-    """Gives freed memory that still lies between pieces in use back to the system."""
+def release_freed_memory() -> None:
+    """Return freed memory that lies between blocks in use to the system."""
     library = glibc()
     if library is not None:
         library.malloc_trim(0)
 
 
 def keep_freed_memory() -> None:
-    """Undoes ALLOCATOR from now on: freed memory stays with the process, as glibc does by itself after a few steps."""
+    """Undo ALLOCATOR: freed memory stays with the process, as it does by default after a few steps."""
     library = glibc()
     if library is not None:
         library.mallopt(M_MMAP_THRESHOLD, 32 << 20)
@@ -59,7 +62,7 @@ def keep_freed_memory() -> None:
 
 
 def cap_memory(more: int) -> None:
-    """From now on this process may allocate `more` bytes; then allocations fail."""
+    """Let this process allocate `more` bytes; then allocations fail."""
     import resource
 
     now = memory("VmData")
@@ -69,6 +72,6 @@ def cap_memory(more: int) -> None:
 
 
 def die_with_parent() -> None:
-    """Makes the system end this process when the one that started it is gone."""
+    """Let the system end this process when its parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Where a figure comes from: date, command, machine and versions, as columns for a CSV."""
+"""Provenance of a figure: date, command, machine and versions, as columns of a CSV."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 
-# Taken before anything is measured: how busy the machine was with other work.
+# Read before anything is measured: how busy the machine was with other work.
 LOAD_BEFORE = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else ""
 
 
 def cpu_name() -> str:
-    """The processor's name as the system gives it."""
+    """Return the processor's name."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():
@@ -28,8 +28,13 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def core_count() -> int:
+    """Return the number of processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def version(package: str) -> str:
-    """The installed version of a package, or an empty string."""
+    """Return the installed version of a package, or an empty string."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -37,18 +42,18 @@ def version(package: str) -> str:
 
 
 def program() -> list[str]:
-    """What was called: a script of the project's benchmarks, or the command."""
+    """Return the words that called this process: a script of benchmarks/, or `encke`."""
     script = Path(sys.argv[0])
     return ["python3", f"benchmarks/{script.name}"] if script.parent.name == "benchmarks" else ["encke"]
 
 
 def provenance() -> dict[str, str | int | float]:
-    """The columns that every row of a published CSV carries."""
+    """Return the columns that every row of a published CSV carries."""
     return {
         "date": datetime.date.today().isoformat(),
         "command": shlex.join([*program(), *sys.argv[1:]]),
         "cpu": cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cores": core_count(),
         "load_before": LOAD_BEFORE,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
         "python": platform.python_version(),
@@ -59,7 +64,7 @@ def provenance() -> dict[str, str | int | float]:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Writes the rows, each with the provenance of this run behind its own columns."""
+    """Write the rows, each with the provenance of this run after its own columns."""
     origin = provenance()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:

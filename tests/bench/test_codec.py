@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from encke.bench import contenders as peers
-from encke.bench.codec import Result, entropy_bytes, largest_error, measure, totals
+from encke.bench.codec_results import Result, entropy_bytes, largest_error, measure, totals
 from encke.bench.contenders import contenders
 from encke.bench.data import Sample, from_file, generated
 from encke.cli import main

@@ -8,12 +8,12 @@ import sys
 import pytest
 
 from encke.bench import maxbatch
-from encke.bench.maxbatch import Failed, Search, against_plain, confirmed, largest, search
+from encke.bench.maxbatch import Failed, Search, compare_with_plain, confirm, largest, search
 from encke.bench.steps import Task
 from encke.cli import main
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="a cap on the memory of a process needs Linux")
-TASK = Task("resnet18", "plain", "fp32", batch=8, size=32, steps=1, device="cpu", cap=2**30)
+TASK = Task("cnn", "plain", "fp32", batch=8, size=32, steps=1, device="cpu", cap=2**30)
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +86,7 @@ def test_a_batch_that_does_not_fit_by_itself_is_made_smaller(monkeypatch):
         return {"batch": task.batch, "status": "ok" if task.batch <= 94 else "out of memory"}
 
     monkeypatch.setattr(maxbatch, "measure_row", measured)
-    assert confirmed(Task("resnet18", "plain", "fp32", 100, 32, 1, "cpu"))["largest_batch"] == 94
+    assert confirm(Task("cnn", "plain", "fp32", 100, 32, 1, "cpu"))["largest_batch"] == 94
 
 
 def test_throughput_is_compared_with_plain_at_its_own_batch():
@@ -96,7 +96,7 @@ def test_throughput_is_compared_with_plain_at_its_own_batch():
         common | {"method": "default", "largest_batch": 400, "per_second": 40.0},
         common | {"method": "offload", "largest_batch": 0, "per_second": None},
     ]
-    against_plain(rows)
+    compare_with_plain(rows)
     assert [row["batch_over_plain"] for row in rows] == [1, 4, None]
     assert [row["throughput_over_plain"] for row in rows] == [1, 0.8, None]
 
@@ -104,14 +104,14 @@ def test_throughput_is_compared_with_plain_at_its_own_batch():
 @pytest.mark.slow
 @LINUX
 def test_the_largest_batch_under_a_cap_on_the_process(tmp_path, capsys):
-    cap = ["--memory", "160MiB", "--methods", "plain", "checkpoint", "--steps", "1"]
-    main(["bench", "max-batch", "--image", "32", *cap, "--out", str(tmp_path)])
+    cap = ["--memory", "40MiB", "--methods", "plain", "checkpoint", "--steps", "1"]
+    main(["bench", "max-batch", "--models", "cnn", "--image", "64", *cap, "--out", str(tmp_path)])
     with (tmp_path / "max_batch.csv").open() as file:
         plain, checkpoint = csv.DictReader(file)
     assert plain["status"] == checkpoint["status"] == "ok"
     assert 1 <= int(plain["largest_batch"]) < 100
     assert float(checkpoint["throughput_over_plain"]) > 0
-    assert float(plain["peak_above_bytes"]) < 160 * 2**20
+    assert float(plain["peak_above_bytes"]) < 40 * 2**20
     with (tmp_path / "max_batch_trials.csv").open() as file:
         trials = list(csv.DictReader(file))
     # At this size weights dominate, so methods hardly differ; but each ends where its own trials say.
@@ -128,7 +128,9 @@ def test_the_largest_batch_under_a_cap_on_the_process(tmp_path, capsys):
 @LINUX
 def test_a_cap_too_small_for_one_sample_ends_in_a_clear_line(tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
-        main(["bench", "max-batch", "--memory", "20MiB", "--methods", "plain", "--out", str(tmp_path)])
+        main(
+            ["bench", "max-batch", "--models", "cnn", "--memory", "1MiB", "--methods", "plain", "--out", str(tmp_path)]
+        )
     assert end.value.code == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert "20MiB" in line and "not even one sample fits" in line and "resnet18" in line
+    assert "1MiB" in line and "not even one sample fits" in line and "cnn" in line

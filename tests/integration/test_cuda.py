@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import encke
-from encke.bench.models import MINI_VOCABULARY, gpt_mini
+from encke.bench.models import build
 from encke.codecs import ErrorBounded, GroupQuant, pending
 from encke.codecs.base import EncoderState
 from encke.policies import Fixed
@@ -144,8 +144,8 @@ def test_values_are_the_same_on_cpu_and_gpu() -> None:
 
 def test_a_language_model_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Statistics, labels and log-probabilities: none has a size or a range that only the GPU knows."""
-    model = gpt_mini(256).cuda()
-    tokens = torch.randint(0, MINI_VOCABULARY, (16, 256), device="cuda")
+    model = build("gpt", 256).cuda()
+    tokens = torch.randint(0, 256, (16, 256), device="cuda")
     encke.attach(model)
     waiting = []
     monkeypatch.setattr(pending._in_flight, "add", waiting.append)

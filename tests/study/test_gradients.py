@@ -19,9 +19,9 @@ from encke.study.codecs import HighFrequency, LowFrequency, Midpoint
 from encke.study.data import LENGTH, images, text
 from encke.study.distributions import distance, ks_normal, kurtosis, triangle, uniform
 from encke.study.frozen import Frozen, Layer, rms
-from encke.study.gradients import confirm, study_layer
-from encke.study.predict import close_loop, error, measure, predict
-from encke.study.zeros import Alike, gradients_by_layer, not_a_norm
+from encke.study.predict import close_loop, codec_error, measure, predict
+from encke.study.results import confirm, study_layer
+from encke.study.zeros import SameCodec, gradients_by_layer, not_a_norm
 from encke.train.models.gpt import Gpt
 
 BOUNDS = (0.05, 0.2, 1.0)
@@ -74,14 +74,14 @@ def failure(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 
 
 def test_a_frozen_step_repeats_bit_for_bit(frozen):
-    assert frozen.steady == set(frozen.plain)
+    assert frozen.repeatable == set(frozen.plain)
     assert all(torch.equal(g, frozen.plain[name]) for name, g in frozen.gradients().items())
 
 
 def test_the_product_gives_the_plain_gradient(layers):
     assert list(layers) == ["first", "second", "last"]
     for layer in layers.values():
-        torch.testing.assert_close(layer.error_of(layer.x), layer.gradient)
+        torch.testing.assert_close(layer.gradient_error(layer.x), layer.gradient)
 
 
 def test_shared_and_nested_linear_layers_are_found():
@@ -93,7 +93,7 @@ def test_shared_and_nested_linear_layers_are_found():
     assert found.name_of(layers["head"].weight) == "tokens.weight"
     layer = layers["blocks.0.qkv"]
     assert layer.x.shape == (2 * LENGTH, 32)
-    torch.testing.assert_close(layer.error_of(layer.x), layer.gradient)
+    torch.testing.assert_close(layer.gradient_error(layer.x), layer.gradient)
 
 
 # -- predicted against measured --------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def test_the_check_fails_with_a_wrong_norm_or_without_sparsity(layers):
     """With the mean absolute value for the rms, or zeros counted as if they had errors, 10 % would not be met."""
     layer = layers["second"]
     bound = 0.2 * rms(layer.x)
-    found = measure(layer, bound, "stochastic", error(layer, bound, "stochastic"), 0).rms
+    found = measure(layer, bound, "stochastic", codec_error(layer, bound, "stochastic"), 0).rms
     terms, share = layer.product.terms, layer.share
     right = error_std(stochastic_power(bound, share), rms(layer.g), terms)
     assert found / right == pytest.approx(1, abs=0.1)
@@ -127,9 +127,9 @@ def test_what_is_certain_about_a_coarse_step_must_be_counted(layers):
     layer = layers["first"]
     x = torch.full_like(layer.x, 0.1)
     still = Layer("still", layer.weight, x, layer.g.abs(), layer.gradient, layer.product, layer.weight_gradient)
-    wrong = error(still, 1.0, "stochastic")
+    wrong = codec_error(still, 1.0, "stochastic")
     torch.testing.assert_close(wrong, torch.full_like(x, 0.4), rtol=1e-3, atol=1e-4)
-    found = rms(still.error_of(wrong))
+    found = rms(still.gradient_error(wrong))
     predicted = predict(still, 1.0, "stochastic", wrong)
     assert predicted.certain == pytest.approx(found, rel=1e-3)
     assert predicted.exact == pytest.approx(found, rel=0.1)
@@ -140,10 +140,10 @@ def test_the_closed_loop_brings_nearest_levels_to_their_aim(layers):
     for layer in layers.values():
         for multiple in BOUNDS:
             bound = multiple * rms(layer.x)
-            wrong = error(layer, bound, "nearest")
+            wrong = codec_error(layer, bound, "nearest")
             predicted = predict(layer, bound, "nearest", wrong)
             target = 0.5 * predicted.plain
-            loop = close_loop(layer, bound, target, rms(layer.error_of(wrong)), predicted.exact / bound)
+            loop = close_loop(layer, bound, target, rms(layer.gradient_error(wrong)), predicted.exact / bound)
             assert loop.bound < bound and 1 <= loop.rounds <= 4
             assert loop.ratio == pytest.approx(1, abs=0.1)
 
@@ -210,7 +210,7 @@ def test_without_exact_zeros_the_mask_is_read_from_what_was_decoded():
     x = torch.randn(8, 3, 32, 32)
 
     def gradient(codec: encke.codecs.Codec) -> torch.Tensor:
-        handle = encke.attach(model, Alike(codec), filter=not_a_norm)
+        handle = encke.attach(model, SameCodec(codec), filter=not_a_norm)
         for _ in range(2):
             model.zero_grad()
             model(x).square().sum().backward()

@@ -1,0 +1,153 @@
+"""The options that `encke bench memory`, `speed` and `max-batch` share, and the tasks that they describe."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from encke.bench.methods import METHODS, usual
+from encke.bench.models import MODELS, check_installed
+from encke.bench.steps import Task
+from encke.tools.errors import UsageError
+from encke.tools.suggest import pick
+
+Precision = Literal["fp32", "bf16"]
+Device = Literal["cpu", "cuda"]
+UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+CPU_BATCH = {"images": 16, "tokens": 4}
+"""Images or sequences in a step without a GPU."""
+
+
+def option(default: Any, text: str) -> Any:
+    """Return a dataclass field with the explanation that `--help` shows."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure."""
+
+    models: tuple[str, ...] = option((), f"Any of {', '.join(MODELS)}. By default resnet50, without a GPU resnet18.")
+    methods: tuple[str, ...] = option((), f"Any of {', '.join(METHODS)}. By default all that can run here.")
+    precision: tuple[Precision, ...] = option(
+        ("fp32",), "fp32 (with TF32 on a GPU), or bf16: autocast, with channels_last for images."
+    )
+    compile: bool = option(False, "Compile the model with torch.compile, then attach.")
+    graphs: bool = option(False, 'Compile with mode="reduce-overhead", so that the GPU replays CUDA graphs.')
+    image: int | None = option(None, "Pixels along an image's side. By default 224, without a GPU 64.")
+    tokens: int | None = option(None, "Tokens in a sequence. By default 1024, without a GPU 128.")
+    steps: int = option(8, "Number of timed steps; the median is reported.")
+    memory: str | None = option(
+        None, "A cap on memory, such as 16GiB. max-batch: by default 16GiB, without a GPU 256MiB above the libraries."
+    )
+    device: Device | None = option(None, "By default a GPU if there is one.")
+    out: Path = option(Path("runs/bench"), "The folder for CSV files and plots.")
+
+    def plan(self, batch: tuple[int, ...] = (), rounds: int = 1) -> Plan:
+        """Check the options and fill in this machine's defaults."""
+        device: Device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        gpu = device == "cuda"
+        if gpu and not torch.cuda.is_available():
+            raise UsageError("--device cuda: no CUDA GPU is available to torch; use --device cpu")
+        if self.graphs and not gpu:
+            raise UsageError("--graphs records CUDA graphs and needs a GPU; leave it out with --device cpu")
+        image = self.image if self.image is not None else 224 if gpu else 64
+        tokens = self.tokens if self.tokens is not None else 1024 if gpu else 128
+        counts = [("--batch", n) for n in batch]
+        counts += [("--steps", self.steps), ("--rounds", rounds), ("--image", image), ("--tokens", tokens)]
+        for name, value in counts:
+            if value < 1:
+                raise UsageError(f"{name} must be at least 1, got {value}")
+        if not self.precision:
+            raise UsageError("--precision needs at least one of fp32 and bf16")
+        models = [pick(name, MODELS, "--models") for name in self.models or ["resnet50" if gpu else "resnet18"]]
+        for name in models:
+            check_installed(name)
+            if name == "vit_b_16" and image % 16:
+                raise UsageError(f"--image {image}: vit_b_16 cuts images into squares of 16 pixels; use a multiple")
+        compiled = self.compile or self.graphs
+        methods = [pick(name, METHODS, "--methods") for name in self.methods] or usual(compiled)
+        cap = parse_bytes(self.memory) if self.memory is not None else None
+        if cap is not None and gpu and cap > (total := torch.cuda.get_device_properties(0).total_memory):
+            raise UsageError(f"--memory {self.memory} is more than this GPU has ({total / 2**30:.0f} GiB)")
+        self.out.mkdir(parents=True, exist_ok=True)
+        return Plan(
+            models,
+            batch,
+            methods,
+            self.precision,
+            compiled,
+            self.graphs,
+            image,
+            tokens,
+            self.steps,
+            cap,
+            device,
+            rounds,
+        )
+
+
+@dataclass(frozen=True)
+class StepOptions(Options):
+    """What to measure, with the batches to measure it at."""
+
+    batch: tuple[int, ...] = option((), "Images or sequences in a step; several are measured one after the other.")
+    rounds: int = option(
+        1,
+        "Measure so many times, the methods of a table in turn; medians are shown. With more than one round all "
+        "processes of a table stay alive, so that their memory must fit side by side.",
+    )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Options that have been checked, with the machine's defaults filled in."""
+
+    models: Sequence[str]
+    batch: Sequence[int]
+    methods: Sequence[str]
+    precision: Sequence[Precision]
+    compile: bool
+    graphs: bool
+    image: int
+    tokens: int
+    steps: int
+    cap: int | None
+    device: Device
+    rounds: int = 1
+
+    def size(self, model: str) -> int:
+        """Return the pixels along an image's side, or the tokens in a sequence."""
+        return self.tokens if MODELS[model].data == "tokens" else self.image
+
+    def batches(self, model: str) -> Sequence[int]:
+        """Return the batches to measure a model at."""
+        return self.batch or [MODELS[model].batch if self.device == "cuda" else CPU_BATCH[MODELS[model].data]]
+
+    def tables(self) -> list[list[Task]]:
+        """Return the tasks of each table: the methods at one model, precision and batch."""
+        return [
+            [self.task(model, method, precision, batch) for method in self.methods]
+            for model in self.models
+            for precision in self.precision
+            for batch in self.batches(model)
+        ]
+
+    def task(self, model: str, method: str, precision: Precision, batch: int) -> Task:
+        """Return one task with the plan's other settings."""
+        size = self.size(model)
+        return Task(model, method, precision, batch, size, self.steps, self.device, self.compile, self.cap, self.graphs)
+
+
+def parse_bytes(text: str, option: str = "--memory") -> int:
+    """Return the number of bytes in a text such as `16GiB`, `900MiB` or `1.5 GB`."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    unit = UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None or float(match[1]) <= 0:
+        raise UsageError(f"{option}: {text!r} is not an amount of memory; write it like 16GiB or 900MiB")
+    return round(float(match[1]) * unit)

@@ -1,0 +1,157 @@
+"""Rows of the bench tables: one training step of every method, measured side by side."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from encke.bench.children import Child, measure
+from encke.bench.methods import METHODS, compiled_as
+from encke.bench.models import MODELS, source
+from encke.bench.steps import Result, Task
+from encke.tools.errors import UsageError
+from encke.tools.progress import track
+from encke.tools.provenance import write_csv
+from encke.tools.terminal import note
+from encke.tools.units import GB, MB
+
+Row = dict[str, Any]
+FIGURES = tuple(field.name for field in fields(Result))
+
+
+def blank_row(task: Task) -> Row:
+    """Return the columns that identify a measurement, and empty ones for the figures."""
+    return {
+        "model": task.model,
+        "model_from": source(task.model),
+        "method": task.method,
+        "precision": task.precision,
+        "compile": task.compile,
+        "graphs": task.graphs,
+        "device": task.device,
+        "batch": task.batch,
+        "size": task.size,
+        "unit": MODELS[task.model].data,
+        "cap_bytes": task.cap,
+        "round": 1,
+        "status": "",
+        **dict.fromkeys(FIGURES),
+    }
+
+
+def describe(task: Task) -> str:
+    """Return a task in words."""
+    compiled = f", {compiled_as(task.graphs)}" if task.compile else ""
+    return f"{task.model}, {task.precision}{compiled}, batch {task.batch}: {task.method}"
+
+
+def measure_row(task: Task, child: Child | None = None) -> Row:
+    """Measure one task; `status` is "ok" or says why there are no figures.
+
+    Args:
+        task: What to measure.
+        child: The process that measures and keeps its training for the next round; by default a new one.
+    """
+    row = blank_row(task)
+    if reason := METHODS[task.method].missing(task.device, task.compile):
+        return row | {"status": reason}
+    answer = measure(task) if child is None else child.ask(measure=True, keep=True)
+    row["status"] = answer.pop("failed", "ok")
+    return row | {name: value for name, value in answer.items() if name in row}
+
+
+def measure_all(tables: Sequence[Sequence[Task]], csv: Path, rounds: int = 1) -> list[Row]:
+    """Measure every task of every table, with several rounds the tasks of a table in turn.
+
+    With several rounds each task has one process that keeps its training from round to round. The CSV grows with every
+    row, so that an interrupted run leaves what it has. Returns one row for each task: the median of its rounds.
+    """
+    rows: list[Row] = []
+    labels = [
+        (describe(task) + (f", round {number}" if rounds > 1 else ""), None)
+        for tasks in tables
+        for number in range(1, rounds + 1)
+        for task in tasks
+    ]
+    status = track(labels)
+    for tasks in tables:
+        with ExitStack() as stack:
+            children: dict[str, Child] = {}
+            for number in range(1, rounds + 1):
+                for task in tasks:
+                    next(status)
+                    if rounds > 1 and number == 1 and not METHODS[task.method].missing(task.device, task.compile):
+                        children[task.method] = stack.enter_context(Child(task))
+                    rows.append(measure_row(task, children.get(task.method)) | {"round": number})
+                    write_csv(csv, rows)
+    next(status, None)
+    return medians(rows)
+
+
+def medians(rows: Sequence[Row]) -> list[Row]:
+    """Merge the rounds of each task: medians of times and memory, and the number of rounds that were measured."""
+    keys = ("model", "method", "precision", "compile", "graphs", "batch", "size", "cap_bytes")
+    merged = []
+    for group in group_rows(rows, keys).values():
+        measured = [row for row in group if row["status"] == "ok"]
+        row = dict((measured or group)[0])
+        for name in FIGURES if measured else ():
+            values = [each[name] for each in measured if each[name] is not None]
+            row[name] = statistics.median(values) if values else None
+        merged.append(row | {"round": len(measured)})
+    return merged
+
+
+def group_rows(rows: Sequence[Row], keys: Sequence[str] = ("model", "precision", "batch")) -> dict[Any, list[Row]]:
+    """Group rows by some of their columns; by default the rows of one table."""
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return groups
+
+
+def title(row: Mapping[str, Any]) -> str:
+    """Return the title of a table: what its rows have in common."""
+    size = f"{row['size']} tokens" if row["unit"] == "tokens" else f"{row['size']} x {row['size']}"
+    package = f" ({row['model_from']})" if row["unit"] == "tokens" else ""
+    tf32 = " (TF32)" if row["precision"] == "fp32" and row["device"] == "cuda" else ""
+    words = [f"{row['model']}{package}", row["precision"] + tf32]
+    words += [compiled_as(row["graphs"])] if row["compile"] else []
+    words += [f"batch {row['batch']}"] if row["batch"] else []
+    words += [size, row["device"]]
+    words += [f"at most {row['cap_bytes'] / 2**30:.4g} GiB"] if row["cap_bytes"] else []
+    words += [f"median of {row['round']} rounds"] if row["round"] > 1 else []
+    return ", ".join(words)
+
+
+def plain_row(rows: Sequence[Row]) -> Row:
+    """Return the row that others are compared with; without figures if plain was not measured."""
+    return next((row for row in rows if row["method"] == "plain"), {})
+
+
+def compared_peak(row: Row) -> float | None:
+    """Return the peak that methods are compared by; without a GPU that above interpreter, libraries, model and data."""
+    return row.get("peak_bytes" if row.get("device") == "cuda" else "peak_above_bytes")
+
+
+def table_lines(rows: Sequence[Row], cells: Callable[[Row], list[str]]) -> list[list[str]]:
+    """Return the lines of a table: figures, or the reason why there are none."""
+    return [[row["method"], *(cells(row) if row["status"] == "ok" else [row["status"]])] for row in rows]
+
+
+def table_unit(rows: Sequence[Row]) -> tuple[str, float]:
+    """Return the unit for a table's bytes: GB, or MB where all are small."""
+    largest = max((row["peak_bytes"] or 0 for row in rows), default=0)
+    return ("GB", GB) if largest >= 2 * GB else ("MB", MB)
+
+
+def conclude(rows: Sequence[Row], written: Sequence[Path]) -> None:
+    """Name the files that were written; raise an error if there is no figure at all."""
+    note()
+    note("wrote " + " and ".join(str(path) for path in written))
+    if all(row["status"] != "ok" for row in rows):
+        raise UsageError(f"nothing could be measured: {rows[0]['method']}: {rows[0]['status']}")

@@ -1,0 +1,123 @@
+"""`encke check`: versions, devices and kernels of this installation, and a first run of the kernels.
+
+`python -m encke.check` prints a digest of every decoded case. With ENCKE_KERNELS=reference it gives the values that all
+kernels have to reproduce.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import textwrap
+import time
+from typing import Any
+
+import torch
+
+import encke
+from encke import kernels
+from encke.codecs import Codec, ErrorBounded, GroupQuant
+from encke.tools.extras import PACKAGES, install_hint, installed
+from encke.tools.process import environment
+from encke.tools.provenance import core_count, cpu_name, version
+from encke.tools.terminal import note
+
+CASES: dict[str, Codec] = {
+    "2 bits": GroupQuant(bits=2),
+    "4 bits": GroupQuant(bits=4),
+    "8 bits": GroupQuant(bits=8),
+    "bounded": ErrorBounded(0.01, "rel"),
+}
+WIDTH = 80
+"""Columns of the output."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def check() -> None:
+    """Show versions, devices and kernels, compile the kernels, and compare them with the reference.
+
+    The first run compiles the kernels for the common formats and fills the kernel cache, so that the first training
+    step does not have to. Exits with 1 if something does not work.
+    """
+    versions = [f"{name} {version(name) or 'missing'}" for name in ("torch", "numpy", "numba", "triton")]
+    note(f"encke {encke.__version__}, Python {platform.python_version()}")
+    note(", ".join(versions))
+    devices = {"cpu": f"{cpu_name()}, {core_count()} cores"}
+    if torch.cuda.is_available():
+        devices["cuda"] = torch.cuda.get_device_name()
+    note("\nDevices and kernels")
+    for device, name in devices.items():
+        note(f"  {device:6}{name}"[:WIDTH])
+        note(f"  {'':6}{kernels_in_use(device)}")
+    note("\nExtras")
+    for extra in dict.fromkeys(PACKAGES.values()):
+        missing = [package for package, its_extra in PACKAGES.items() if its_extra == extra and not installed(package)]
+        words = f"missing {', '.join(missing)}: {install_hint(missing[0])}" if missing else "installed"
+        note(textwrap.fill(f"  {extra:6}{words}", WIDTH, subsequent_indent=" " * 8))
+    note("\nKernels: compile or load, then compare with the reference")
+    if problems := first_runs(list(devices)):
+        for problem in problems:
+            note(f"  {problem}"[:WIDTH])
+        note("\nSomething does not work. ENCKE_KERNELS=reference needs no compiler.")
+        raise SystemExit(1)
+    note("\nEverything works.")
+
+
+def kernels_in_use(device: str) -> str:
+    """Return which kernels serve a device, and why."""
+    module = kernels.implementation(device).__name__
+    compiler = {"cpu": "numba", "cuda": "triton"}[device]
+    label = {"cpu": "CPU", "cuda": "GPU"}[device]
+    if module != kernels.reference.__name__:
+        return f"{label} kernels: compiled by {compiler}"
+    if os.environ.get("ENCKE_KERNELS") == "reference":
+        return f"{label} kernels: reference, as ENCKE_KERNELS asks"
+    hint = "install encke[cpu] for speed" if device == "cpu" else "install triton for speed"
+    return f"{label} kernels: reference, {hint}"
+
+
+def first_runs(devices: list[str]) -> list[str]:
+    """Run every case on every device; return those that fail or differ from the reference, in words."""
+    variables = {"ENCKE_KERNELS": "reference", "CUDA_VISIBLE_DEVICES": ""}
+    reference = subprocess.Popen(
+        [sys.executable, "-m", "encke.check"], env=environment() | variables, stdout=subprocess.PIPE, text=True
+    )
+    problems: list[str] = []
+    decoded: dict[tuple[str, str], str] = {}
+    for device in devices:
+        for name, codec in CASES.items():
+            started = time.perf_counter()
+            for dtype in DTYPES:
+                case = f"{name}, {dtype}"
+                try:
+                    decoded[device, case] = digest(codec, dtype, device)
+                except Exception as error:  # a compiler or driver may raise anything
+                    reason = " ".join(str(error).split())
+                    problems.append(f"{device}, {case}: {type(error).__name__}: {reason}")
+            note(f"  {device:6}{name:10}{', '.join(DTYPES):12}{time.perf_counter() - started:6.1f} s")
+    output = reference.communicate()[0]
+    if reference.returncode:
+        return [*problems, f"the reference kernels fail with exit code {reference.returncode}, see above"]
+    expected = json.loads(output)
+    wrong = [(device, case) for (device, case), found in decoded.items() if found != expected[case]]
+    return problems + [f"{device}, {case}: decoded values differ from the reference" for device, case in wrong]
+
+
+def digest(codec: Codec, dtype: str, device: str) -> str:
+    """Encode and decode a small tensor and return a digest of the decoded values."""
+    x = torch.randn(4, 32, 24, 24, generator=torch.Generator().manual_seed(0)).relu()
+    decoded: Any = codec.encode(x.to(device, DTYPES[dtype])).decode()
+    return hashlib.sha256(decoded.float().cpu().numpy().tobytes()).hexdigest()
+
+
+def digests() -> dict[str, str]:
+    """Return the digest of every case on the CPU."""
+    return {f"{name}, {dtype}": digest(codec, dtype, "cpu") for name, codec in CASES.items() for dtype in DTYPES}
+
+
+if __name__ == "__main__":
+    print(json.dumps(digests()))

@@ -1,0 +1,53 @@
+"""`encke check`: what it shows, and what it says when kernels fail or differ."""
+
+from __future__ import annotations
+
+import pytest
+
+from encke import check as module
+from encke.check import CASES, DTYPES, check, digests
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Fewer cases; the child process runs all of them."""
+    monkeypatch.setattr(module, "CASES", {"2 bits": CASES["2 bits"]})
+
+
+def test_it_shows_versions_kernels_and_extras_in_80_columns(capsys):
+    check()
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("encke 0", "torch 2", "numpy", "CPU kernels: ", "2 bits", "Extras"))
+    assert shown.endswith("Everything works.\n")
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_values_that_differ_from_the_reference_are_named(monkeypatch, capsys):
+    monkeypatch.setattr(module, "digest", lambda codec, dtype, device: "something else")
+    with pytest.raises(SystemExit) as end:
+        check()
+    assert end.value.code == 1
+    shown = capsys.readouterr().out
+    assert "cpu, 2 bits, bf16: decoded values differ from the reference" in shown and "works" not in shown
+
+
+def test_kernels_that_fail_are_named(monkeypatch, capsys):
+    def broken(codec, dtype, device):
+        raise RuntimeError("no compiler\nfound")
+
+    monkeypatch.setattr(module, "digest", broken)
+    with pytest.raises(SystemExit):
+        check()
+    assert "cpu, 2 bits, fp32: RuntimeError: no compiler found" in capsys.readouterr().out
+
+
+def test_the_kernels_in_use_are_explained(monkeypatch):
+    monkeypatch.setenv("ENCKE_KERNELS", "reference")
+    assert module.kernels_in_use("cpu") == "CPU kernels: reference, as ENCKE_KERNELS asks"
+    monkeypatch.delenv("ENCKE_KERNELS")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert module.kernels_in_use("cpu") == "CPU kernels: reference, install encke[cpu] for speed"
+
+
+def test_a_digest_is_made_of_every_case():
+    assert list(digests()) == [f"2 bits, {dtype}" for dtype in DTYPES]
