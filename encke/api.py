@@ -1,10 +1,10 @@
-"""What users call: attach, compress, and the handle that they get."""
+"""The interface for users: `attach`, `compress`, and the `Handle` that they return."""
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -14,53 +14,107 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from encke.capture.hooks import Capture
-from encke.capture.modules import Layer, WatchHook, drop_inert, hook_layers, layers_of
+from encke.capture.modules import Layer, WatchHook, drop_inert, hook_layers, layer_name, layers_of
 from encke.capture.passes import may_push
 from encke.codecs.pending import settle_all
 from encke.fused import registry as fused
-from encke.policies import AdaptivePolicy, Policy, preset
+from encke.policies.base import AdaptivePolicy, Policy
+from encke.policies.overrides import Override, resolve, with_overrides
+from encke.policies.presets import as_policy
 from encke.report import Report, StepLog, peak_bytes, rows_of
 
 _handles: weakref.WeakKeyDictionary[nn.Module, Handle] = weakref.WeakKeyDictionary()
 
+STATE_VERSION = 2
+"""Version of `Handle.state_dict()`. Release 0.1 wrote version 1, which is still read."""
+
 
 class Handle:
-    """What `attach` and `compress` return: report, state, detach."""
+    """Gives report, log, history and state of one attached model, and takes Encke off it again.
 
-    def __init__(self, capture: Capture, model: nn.Module | None = None, optimizer: Optimizer | None = None) -> None:
-        self._capture = capture
-        self._model = weakref.ref(model) if model is not None else None
-        self._hooks: list[Any] = []
-        self.optimizer = optimizer
+    `attach` and `compress` make it; it is not constructed. As a context manager it detaches at the end of the block.
+
+    Example:
+        >>> import torch, encke
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3), torch.nn.ReLU(), torch.nn.Conv2d(16, 8, 3))
+        >>> with encke.attach(model) as handle:
+        ...     model(torch.randn(8, 3, 32, 32)).sum().backward()
+        >>> handle
+        <encke.Handle of Sequential: Comet(), detached, 1 forward pass, last ratio 14.2>
+    """
+
+    _capture: Capture
+    _model: weakref.ref[nn.Module] | None
+    _hooks: list[Any]
+    _attached: bool
+
+    def __init__(self) -> None:
+        raise TypeError("a Handle is made by encke.attach(model) or encke.compress()")
+
+    @classmethod
+    def _make(cls, capture: Capture, model: nn.Module | None) -> Handle:
+        handle = cls.__new__(cls)
+        handle._capture = capture
+        handle._model = weakref.ref(model) if model is not None else None
+        handle._hooks = []
+        handle._attached = True
+        return handle
+
+    def __repr__(self) -> str:
+        model = self._model() if self._model is not None else None
+        name = "compress" if self._model is None else "a model that is gone" if model is None else type(model).__name__
+        steps = self._capture.step
+        text = f"<encke.Handle of {name}: {self.policy!r}, {'attached' if self.attached else 'detached'}, "
+        text += f"{steps} forward pass{'' if steps == 1 else 'es'}"
+        rows = rows_of(self._capture.ledger.last)
+        saved, packed = sum(row.saved_bytes for row in rows), sum(row.packed_bytes for row in rows)
+        return f"{text}, last ratio {saved / packed:.1f}>" if packed else f"{text}>"
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
 
     @property
     def policy(self) -> Policy:
-        """The policy at work."""
+        """The policy at work: that given to `attach`, bound to this training if it is adaptive."""
         return self._capture.policy
 
     @property
+    def attached(self) -> bool:
+        """Whether Encke is at work; False from `detach()` on."""
+        return self._attached
+
+    @property
     def history(self) -> list[dict[str, Any]]:
-        """What the policy set at each collection step, site by site, with the figures behind it; for plotting."""
+        """One entry for each setting that an adaptive policy made, oldest first; empty for other policies.
+
+        Every entry of `Comet` has the keys `step`, `layer`, `operation`, `slot`, `place` (which site), `codec`,
+        `bits` or `bound` (the new setting), `share` (of non-zeros), `std` (of the values) and `gain` (measured over
+        predicted error). Inputs that a weight's gradient is computed from also have `momentum` (mean absolute
+        momentum of the weight), `tolerated` and `predicted` (error of its gradient, allowed and expected with the new
+        setting), `in_force_predicted` and `in_force_measured` (the same with the old one; None if not measured).
+        """
         policy = self.policy
         return policy.history if isinstance(policy, AdaptivePolicy) else []
 
-    def log(self, target: str | os.PathLike[str] | TextIO | None, every: int = 1) -> None:
-        """Writes bound and ratio of every layer at every `every`-th forward pass; None ends it.
-
-        A path gets JSON lines, appended; a stream such as `sys.stdout` gets lines to read. A pass is written when the
-        next one begins or the handle is detached: only then all sizes are known.
-        """
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"every must be a whole number of forward passes, at least 1, got {every!r}")
-        self._capture.ledger.log = None if target is None else StepLog(target, every).write
-
-    @property
-    def attached(self) -> bool:
-        """Whether the model's forward passes go through this handle."""
-        return bool(self._hooks)
-
     def report(self) -> Report:
-        """What the last training forward pass saved, and the measured peak."""
+        """Return what the last training forward pass saved, site by site, and the measured peak.
+
+        Returns:
+            A report to print, to read from Python, or to write as JSON.
+
+        Example:
+            >>> import torch, encke
+            >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3), torch.nn.ReLU(), torch.nn.Conv2d(16, 8, 3))
+            >>> handle = encke.attach(model)
+            >>> loss = model(torch.randn(8, 3, 32, 32)).sum()
+            >>> [(site.layer, site.codec) for site in handle.report().sites]
+            [('0', 'GroupQuant'), ('1', 'GroupQuant')]
+        """
         settle_all()
         capture = self._capture
         rows = rows_of(capture.ledger.last)
@@ -79,6 +133,34 @@ class Handle:
             sites=rows,
         )
 
+    def log(self, target: str | os.PathLike[str] | TextIO | None, every: int = 1) -> None:
+        """Write setting and ratio of every site at some training forward passes.
+
+        A pass is written when the next one begins or the handle is detached: only then are all sizes known.
+
+        Args:
+            target: A path gets JSON lines, appended; a stream such as `sys.stdout` gets lines to read; None ends it.
+            every: Passes from one entry to the next.
+
+        Raises:
+            FileNotFoundError: The folder of the path does not exist.
+            TypeError: The target is neither a path nor a stream.
+            ValueError: `every` is not a whole number from 1 on.
+
+        Example:
+            >>> import io, torch, encke
+            >>> model = torch.nn.Conv2d(3, 16, 3)
+            >>> stream = io.StringIO()
+            >>> with encke.attach(model) as handle:
+            ...     handle.log(stream)
+            ...     loss = model(torch.randn(8, 3, 32, 32)).sum()
+            >>> print(stream.getvalue().splitlines()[0])
+            step 1 - Convolution.input GroupQuant 2 bits ratio 14.22
+        """
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"every must be a whole number of forward passes, at least 1, got {every!r}")
+        self._capture.ledger.log = None if target is None else StepLog(target, every).write
+
     def collect_now(self) -> bool:
         """Make the next training forward pass a collection step.
 
@@ -91,12 +173,13 @@ class Handle:
         return schedule is not None
 
     def detach(self) -> None:
-        """Takes every hook off the model; what was saved before stays readable. Calling it twice does no harm."""
+        """Take every hook off the model; what was saved before stays readable. Calling it twice does no harm."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._attached = False
         # Shallow copies of the model's layers may still tell of their calls.
-        self._capture.passes.detached = self._model is not None
+        self._capture.passes.detached = True
         self._capture.passes.abandon()
         self._capture.ledger.write(self._capture.step)
         if self._capture.schedule is not None:
@@ -106,18 +189,36 @@ class Handle:
             del _handles[model]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to make the same decisions."""
-        return {"version": 1, "step": self._capture.step, "policy": self.policy.state_dict()}
+        """Return what a resumed run needs to make the same choices.
+
+        Returns:
+            Plain data and tensors, which `torch.save` writes and `torch.load` reads with `weights_only=True`.
+
+        Example:
+            >>> import torch, encke
+            >>> handle = encke.attach(torch.nn.Linear(2, 2))
+            >>> state = handle.state_dict()
+            >>> encke.attach(torch.nn.Linear(2, 2)).load_state_dict(state)
+        """
+        return {"version": STATE_VERSION, "step": self._capture.step, "policy": self.policy.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from `state_dict()` of an earlier run."""
+        """Continue from `state_dict()` of an earlier run. A state that does not fit changes nothing.
+
+        Args:
+            state: What `state_dict()` returned, in this release or an earlier one.
+
+        Raises:
+            ValueError: This is no such state, or one of another policy or of a later release.
+        """
         missing = {"version", "step", "policy"} - set(state)
         if missing:
             raise ValueError(f"this is not a state of encke: it lacks {sorted(missing)}")
-        if state["version"] != 1:
-            raise ValueError(f"this state has version {state['version']}; this release reads version 1")
+        if state["version"] not in range(1, STATE_VERSION + 1):
+            raise ValueError(f"this state has version {state['version']}; this release reads up to {STATE_VERSION}")
+        step = int(state["step"])
         self.policy.load_state_dict(state["policy"])
-        self._capture.step = int(state["step"])
+        self._capture.step = step
         for hook in self._hooks:
             if isinstance(hook, Around):
                 hook.compiled.stale = True
@@ -127,25 +228,52 @@ def attach(
     model: nn.Module,
     policy: Policy | str = "default",
     optimizer: Optimizer | None = None,
-    filter: Callable[[nn.Module, str], bool] | None = None,
+    overrides: Mapping[str, Override] | None = None,
 ) -> Handle:
-    """Keeps what autograd saves in `model` compressed from now on, in place, until `handle.detach()`.
+    """Keep what autograd saves in `model` compressed from now on, in place, until `handle.detach()`.
 
-    `policy` chooses the codec for each saved tensor (default: `Comet()`, which follows the training). With the
-    `optimizer` it sees the momentum and what becomes of the gradients; without, it averages gradients itself.
-    `filter(module, name)` returning False leaves what that layer itself saves as it is. Nothing happens in `eval()` and
-    under `no_grad`.
+    Nothing happens in `eval()` and under `no_grad`. A model is compiled first and attached then.
+
+    Args:
+        model: The model to train. No class, no layer and no weight of it changes.
+        policy: A policy of `encke.policies`, or a preset's name: "default", "careful", "aggressive", "comet" (as
+            published) or "division".
+        optimizer: The optimizer, if it exists already. An adaptive policy reads the momentum from it; without one it
+            averages gradients itself.
+        overrides: What holds for some layers instead, by pattern (`fnmatch`) of layer names as `model.named_modules()`
+            gives them, without what wrappers put in front. A pattern stands for the layers it matches and all
+            below them; the last pattern that matches a layer wins. None leaves what these layers save as it is; a
+            codec, a policy or a preset's name is used for them.
+
+    Returns:
+        The handle with report, log, history, state and `detach()`.
+
+    Raises:
+        NotImplementedError: Only a part of the model is compiled.
+        TypeError: An argument has the wrong type.
+        ValueError: The model has no parameters or is attached already, there is no such preset, or a pattern matches
+            no layer.
+
+    Example:
+        >>> import torch, encke
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3), torch.nn.ReLU(), torch.nn.Conv2d(16, 8, 3))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        >>> handle = encke.attach(model, optimizer=optimizer, overrides={"0": encke.codecs.ErrorBounded(1e-3)})
+        >>> model(torch.randn(8, 3, 32, 32)).square().mean().backward()
+        >>> optimizer.step()
+        >>> handle.report().ratio > 4
+        True
+        >>> handle.detach()
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"attach takes a torch.nn.Module, got {type(model).__name__}; for functions use `with encke.compress():`"
         )
-    check_optimizer(optimizer)
-    policy = policy_from(policy)
-    if filter is not None and not callable(filter):
-        raise TypeError(f"filter must be a function (module, name) -> bool, got {type(filter).__name__}")
+    check_optimizer(optimizer, policy, "attach(model, optimizer=optimizer)")
+    policy = as_policy(policy)
     if next(model.parameters(), None) is None:
         raise ValueError(f"{type(model).__name__} has no parameters, so there is no training to compress")
+    by_layer = resolve(overrides or {}, [layer_name(name) for name, _ in model.named_modules()])
     compiled = compiled_part(model)
     for module in model.modules():
         if module in _handles:
@@ -159,12 +287,13 @@ def attach(
 
     for module in model.modules():
         drop_inert(module)
-    capture = Capture(bind_policy(policy, model, optimizer), model)
-    handle = Handle(capture, model, optimizer)
+    capture = Capture(bind_policy(with_overrides(policy, by_layer), model, optimizer), model)
+    handle = Handle._make(capture, model)
+    left_alone = {name for name, each in by_layer.items() if each is None}
     if compiled is not None:
-        handle._hooks.append(Around(compiled, capture, filter))
+        handle._hooks.append(Around(compiled, capture, left_alone))
     else:
-        layers = layers_of(model, filter)
+        layers = layers_of(model, left_alone)
         forwards = fused.install(layers, capture)
         told = {forward.layer for forward in forwards}
         handle._hooks += [
@@ -198,9 +327,7 @@ def compiled_part(model: nn.Module) -> nn.Module | None:
 class Around:
     """Puts itself between a compiled model and what torch.compile made of it, until it is removed."""
 
-    def __init__(
-        self, model: nn.Module, capture: Capture, filter: Callable[[nn.Module, str], bool] | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, capture: Capture, left_alone: set[str]) -> None:
         # Imported late: it brings the compiler in.
         from encke.compiled.model import Compiled
 
@@ -212,9 +339,8 @@ class Around:
         module = model._modules["_orig_mod"] if wrapped else model
         assert module is not None
         self.module = weakref.ref(module)
-        self.layers = layers_of(module, filter)
-        skip = {layer.name for layer in self.layers if not layer.compress}
-        self.compiled = Compiled(capture, module, self.call, self.eager, skip)
+        self.layers = layers_of(module, left_alone)
+        self.compiled = Compiled(capture, module, self.call, self.eager, left_alone)
         model.__dict__[self.name] = self.compiled
         self.watch = module.register_forward_pre_hook(WatchHook(self.compiled.watch, self.layers[0]))
 
@@ -236,19 +362,10 @@ class Around:
             model.__dict__[self.name] = self.call
 
 
-def policy_from(policy: Any) -> Policy:
-    """Return the policy itself, or the one with this preset name."""
-    if isinstance(policy, str):
-        return preset(policy)
-    if not isinstance(policy, Policy):
-        raise TypeError(
-            f"policy must be a name such as 'default' or one of encke.policies, such as encke.policies.Comet(), "
-            f"got {policy!r}"
-        )
-    return policy
-
-
-def check_optimizer(optimizer: Any) -> None:
+def check_optimizer(optimizer: Any, policy: Any, right: str) -> None:
+    """Refuse what is no optimizer, and an optimizer in the policy's place."""
+    if isinstance(policy, Optimizer):
+        raise TypeError(f"the second argument is the policy, got an optimizer ({type(policy).__name__}): write {right}")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
 
@@ -259,21 +376,42 @@ def bind_policy(policy: Policy, model: nn.Module | None, optimizer: Optimizer | 
 
 
 class compress:
-    """`with encke.compress(policy) as handle:` keeps what autograd saves in the block compressed, without a module.
+    """Keeps what autograd saves in a `with` block compressed, without a module.
 
-    Make it once and enter it at every step: it learns from one step to the next who reads what.
+    Make it once and enter it at every step: it learns from one step to the next which operation reads what. The block
+    gives the handle; after `handle.detach()` the block compresses nothing.
+
+    Args:
+        policy: A policy of `encke.policies`, or a preset's name; see `attach`.
+        optimizer: The optimizer, if it exists already.
+
+    Raises:
+        RuntimeError: It is entered while it is entered already.
+        TypeError: An argument has the wrong type.
+        ValueError: There is no such preset.
+
+    Example:
+        >>> import torch, encke
+        >>> weight = torch.randn(16, 3, 3, 3, requires_grad=True)
+        >>> context = encke.compress("careful")
+        >>> for step in range(3):
+        ...     with context as handle:
+        ...         loss = torch.conv2d(torch.randn(8, 3, 32, 32), weight).tanh().mean()
+        ...     loss.backward()
+        >>> handle.report().ratio > 4
+        True
     """
 
     def __init__(self, policy: Policy | str = "default", optimizer: Optimizer | None = None) -> None:
-        check_optimizer(optimizer)
-        self._capture = Capture(bind_policy(policy_from(policy), None, optimizer), None)
+        check_optimizer(optimizer, policy, "compress(optimizer=optimizer)")
+        self._capture = Capture(bind_policy(as_policy(policy), None, optimizer), None)
         self._layer = Layer("", None, None, True)
-        self._handle = Handle(self._capture, optimizer=optimizer)
+        self._handle = Handle._make(self._capture, None)
 
     def __enter__(self) -> Handle:
         if self._capture.threads.forward.frames:
             raise RuntimeError("this compress context is entered already: make a new one for a nested block")
-        if torch.is_grad_enabled() and may_push():
+        if self._handle.attached and torch.is_grad_enabled() and may_push():
             self._capture.passes.begin(self._layer)
         return self._handle
 

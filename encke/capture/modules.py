@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -84,13 +84,13 @@ class WatchHook(ModuleHook):
             self.function(module)
 
 
-def layers_of(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None) -> list[Layer]:
-    """All modules of a model, by name."""
+def layers_of(model: nn.Module, left_alone: Collection[str] = ()) -> list[Layer]:
+    """Return all modules of a model as layers; those with a name in `left_alone` are not compressed."""
     layers: dict[str, Layer] = {}
     for full_name, module in model.named_modules():
         name = layer_name(full_name)
         parent = layers.get(full_name.rpartition(".")[0]) if full_name else None
-        layers[full_name] = Layer(name, module, parent, filter is None or bool(filter(module, name)))
+        layers[full_name] = Layer(name, module, parent, name not in left_alone)
     return list(layers.values())
 
 

@@ -146,7 +146,7 @@ class Readers:
             f"encke: what layer '{site.layer or '(root)'}' saved for {site.operation}.{site.slot} is read by "
             f"{node.name()}: the order of operations in this layer, or what is frozen, changed since the last step, "
             "and what was kept may not be enough for this gradient. Run this step again: from now on this place is "
-            "examined anew each time. Or leave the layer out with attach(filter=...)."
+            f"examined anew each time. Or leave the layer out with attach(..., overrides={{{site.layer!r}: None}})."
         )
 
 

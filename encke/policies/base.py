@@ -49,9 +49,9 @@ class Policy(ABC):
 class AdaptivePolicy(Policy):
     """A policy that measures the training in collection steps and changes its choices.
 
-    `attach` calls `bind` once and uses what it returns. From then on the schedule says in which forward passes to
-    collect; a collection step is handed to a collector while it runs, to `observe` when it is over, and `update`
-    changes the choices.
+    `attach` calls `bind` once and uses what it returns. From then on the policy's schedule says in which forward passes
+    to collect, and gives capture a collector for them. When the step is over the schedule hands the sample to
+    `observe`, and `update` changes the choices.
     """
 
     @abstractmethod
@@ -67,10 +67,6 @@ class AdaptivePolicy(Policy):
     @abstractmethod
     def schedule(self) -> Schedule:
         """The schedule of collection steps, once the policy is bound."""
-
-    @abstractmethod
-    def collector(self) -> Collector:
-        """Return a new collector: a collection step begins."""
 
     @abstractmethod
     def observe(self, sample: Any) -> None:

@@ -12,10 +12,23 @@ from encke.policies.base import Policy
 
 @dataclass(frozen=True)
 class Division(Policy):
-    """Inputs of convolutions and batch norms as averages of `block` x `block` tiles and `bits` bits a value.
+    """Keeps inputs of convolutions and batch norms as averages of tiles and a few bits a value.
 
     ReLU and dropout masks take one bit, pool indices a few, as with every policy. Inputs of linear layers, attention,
     layer norms and pointwise functions are kept as they are.
+
+    Args:
+        block: Side of the tiles that are averaged.
+        bits: Bits of each value's difference from its tile's average.
+
+    Raises:
+        TypeError: A setting is not a whole number.
+        ValueError: A setting is out of range.
+
+    Example:
+        >>> import torch, encke
+        >>> encke.attach(torch.nn.Conv2d(3, 8, 3), encke.policies.Division(bits=4)).policy
+        Division(block=8, bits=4)
     """
 
     block: int = 8
@@ -25,7 +38,7 @@ class Division(Policy):
         DualPrecision(self.block, self.bits)  # names a wrong value
 
     def choose(self, site: Site) -> Codec:
-        """The codec for what `site` saves."""
+        """Return the codec for what `site` saves."""
         planes = site.slot == "input" and site.signature[1] >= 3
         if planes and ("Convolution" in site.operation or "BatchNorm" in site.operation):
             return DualPrecision(self.block, self.bits)

@@ -13,9 +13,21 @@ from encke.policies.base import Policy
 
 @dataclass(frozen=True)
 class Fixed(Policy):
-    """The same codec at every site.
+    """Uses one codec at every site.
 
     Attention keeps at least 8 bits (values and output 4), log-probabilities an error of at most 0.05.
+
+    Args:
+        codec: The codec.
+
+    Raises:
+        TypeError: It is not a codec.
+
+    Example:
+        >>> import torch, encke
+        >>> policy = encke.policies.Fixed(encke.codecs.GroupQuant(bits=4))
+        >>> encke.attach(torch.nn.Linear(64, 64), policy).policy
+        Fixed(codec=GroupQuant(bits=4))
     """
 
     codec: Codec
@@ -30,7 +42,7 @@ class Fixed(Policy):
             )
 
     def choose(self, site: Site) -> Codec:
-        """The codec for what `site` saves."""
+        """Return the codec for what `site` saves."""
         if site.need == "attention":
             return at_attention(self.codec, site)
         if site.need == "logprob":

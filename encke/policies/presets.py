@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from typing import Any
 
 from encke.policies.base import Policy
 from encke.policies.comet.policy import Comet
@@ -41,3 +42,20 @@ def preset(name: str) -> Policy:
         hint = f", did you mean {near[0]!r}?" if near else "."
         raise ValueError(f"unknown preset {name!r}{hint} Presets: {', '.join(PRESETS)}")
     return PRESETS[name]
+
+
+def as_policy(policy: Any) -> Policy:
+    """Return the policy itself, or the one with this preset name.
+
+    Raises:
+        TypeError: It is neither a policy nor a name.
+        ValueError: There is no preset of this name.
+    """
+    if isinstance(policy, str):
+        return preset(policy)
+    if not isinstance(policy, Policy):
+        raise TypeError(
+            "policy must be a name such as 'default', or one of encke.policies such as encke.policies.Comet(), "
+            f"got {policy!r}"
+        )
+    return policy

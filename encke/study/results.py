@@ -111,7 +111,7 @@ def confirm(frozen: Frozen, result: Result) -> Confirmation:
     """Run the attached model with only this layer's input lossy, and compare the error with the product's."""
     layer = result.layer
     codec = ErrorBounded(result.bound, rounding=result.rounding)
-    handle = encke.attach(frozen.model, Fixed(codec), filter=lambda module, name: name == layer.name)
+    handle = encke.attach(frozen.model, Fixed(codec), overrides={"*": None, layer.name: codec})
     try:
         gradients = frozen.gradients()
         packed = any(row.layer == layer.name and row.codec == "ErrorBounded" for row in handle.report().sites)

@@ -33,16 +33,16 @@ class SameCodec(Fixed):
         return self.codec if site.need == "lossy" else ErrorBounded(0)
 
 
-def not_a_norm(module: nn.Module, name: str) -> bool:
-    """Return whether COMET compresses a module's input: convolutions, linear layers, and ReLUs that share with them."""
-    return "Norm" not in type(module).__name__
+def norms_left_alone(model: nn.Module) -> dict[str, None]:
+    """Return overrides that leave what COMET compresses: convolutions, linear layers, and ReLUs that share with them."""
+    return {name: None for name, module in model.named_modules() if "Norm" in type(module).__name__}
 
 
 def gradients_by_layer(frozen: Frozen, layers: Iterable[Layer]) -> list[dict[str, object]]:
     """Return error over plain gradient, layer by layer: with only this input lossy, and with all inputs lossy."""
     together = {}
     for run, codec in CODECS.items():
-        handle = encke.attach(frozen.model, SameCodec(codec(BOUND)), filter=not_a_norm)
+        handle = encke.attach(frozen.model, SameCodec(codec(BOUND)), overrides=norms_left_alone(frozen.model))
         try:
             # The first pass learns the sites; the second one is as in the middle of a training.
             frozen.gradients()
@@ -75,7 +75,7 @@ def trainings(
     for run, codec in runs.items():
         model, data = make("cnn", None, BATCH, device, seed)
         if codec is not None:
-            encke.attach(model, SameCodec(codec), filter=not_a_norm)
+            encke.attach(model, SameCodec(codec), overrides=norms_left_alone(model))
         steps = progress(range(STEPS), f"a small training, {run}")
         losses[run] = train(model, "cnn", data, BATCH, steps, seed, device)
     return losses

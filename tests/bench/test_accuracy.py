@@ -67,7 +67,7 @@ def test_methods_attach_their_policies(runs):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     assert runs.attach_method("plain", model, optimizer) is None
     handle = runs.attach_method("4 bits", model, optimizer)
-    assert handle.policy.codec.bits == 4 and handle.optimizer is optimizer
+    assert handle.policy.codec.bits == 4
     handle.detach()
     runs.attach_method("default", model, optimizer).detach()
 

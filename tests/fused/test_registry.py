@@ -23,7 +23,7 @@ def test_who_is_left_alone():
 
     model = nn.Sequential(nn.BatchNorm2d(8), Own(8), nn.SyncBatchNorm(8), nn.BatchNorm2d(8), nn.BatchNorm2d(8))
     mine = model[3].forward = lambda x: x
-    handle = encke.attach(model, TWO_BITS, filter=lambda module, name: name != "4")
+    handle = encke.attach(model, TWO_BITS, overrides={"4": None})
     handle.detach()
     layers = [Layer(name, m, None, name != "4") for name, m in model.named_modules()]
     installed = registry.install(layers, handle._capture)

@@ -14,7 +14,7 @@ import encke
 from encke.capture.sites import Site
 from encke.codecs import Codec, ErrorBounded, GroupQuant, LogProb
 from encke.policies import Fixed, fixed
-from tests.models import Block, transformer
+from tests.models import transformer
 
 
 def site(need: str, slot: str = "?") -> Site:
@@ -111,7 +111,8 @@ def test_more_bits_for_attention_are_worth_it(monkeypatch: pytest.MonkeyPatch) -
                 # Scores far from uniform, as in a trained model.
                 module.weight.data *= 2
         plain = copy.deepcopy(model)
-        encke.attach(model, Fixed(GroupQuant(bits=2)), filter=lambda module, name: isinstance(module, Block))
+        two_bits = Fixed(GroupQuant(bits=2))
+        encke.attach(model, two_bits, overrides={"*": None, "blocks.?": two_bits, "blocks.*.*": None})
         for _ in range(2):
             for m in (plain, model):
                 m.zero_grad()

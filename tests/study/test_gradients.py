@@ -21,7 +21,7 @@ from encke.study.distributions import distance, ks_normal, kurtosis, triangle, u
 from encke.study.frozen import Frozen, Layer, rms
 from encke.study.predict import close_loop, codec_error, measure, predict
 from encke.study.results import confirm, study_layer
-from encke.study.zeros import SameCodec, gradients_by_layer, not_a_norm
+from encke.study.zeros import SameCodec, gradients_by_layer, norms_left_alone
 from encke.train.models.gpt import Gpt
 
 BOUNDS = (0.05, 0.2, 1.0)
@@ -210,7 +210,7 @@ def test_without_exact_zeros_the_mask_is_read_from_what_was_decoded():
     x = torch.randn(8, 3, 32, 32)
 
     def gradient(codec: encke.codecs.Codec) -> torch.Tensor:
-        handle = encke.attach(model, SameCodec(codec), filter=not_a_norm)
+        handle = encke.attach(model, SameCodec(codec), overrides=norms_left_alone(model))
         for _ in range(2):
             model.zero_grad()
             model(x).square().sum().backward()

@@ -50,8 +50,7 @@ class Comet(AdaptivePolicy):
 
     Example:
         >>> import torch, encke
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
-        >>> handle = encke.attach(model, encke.policies.Comet(sigma=0.1))
+        >>> handle = encke.attach(torch.nn.Linear(64, 64), encke.policies.Comet(sigma=0.1))
         >>> handle.policy
         Comet(sigma=0.1)
     """
