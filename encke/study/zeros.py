@@ -34,7 +34,7 @@ class SameCodec(Fixed):
 
 
 def norms_left_alone(model: nn.Module) -> dict[str, None]:
-    """Return overrides that leave what COMET compresses: convolutions, linear layers, and ReLUs that share with them."""
+    """Return overrides that leave what COMET compresses: convolutions, linear layers, and ReLUs that share with it."""
     return {name: None for name, module in model.named_modules() if "Norm" in type(module).__name__}
 
 
