@@ -80,7 +80,22 @@ class EncoderState:
 
 
 class Codec(ABC):
-    """Turns a tensor into a `Packed`. Subclasses are frozen dataclasses; only `encode` is abstract."""
+    """Turns a tensor into a `Packed`. Subclasses are frozen dataclasses; only `encode` is abstract.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> import torch
+        >>> from encke.codecs import Codec, Packed
+        >>> class HalfPacked(Packed):
+        ...     def decode(self):
+        ...         return self.buffers[0].to(self.dtype)
+        >>> @dataclass(frozen=True)
+        ... class Half(Codec):
+        ...     def encode(self, tensor):
+        ...         return HalfPacked.like(self, tensor, tensor.half())
+        >>> Half().encode(torch.ones(1000)).nbytes
+        2000
+    """
 
     restores_values = True
     """Whether decoded values stand for the encoded ones. False for codecs that serve a single kind of reader, such as
@@ -206,7 +221,17 @@ def _codecs() -> dict[str, type[Codec]]:
 
 
 class Packed(ABC):
-    """A tensor in compressed form. Subclasses implement `decode`; `nbytes` counts the bytes of `buffers`."""
+    """A tensor in compressed form. Subclasses implement `decode`; `nbytes` counts the bytes of `buffers`.
+
+    Example:
+        >>> import torch
+        >>> from encke.codecs import GroupQuant
+        >>> packed = GroupQuant(bits=4).encode(torch.ones(16, 64))
+        >>> packed
+        Packed(GroupQuant(bits=4), size=[16, 64], dtype=torch.float32, nbytes=544)
+        >>> torch.equal(packed.decode(), torch.ones(16, 64))
+        True
+    """
 
     __slots__ = ("__weakref__", "buffers", "codec", "dtype", "layout", "numel")
     pending_size: Any = None

@@ -1,4 +1,4 @@
-"""DualPrecision: averages of small tiles in bf16, and what they leave of each value at a few bits."""
+"""DualPrecision: averages of small tiles in bf16, and the difference of each value from its average at a few bits."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from encke.kernels import dp_sizes
 SMALLEST_PLANE = 16
 """Planes of fewer values are not worth an average, a minimum and a step of their own."""
 GROUP = 128
+"""Group of tensors without planes, which are kept as `GroupQuant` keeps them."""
 
 
 class DualPrecisionPacked(FlatPacked):
-    """One buffer: minimum and step of each plane, averages of its tiles, codes, mask bits."""
+    """One buffer: minimum and step of each plane, the averages of its tiles, codes, mask bits."""
 
     __slots__ = ("order", "plane")
     codec: DualPrecision
@@ -38,7 +39,7 @@ class DualPrecisionPacked(FlatPacked):
 
 
 class PlanelessPacked(FlatPacked):
-    """What has no planes worth the name: GroupQuant's buffer, and mask bits if the codec keeps them."""
+    """Tensor without planes: the buffer of `GroupQuant`, and one of mask bits if the codec keeps them."""
 
     __slots__ = ("seed",)
     codec: DualPrecision
@@ -53,18 +54,30 @@ class PlanelessPacked(FlatPacked):
 
 @dataclass(frozen=True, repr=False)
 class DualPrecision(FlatCodec):
-    """The average of each `block` x `block` tile in bf16, and the difference from it at `bits` bits, right on average.
+    """The average of each tile in bf16, and the difference of each value from it at a few bits, unbiased.
 
-    The last two dimensions are a plane, of a tensor with three dimensions the last one; each plane has its own minimum
-    and step. Zeros and signs are not exact. A plane that holds a NaN or an infinity comes back as NaN. Tensors without
-    planes of at least 16 values are kept as `GroupQuant(bits)` keeps them.
+    This is the codec of DIVISION (ICML 2023). The last two dimensions are a plane, of a tensor with three dimensions
+    the last one; each plane has its own minimum and step. Zeros and signs are not exact. A plane that holds a NaN or an
+    infinity decodes to NaN. Tensors without planes of at least 16 values are kept as `GroupQuant(bits)` keeps them.
+
+    Example:
+        >>> import torch
+        >>> from encke.codecs import DualPrecision
+        >>> x = torch.randn(8, 16, 32, 32)
+        >>> packed = DualPrecision(block=8, bits=2).encode(x)
+        >>> x.nbytes / packed.nbytes > 13
+        True
+        >>> packed.decode().shape
+        torch.Size([8, 16, 32, 32])
     """
 
     block: int = 8
+    """Height and width of a tile."""
     bits: int = 2
+    """2, 4 or 8."""
     seed: int = 0
     mask: bool = False
-    """Keep one more bit a value: whether it was zero. `decode_flat(mask=True)` gives it back exactly."""
+    """Keep one more bit a value: whether it was zero, so that ReLU's mask can be read from the packed form."""
     unbiased = True
 
     def __post_init__(self) -> None:
@@ -128,7 +141,7 @@ class DualPrecision(FlatCodec):
 
 
 def planes_of(flat: Tensor, layout: Layout) -> tuple[tuple[int, ...], tuple[int, int]]:
-    """The size of what lies on a run of memory, repeated dimensions once, and of one of its planes; (0, 0) for none."""
+    """Return the size of the tensor on a run of memory, repeated dimensions once, and of its planes, or (0, 0)."""
     size, stride = layout.size, layout.stride
     if not layout.copied:
         if run_length(size, stride) is None:

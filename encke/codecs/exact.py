@@ -1,4 +1,8 @@
-"""Lossless and its kin: masks, signs and ranges at one bit, integers at the narrowest width, floats bit for bit."""
+"""Exact codecs and those of masks, signs, ranges and pool indices. All but `Lossless` are internal.
+
+A mask, a sign or a range takes one bit, an integer the narrowest width that holds it. Capture chooses these codecs
+where a reader needs no more; they are no choice of a policy, except `Keep`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class BitsPacked(FlatPacked):
-    """Numbers of `bits` bits above `low`, from 8 bits in a narrow type. A second part turns flags into floats."""
+    """Numbers of `bits` bits above `low`, from 8 bits on in a narrow type. A second buffer is the scale of flags."""
 
     __slots__ = ("bits", "low")
     bits: int
@@ -38,7 +42,7 @@ class BitsPacked(FlatPacked):
 
 
 class SignPacked(BitsPacked):
-    """A bit each: one or minus one."""
+    """One bit a value: plus or minus one."""
 
     __slots__ = ()
 
@@ -48,7 +52,7 @@ class SignPacked(BitsPacked):
 
 
 class BetweenPacked(BitsPacked):
-    """A bit each: the lower limit, or the middle."""
+    """One bit a value: the lower limit, or the middle."""
 
     __slots__ = ()
     codec: Between
@@ -61,7 +65,7 @@ class BetweenPacked(BitsPacked):
 
 
 class RawPacked(FlatPacked):
-    """The values as they are."""
+    """Copy of the values."""
 
     __slots__ = ()
 
@@ -93,18 +97,18 @@ class WindowPacked(BitsPacked):
 
 
 PIECE = 1 << 22
-"""Window works on so many indices at a time: what it computes on the way takes 32 MiB at most."""
+"""Indices that `Window` works on at a time, so that its temporary tensors take at most 32 MiB."""
 
 
 def pieces(x: Tensor) -> tuple[Tensor, ...]:
-    """The parts of a tensor along its first dimension, of at most PIECE values or one row."""
+    """Split a tensor along its first dimension into pieces of at most `PIECE` values, or of one row."""
     return x.split(max(PIECE // max(math.prod(x.shape[1:]), 1), 1))
 
 
 def look_up(table: Tensor, index: Tensor) -> Tensor:
-    """The table's entry for each index of a gapless tensor, laid out in memory as that one is."""
-    found = table.index_select(0, index.as_strided((index.numel(),), (1,)))
-    return found.as_strided(index.shape, index.stride())
+    """Return the table's entry for each index of a gapless tensor, in the same memory layout."""
+    entries = table.index_select(0, index.as_strided((index.numel(),), (1,)))
+    return entries.as_strided(index.shape, index.stride())
 
 
 def pack_bits(
@@ -117,7 +121,7 @@ def pack_bits(
     scale: Tensor | None = None,
     kind: type[BitsPacked] = BitsPacked,
 ) -> Packed:
-    """Packs non-negative values below 2^bits; `dtype` and `low` say what they come back as."""
+    """Pack non-negative values below 2^bits, which decode to `dtype` with `low` added."""
     if bits < 8:
         data = operations(flat).bits_encode(flat if flat.dtype in BYTES else flat.to(torch.uint8), bits)
     else:
@@ -128,7 +132,7 @@ def pack_bits(
 
 
 def _narrowest(low: int, high: int) -> tuple[int, int] | None:
-    """(bits, low) of the narrowest form for values in [low, high]; a signed type needs no offset."""
+    """Return (bits, low) of the narrowest form for values in [low, high]; a signed type needs no offset."""
     for bits in (1, 2, 4, 8):
         if high - low < 1 << bits:
             return bits, low
@@ -162,11 +166,20 @@ class ReaderCodec(FlatCodec):
 class Lossless(ExactCodec):
     """Booleans at 1 bit, integers at the narrowest width that holds their range, floats bit for bit.
 
-    `high` (exclusive) is a known limit of non-negative integers; it saves looking for the range, which on a GPU means
-    waiting.
+    Example:
+        >>> import torch
+        >>> from encke.codecs import Lossless
+        >>> labels = torch.arange(1000) % 10
+        >>> packed = Lossless().encode(labels)
+        >>> labels.nbytes // packed.nbytes
+        16
+        >>> torch.equal(packed.decode(), labels)
+        True
     """
 
     high: int | None = None
+    """Known upper limit (exclusive) of non-negative integers. Without it the range is computed, and a GPU must be
+    waited for."""
 
     def takes(self, dtype: torch.dtype) -> bool:
         return dtype == torch.bool or dtype in INTEGERS or dtype in FLOATS
@@ -190,7 +203,7 @@ class Lossless(ExactCodec):
         return pack_bits(self, flat - offset if offset else flat, layout, flat.dtype, bits, offset)
 
     def _two_values(self, flat: Tensor, layout: Layout) -> Packed | None:
-        """A dropout mask on the CPU is a float that is either zero or one constant: a bit each."""
+        """Pack values that are zero or one constant, as a dropout mask on the CPU is, at one bit each."""
         if flat.device.type != "cpu" or flat.numel() == 0:
             return None
         scale = flat.max()
@@ -201,7 +214,7 @@ class Lossless(ExactCodec):
 
 @dataclass(frozen=True, repr=False)
 class Keep(ExactCodec):
-    """Keeps the tensor itself, in which packing would find nothing to gain: what a policy chooses to leave it alone."""
+    """Choice of a policy to keep the tensor itself. It encodes nothing."""
 
     def takes(self, dtype: torch.dtype) -> bool:
         return False
@@ -212,7 +225,7 @@ class Keep(ExactCodec):
 
 @dataclass(frozen=True, repr=False)
 class Mask(ReaderCodec):
-    """Keeps only whether each value differs from zero: enough for ReLU's backward. `decode` gives booleans."""
+    """Keeps only whether each value differs from zero, enough for ReLU's backward. Decodes to booleans."""
 
     zeros_only = True
 
@@ -222,7 +235,7 @@ class Mask(ReaderCodec):
 
 @dataclass(frozen=True, repr=False)
 class Sign(ReaderCodec):
-    """Keeps only whether each value is positive: enough for leaky ReLU's backward. `decode` gives 1 and -1."""
+    """Keeps only whether each value is positive, enough for leaky ReLU's backward. Decodes to 1 and -1."""
 
     signs_only = True
 
@@ -232,14 +245,16 @@ class Sign(ReaderCodec):
 
 @functools.cache
 def are_numbers(values: tuple[float, ...], dtype: torch.dtype) -> bool:
-    """Whether a type has these values exactly."""
+    """Return whether `dtype` represents these values exactly."""
     return torch.tensor(values, dtype=torch.float64).to(dtype).tolist() == list(values) and math.isfinite(sum(values))
 
 
 @dataclass(frozen=True, repr=False)
 class Between(ReaderCodec):
-    """Keeps only whether each value lies between two others: enough for the backward of ReLU6, hard tanh and hard
-    sigmoid. `decode` gives what lies in the middle, and the lower limit for values outside. NaN counts as inside.
+    """Keeps only whether each value lies between two limits.
+
+    That is enough for the backward of ReLU6, hard tanh and hard sigmoid. Values inside decode to the middle of the
+    range, values outside to the lower limit. NaN counts as inside.
     """
 
     low: float
@@ -250,7 +265,7 @@ class Between(ReaderCodec):
         return (self.low + self.high) / 2
 
     def takes(self, dtype: torch.dtype) -> bool:
-        """Only where limits, middle and half the width are numbers of that type: all else is a matter of rounding."""
+        """Return whether limits, middle and half the width are exact in `dtype`, so that rounding changes nothing."""
         return dtype in FLOATS and are_numbers((self.low, self.middle, self.high, self.low - self.middle), dtype)
 
     def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, state: EncoderState | None = None) -> Packed:
@@ -263,7 +278,7 @@ class Between(ReaderCodec):
 class Window(ExactCodec):
     """Max-pool indices as positions inside their pooling window: a few bits instead of 64.
 
-    `plane` is the size of the pooled input, the rest the pooling's own settings, each for the last dimensions (1 to 3).
+    All settings are for the last dimensions (1 to 3). `plane` is the size of the pooled input.
     """
 
     kernel: tuple[int, ...]
@@ -277,18 +292,18 @@ class Window(ExactCodec):
         return dtype == torch.int64 and math.prod(self.kernel) <= 256
 
     def steps(self) -> list[int]:
-        """How far apart neighbours in each pooled dimension stand in the plane."""
+        """Return the distance in the plane between neighbours in each pooled dimension."""
         return [math.prod(self.plane[d + 1 :]) for d in range(len(self.plane))]
 
     def offsets(self, device: torch.device) -> Tensor:
-        """For each position in the window its distance from the window's corner."""
+        """Return the distance of each position in the window from the window's corner."""
         total = torch.zeros(1, dtype=torch.int64, device=device)
         for extent, dilation, step in zip(self.kernel, self.dilation, self.steps(), strict=True):
             total = (total[:, None] + torch.arange(extent, device=device) * (dilation * step)).view(-1)
         return total
 
     def corners(self, x: Tensor) -> Tensor:
-        """Where the window of each output begins, shaped to broadcast over x; negative in the padding."""
+        """Return the corner of each output's window, shaped to broadcast over `x`; negative in the padding."""
         total = torch.zeros((), dtype=torch.int64, device=x.device)
         sizes = x.shape[x.dim() - len(self.kernel) :]
         for size, stride, padding, step in zip(sizes, self.stride, self.padding, self.steps(), strict=True):
@@ -296,11 +311,11 @@ class Window(ExactCodec):
         return total
 
     def reach(self) -> int:
-        """How far the last position in the window stands from the window's corner."""
+        """Return the distance of the last position in the window from the window's corner."""
         return sum((k - 1) * d * s for k, d, s in zip(self.kernel, self.dilation, self.steps(), strict=True))
 
     def width(self) -> torch.dtype:
-        """The narrowest type for distances within a window in which a table can be asked for them."""
+        """Return the narrowest index type that holds distances within a window."""
         return torch.int32 if self.reach() < 1 << 31 else torch.int64
 
     def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, state: EncoderState | None = None) -> Packed:

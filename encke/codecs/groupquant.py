@@ -14,7 +14,7 @@ from encke.codecs.layout import Layout
 
 
 class GroupQuantPacked(FlatPacked):
-    """One buffer: codes, then lo and step of each group."""
+    """One buffer: the codes, then the smallest value and the step of each group."""
 
     __slots__ = ("plan", "seed", "stride")
     codec: GroupQuant
@@ -31,7 +31,7 @@ class GroupQuantPacked(FlatPacked):
         self.seed = seed
         self.stride = stride
         self.plan = plan
-        """What the GPU's kernels need to decode it; None where others are at work."""
+        """The GPU's launch plan; None for other devices."""
 
     @property
     def nbytes(self) -> int:
@@ -59,9 +59,10 @@ def at_least(bits: int, min_bits: int | None) -> int | None:
 
 @functools.lru_cache(maxsize=4096)
 def channel_stride(layout: Layout, numel: int, group: int) -> int:
-    """How far apart the values of one channel lie: channels_last memory has all channels of a pixel together.
+    """Return the distance in memory between the values of one channel, from which groups are made.
 
-    One where memory is not like that, and where there are too few pixels to fill groups with.
+    That is the number of channels in channels_last memory, and 1 in any other, or where pixels are too few to fill
+    groups.
     """
     size, stride = layout.size, layout.stride
     if len(size) < 4 or stride[1] != 1 or size[1] == 1 or layout.copied or numel % size[1]:
@@ -72,18 +73,33 @@ def channel_stride(layout: Layout, numel: int, group: int) -> int:
 
 @dataclass(frozen=True, repr=False)
 class GroupQuant(FlatCodec):
-    """`bits` bits a value with a scale for every `group` values; each value is right on average.
+    """Fixed-rate codes of `bits` bits with one scale for every `group` values. Decoded values are unbiased.
 
-    A value comes back within half a step of its group. In groups without negative values zeros are exact, and a mask of
-    what is not zero too. `signs=True` keeps zeros and signs in all groups, with coarser steps. A group that holds a NaN
-    or an infinity comes back as NaN. In channels_last memory a group takes values of one channel.
+    A value is off by less than a step of its group; rounding is stochastic. In groups without negative values, zeros
+    and the mask of non-zeros are exact. A group that holds a NaN or an infinity decodes to NaN. In channels_last memory
+    a group takes values of one channel.
+
+    Example:
+        >>> import torch
+        >>> from encke.codecs import GroupQuant
+        >>> x = torch.randn(64, 1024)
+        >>> packed = GroupQuant(bits=4).encode(x)
+        >>> x.nbytes / packed.nbytes > 7
+        True
+        >>> y = packed.decode()
+        >>> y.shape, y.dtype
+        (torch.Size([64, 1024]), torch.float32)
+        >>> bool((y - x).abs().max() < 0.6)
+        True
     """
 
     bits: int = 2
+    """2, 4 or 8."""
     group: int = 128
+    """64, 128, 256, 512 or 1024."""
     seed: int = 0
     signs: bool = False
-    """Zeros and signs are exact in signed groups too: 4 or 8 bits, values within a step."""
+    """Keep zeros and signs exact in groups with negative values too, with coarser steps; needs 4 or 8 bits."""
     keeps_zeros = True
     unbiased = True
     reads_packed = True
@@ -105,7 +121,7 @@ class GroupQuant(FlatCodec):
 
     @property
     def levels(self) -> int:
-        """How finely a signed group is divided."""
+        """Number of levels of a group with negative values."""
         return 2 ** (self.bits - 1) - 1 if self.signs else 2**self.bits
 
     def join(self, other: Codec) -> Codec | None:
@@ -140,16 +156,15 @@ class GroupQuant(FlatCodec):
         return GroupQuantPacked(self, layout, x.dtype, length, plan.codes(x, seed), seed, stride, plan)
 
     def planned(self, x: Tensor, layout: Layout, length: int, state: EncoderState) -> tuple[int, Any]:
-        """What `_plan` says of a tensor, kept from step to step."""
         known = state.plan
-        # Policies make some codecs anew at every call.
+        # Policies create some codecs at every call.
         same = known is not None and (known[0] is self or known[0] == self)
         if not same or known[1] is not layout or known[2] is not x.dtype or known[3] != x.device:
             known = state.plan = (self, layout, x.dtype, x.device, *self._plan(x, layout, length))
         return known[4], known[5]
 
     def _plan(self, x: Tensor, layout: Layout, length: int) -> tuple[int, Any]:
-        """How far apart the values of a group lie, and the GPU's plan for such tensors, if their memory is a run."""
+        """Return what `planned` keeps from step to step."""
         stride, plan_of = channel_stride(layout, length, self.group), getattr(operations(x), "gq_plan", None)
         if plan_of is None or not layout.dense:
             return stride, None

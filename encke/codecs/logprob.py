@@ -1,4 +1,4 @@
-"""LogProb: logarithms of probabilities at 8 bits each, in steps that are the same everywhere."""
+"""LogProb: logarithms of probabilities at 8 bits each, in equal steps."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from encke.codecs.base import Codec, EncoderState, FlatCodec, FlatPacked, Packed
 from encke.codecs.layout import Layout
 
 BOUND = 0.05
+"""Largest error of a value in the range that the codes cover."""
 STEPS = {torch.float32: (0.099, 0.099), torch.float16: (0.092, 0.083), torch.bfloat16: (0.0925, 0.0615)}
-"""The step above -8 and the one below. Half of it, the shift and the dtype's rounding together stay below the bound;
-below -8, where bf16's own steps are coarser than the bound, they are less than half of such a step: nothing changes."""
+"""The step above -8 and the one below it, by dtype. Half a step, the shift and the dtype's rounding together stay
+within the bound. Below -8 the steps of bf16 itself are coarser than the bound; there the error is less than half such a
+step, so that rounding restores the value."""
 
 
 def shift(step: float) -> float:
-    """Errors that are uniform within half a step make the exponential larger on average: by so much in the exponent."""
+    """Return the bias of the exponent: errors uniform within half a step make the exponential larger on average."""
     return math.log(math.sinh(step / 2) / (step / 2))
 
 
 class LogProbPacked(FlatPacked):
-    """A byte each."""
+    """One buffer with a byte for each value."""
 
     __slots__ = ("seed",)
     seed: int
@@ -36,16 +38,26 @@ class LogProbPacked(FlatPacked):
 
 @dataclass(frozen=True, repr=False)
 class LogProb(FlatCodec):
-    """Values from -25 (fp16: -21, bf16: -18) to 0 come back within 0.05, and their exponentials are right on average.
+    """Logarithms of probabilities, one byte each: off by at most 0.05, with unbiased exponentials.
 
-    Lower ones come back as about that, probabilities of 1e-11 (5e-10, 1e-8); NaN stays NaN. The size is known
-    beforehand, so that nobody waits for a GPU to tell it.
+    That holds from -25 (fp16: -21, bf16: -18) to 0. Lower values decode to about that limit, a probability of 1e-11
+    (5e-10, 1e-8); NaN stays NaN. The size is fixed, so the host need not wait for a GPU to tell it.
+
+    Example:
+        >>> import torch
+        >>> from encke.codecs import LogProb
+        >>> x = torch.randn(64, 100).log_softmax(-1)
+        >>> packed = LogProb().encode(x)
+        >>> x.nbytes // packed.nbytes
+        4
+        >>> bool((packed.decode() - x).abs().max() <= 0.05)
+        True
     """
 
     seed: int = 0
 
     def takes(self, dtype: torch.dtype) -> bool:
-        """Not fp64: where that is asked for, so few bits are not what is meant."""
+        """Return whether this codec takes `dtype`. Not fp64: who computes in that does not want so few bits."""
         return dtype in STEPS
 
     def covers(self, other: Codec) -> bool:

@@ -1,10 +1,10 @@
 """Payloads whose size only the GPU knows: encoded into a predicted capacity, checked and trimmed later.
 
 The host must not wait for the GPU in the forward pass. So `fill` encodes into as many bytes as the site needed last
-time, sends the true size to pinned memory behind the kernel, and keeps the source until that size has arrived. If it
-fitted, the source is let go (and a generous buffer is trimmed); if it did not, the source is encoded again, so nothing
-is lost. The sources kept are bounded: those before the newest have `IN_FLIGHT` bytes at most. For the newest nobody
-waits, however large it is: the GPU would have nothing to do until the host had gone on.
+time, copies the true size to pinned memory after the kernel, and holds the source until that size has arrived. If the
+payload fitted, the source is released, and a much too large buffer is trimmed. If it did not, the source is encoded
+again, so nothing is lost. Sources older than the newest take `IN_FLIGHT` bytes at most. The host never waits for the
+newest, however large it is: the GPU would be idle until the host had caught up.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from encke.codecs.base import EncoderState, FlatPacked, check_version
 
 IN_FLIGHT = 128 << 20
 FIRST_SHARE = 0.3
+"""Capacity of a site's first payload, as a share of the source's bytes."""
 Encode = Callable[[int], tuple[Tensor, Tensor]]
 
 
 class PendingPacked(FlatPacked):
-    """A Packed whose parts are (meta, payload), the payload's size in 4-byte units being at byte 8 of meta."""
+    """Packed form with the buffers meta and payload. Byte 8 of meta has the payload's size in units of 4 bytes."""
 
     __slots__ = ("pending_size",)
     pending_size: _PendingSize | None
 
     def fill(self, flat: Tensor, encode: Encode, state: EncoderState | None) -> None:
-        """Encodes `flat`; on a GPU with a state without waiting for it."""
+        """Encode `flat`. On a GPU, and with a state, the host does not wait for the size."""
         self.pending_size = None
         source_bytes = flat.numel() * flat.element_size()
         if flat.device.type != "cuda" or state is None:
@@ -50,14 +51,14 @@ class PendingPacked(FlatPacked):
         return super().nbytes
 
     def settle(self) -> None:
-        """Waits until the size is known and makes the payload right and tight."""
-        late = self.pending_size
-        if late is not None:
-            late.finish()
+        """Wait until the size is known, and make the payload complete and no larger than needed."""
+        pending = self.pending_size
+        if pending is not None:
+            pending.finish()
 
 
 class _PendingSize:
-    """One encoding in flight: its source, the pinned word its size will arrive in, the event behind that copy."""
+    """Size of one encoding in flight: its source, the pinned word that the size is copied to, the event after that."""
 
     __slots__ = ("encode", "event", "lock", "packed", "size", "source", "source_bytes", "state", "version")
 
@@ -75,6 +76,7 @@ class _PendingSize:
         self.event.record(torch.cuda.current_stream(source.device))
 
     def finish(self) -> None:
+        """Wait for the size, and encode again or trim the payload as it says."""
         with self.lock:
             packed, encode = self.packed, self.encode
             if packed is None or encode is None:
@@ -96,7 +98,7 @@ class _PendingSize:
 
 
 class _Pinned:
-    """Pinned 8-byte words, reused: a pinned allocation costs far more than the copy into it."""
+    """Pool of pinned 8-byte words. A pinned allocation costs far more than the copy into it."""
 
     def __init__(self) -> None:
         self.free: list[Tensor] = []
@@ -114,32 +116,32 @@ class _Pinned:
 
 
 class _InFlight:
-    """The encodings whose sizes have not arrived, oldest first."""
+    """Queue of the encodings whose sizes have not arrived, oldest first."""
 
     def __init__(self) -> None:
         self.queue: deque[_PendingSize] = deque()
         self.bytes = 0
         self.lock = threading.Lock()
 
-    def add(self, late: _PendingSize) -> None:
+    def add(self, pending: _PendingSize) -> None:
         with self.lock:
-            self.queue.append(late)
-            self.bytes += late.source_bytes
+            self.queue.append(pending)
+            self.bytes += pending.source_bytes
         self.drain(wait=False)
 
     def drain(self, wait: bool) -> None:
-        """Finishes what has arrived, and by waiting the oldest ones beyond the limit, or with `wait` all."""
+        """Finish what has arrived. Wait for the oldest beyond the limit, or with `wait` for all."""
         while True:
             with self.lock:
                 if not self.queue:
                     return
-                late = self.queue[0]
+                pending = self.queue[0]
                 before = self.bytes - self.queue[-1].source_bytes
-                if not (wait or before > IN_FLIGHT or late.packed is None or late.event.query()):
+                if not (wait or before > IN_FLIGHT or pending.packed is None or pending.event.query()):
                     return
                 self.queue.popleft()
-                self.bytes -= late.source_bytes
-            late.finish()
+                self.bytes -= pending.source_bytes
+            pending.finish()
 
 
 _pinned = _Pinned()
@@ -147,5 +149,5 @@ _in_flight = _InFlight()
 
 
 def settle_all(wait: bool = True) -> None:
-    """Finishes the encodings in flight, so that memory holds nothing but what is packed."""
+    """Finish the encodings in flight, so that no source is held any more; without `wait` those that have arrived."""
     _in_flight.drain(wait)

@@ -1,0 +1,59 @@
+"""The example codec of docs/extending.md: written in one file, it works wherever a codec does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import encke
+from encke.capture.sites import Site
+from encke.codecs import Codec
+from encke.codecs.exact import Keep
+from encke.policies import Fixed
+
+PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
+
+
+@pytest.fixture(scope="module")
+def codec() -> Codec:
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    source = next(block for block in blocks if "(Codec)" in block)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(source, str(PAGE), "exec"), names)
+    return names["RowInt8"]()
+
+
+@pytest.mark.filterwarnings("ignore:encke")
+@pytest.mark.parametrize(("backend", "shown"), [(None, "RowInt8"), ("aot_eager", "GroupQuant")])
+def test_it_trains(codec: Codec, backend: str | None, shown: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.Tanh())
+    called = torch.compile(model, backend=backend) if backend else model
+    batches = [torch.randn(8, 3, 32, 32) for _ in range(3)]
+
+    def gradients(called: nn.Module) -> list[Tensor]:
+        for x in batches:
+            model.zero_grad()
+            called(x).square().mean().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    plain = gradients(model)
+    handle = encke.attach(called, Fixed(codec))
+    found = gradients(called)
+    # A bias before batch norm has no gradient but noise.
+    for i in (0, 2, 3, 4, 5):
+        assert (found[i] - plain[i]).norm() < 0.02 * plain[i].norm(), i
+    assert any(not torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    report = handle.report()
+    assert shown in {row.codec for row in report.sites} and report.ratio > 1.5
+
+
+def test_it_says_what_it_is(codec: Codec) -> None:
+    assert codec.describe() == "8 bits, row by row" and Codec.from_dict(codec.to_dict()) == codec
+    attention, logprob = (Site("layer", 0, (torch.float32, 4, True, None), need=n) for n in ("attention", "logprob"))
+    assert Fixed(codec).choose(attention) == codec and Fixed(codec).choose(logprob) == Keep()
