@@ -30,7 +30,7 @@ GAPS = ({"loss": math.nan}, {"loss": math.inf, "accuracy": None}, {"loss": 1e30,
 
 def in_a_browser(test):
     """A test that takes seconds, and is left out where there is no browser."""
-    return pytest.mark.slow(pytest.mark.skipif(BROWSER is None, reason="no browser: apt-get install chromium")(test))
+    return pytest.mark.slow(pytest.mark.skipif(BROWSER is None, reason="no browser; make browser installs one")(test))
 
 
 def train(folder: Path, policy: str, seed: int = 0, name: str = "small") -> Path:
