@@ -12,6 +12,7 @@ from encke.bench.rows import (
     conclude,
     group_rows,
     measure_all,
+    medians,
     plain_row,
     table_lines,
     table_unit,
@@ -35,7 +36,7 @@ def memory(options: StepOptions) -> None:
     """
     csv = options.out / "memory.csv"
     plan = options.plan(options.batch, options.rounds)
-    rows = measure_all(plan.tables(), csv, plan.rounds)
+    rows = medians(measure_all(plan.tables(), csv, plan.rounds))
     for group in group_rows(rows).values():
         show(group)
     note()

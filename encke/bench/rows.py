@@ -68,7 +68,7 @@ def measure_all(tables: Sequence[Sequence[Task]], csv: Path, rounds: int = 1) ->
     """Measure every task of every table, with several rounds the tasks of a table in turn.
 
     With several rounds each task has one process that keeps its training from round to round. The CSV grows with every
-    row, so that an interrupted run leaves what it has. Returns one row for each task: the median of its rounds.
+    row, so that an interrupted run leaves what it has.
     """
     rows: list[Row] = []
     labels = [
@@ -80,16 +80,15 @@ def measure_all(tables: Sequence[Sequence[Task]], csv: Path, rounds: int = 1) ->
     status = track(labels)
     for tasks in tables:
         with ExitStack() as stack:
-            children: dict[str, Child] = {}
+            able = [task for task in tasks if not METHODS[task.method].missing(task.device, task.compile)]
+            kept = {task: stack.enter_context(Child(task)) for task in able} if rounds > 1 else {}
             for number in range(1, rounds + 1):
                 for task in tasks:
                     next(status)
-                    if rounds > 1 and number == 1 and not METHODS[task.method].missing(task.device, task.compile):
-                        children[task.method] = stack.enter_context(Child(task))
-                    rows.append(measure_row(task, children.get(task.method)) | {"round": number})
+                    rows.append(measure_row(task, kept.get(task)) | {"round": number})
                     write_csv(csv, rows)
     next(status, None)
-    return medians(rows)
+    return rows
 
 
 def medians(rows: Sequence[Row]) -> list[Row]:

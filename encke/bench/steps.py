@@ -384,8 +384,10 @@ class Server:
 
     def serve(self, requests: TextIO, answers: TextIO) -> None:
         """Answer requests, one JSON line each, until there are no more."""
-        failed = self.answer({"prepare": True})
+        failed: dict[str, Any] | None = None
         for line in requests:
+            if failed is None:  # not before the first request: processes that start together would disturb each other
+                failed = self.answer({"prepare": True})
             print(json.dumps(failed or self.answer(json.loads(line))), file=answers, flush=True)
 
 
