@@ -15,7 +15,7 @@ from encke.capture.sites import Site
 from encke.codecs import Codec, Packed
 from encke.codecs.algebra import stricter
 from encke.codecs.base import check_version
-from encke.codecs.layout import Layout
+from encke.codecs.layout import Layout, fills_in_order
 
 
 class SharedCell:
@@ -134,9 +134,6 @@ class Saved:
 
 def dummy(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor that is asked only for its shape and memory format: one element where the format allows it."""
-    contiguous = 1
-    for extent, step in zip(reversed(layout.size), reversed(layout.stride), strict=True):
-        if extent != 1 and step != contiguous:
-            return torch.empty_strided(layout.size, layout.stride, dtype=dtype, device=device)
-        contiguous *= extent
+    if not fills_in_order(layout.size, layout.stride, range(len(layout.size))):
+        return torch.empty_strided(layout.size, layout.stride, dtype=dtype, device=device)
     return torch.zeros((), dtype=dtype, device=device).expand(layout.size)

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from encke.capture.hooks import SMALL
 from encke.capture.needs import need_of
 from encke.capture.sites import Site
+from encke.codecs.layout import overlaps
 from encke.kernels import FLOATS
 
 # Operations of the backward graph that read saved tensors: argument -> (operation, slot) as in eager mode.
@@ -187,7 +188,7 @@ class Pair:
             node.op == "call_function"
             and type(t).__name__ == "FakeTensor"
             and t.layout == torch.strided
-            and not overlaps(t)
+            and not overlaps([*map(hint, t.shape)], [*map(hint, t.stride())])
             and bytes_of(t) >= SMALL
             and node in self.data
             and storage(t) not in self.held
@@ -493,17 +494,6 @@ def layout(t: Tensor) -> list[str]:
 
 def storage(t: Tensor) -> StorageWeakRef:
     return StorageWeakRef(t.untyped_storage())
-
-
-def overlaps(t: Tensor) -> bool:
-    """Whether elements may share memory, as those of expanded tensors do."""
-    reach = 0
-    pairs = [(hint(stride), hint(extent)) for extent, stride in zip(t.shape, t.stride(), strict=True)]
-    for stride, extent in sorted(pair for pair in pairs if pair[1] != 1):
-        if stride <= reach:
-            return True
-        reach += stride * (extent - 1)
-    return False
 
 
 def not_whole(t: Any) -> bool:

@@ -15,24 +15,12 @@ from encke.capture.sites import Need, Site
 from encke.codecs import Codec, DualPrecision, ErrorBounded, GroupQuant, LogProb, Lossless, Packed
 from encke.codecs.exact import Between, Keep, Mask, Sign, Window
 from encke.policies import Fixed
+from tests.codecs.common import Rounded
 
 ROOT = Path(encke.__file__).parent
 CONCRETE = {
     "DualPrecision", "ErrorBounded", "GroupQuant", "LogProb", "Lossless", "Keep", "Mask", "Sign", "Between", "Window",
 }  # fmt: skip
-
-
-class RoundedPacked(Packed):
-    def decode(self) -> Tensor:
-        return self.buffers[0].to(self.dtype)
-
-
-@dataclass(frozen=True)
-class Rounded(Codec):
-    """A codec of somebody else's, with nothing but what it must have."""
-
-    def encode(self, tensor: Tensor) -> Packed:
-        return RoundedPacked.like(self, tensor, tensor.to(torch.bfloat16))
 
 
 def asks_for_a_codec(node: ast.AST) -> bool:
@@ -59,31 +47,6 @@ def test_nobody_outside_codecs_asks_for_a_concrete_codec() -> None:
     assert not found
     assert asks_for_a_codec(ast.parse("isinstance(c, GroupQuant | DualPrecision)", mode="eval").body)
     assert asks_for_a_codec(ast.parse("type(c) is codecs.GroupQuant", mode="eval").body)
-
-
-LAYOUTS = {
-    "contiguous": lambda x: x,
-    "channels_last": lambda x: x.contiguous(memory_format=torch.channels_last),
-    "transposed": lambda x: x.transpose(1, 3),
-    "gaps": lambda x: x[:, :, ::2],
-    "expanded": lambda x: x[:1].expand(4, -1, -1, -1),
-    "one dimension": lambda x: x.view(-1),
-    "empty": lambda x: x[:0],
-}
-
-
-@pytest.mark.parametrize("view", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_run_of_memory_goes_through_encode_and_decode(view) -> None:
-    from encke.codecs.base import EncoderState
-    from encke.codecs.layout import layout_of
-
-    x = view(torch.randn(4, 6, 8, 10))
-    layout, length = layout_of(x.shape, x.stride())
-    packed = Rounded().encode_run(x, layout, length, 0, EncoderState())
-    y = packed.decode_in(layout)
-    assert torch.equal(y, x.bfloat16().float()) and y.stride() == x.stride()
-    assert packed.nbytes == 2 * length and packed.codec == Rounded()
-    assert torch.equal(layout.restore(packed.decode_flat(mask=True)), y != 0)
 
 
 def test_a_codec_that_changes_size_or_type_is_told_so() -> None:
@@ -165,6 +128,25 @@ def test_attention_and_log_probabilities_are_fine_or_exact(codec: Codec, need: N
     assert Fixed(codec).choose(site(need, slot)) == expected
 
 
+def test_attention_is_packed_at_8_bits_whatever_the_codec() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(64, 192)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.project(x).view(8, 64, 3, 4, 16).permute(2, 0, 3, 1, 4)
+            scores = (q.contiguous() @ k.contiguous().transpose(-1, -2)).softmax(-1)
+            return scores @ v.contiguous()
+
+    model = Attention()
+    handle = encke.attach(model, Fixed(DualPrecision(bits=2)))
+    for _ in range(2):
+        model(torch.randn(8, 64, 64)).square().mean().backward()
+    rows = [row for row in handle.report().sites if row.operation in ("Bmm", "Softmax")]
+    assert len(rows) >= 4 and {(row.codec, row.bound) for row in rows} == {("DualPrecision", "8 bits")}
+
+
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 7, 8])
 @pytest.mark.parametrize("codec", [GroupQuant(2), GroupQuant(8), DualPrecision(bits=4), ErrorBounded(0.5)], ids=str)
 def test_refined_codecs_are_as_fine_as_asked(codec: Codec, bits: int) -> None:
@@ -187,30 +169,6 @@ def test_refined_bounds_hold(codec: Codec) -> None:
 def test_codecs_for_one_reader_are_no_policy(codec: Codec) -> None:
     with pytest.raises(ValueError, match=f"{type(codec).__name__}.* does not restore values"):
         Fixed(codec)
-
-
-@pytest.mark.parametrize(
-    "codec",
-    [GroupQuant(4, 256, 3, True), ErrorBounded(0.1, limit=0.5), DualPrecision(4, 8), LogProb(7), Lossless(), Rounded()],
-    ids=str,
-)
-def test_settings_as_plain_data(codec: Codec) -> None:
-    data = codec.to_dict()
-    assert data["codec"] == type(codec).__name__ and Codec.from_dict(data) == codec
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({"codec": "Nonsense"}, "no codec 'Nonsense'; known codecs: .*GroupQuant"),
-        ({}, "no codec None"),
-        ({"codec": "Codec"}, "no codec 'Codec'"),
-        ({"codec": "GroupQuant", "rate": 2}, "not settings of GroupQuant"),
-    ],
-)
-def test_wrong_data_is_named(data: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Codec.from_dict(data)
 
 
 def test_public_names() -> None:
