@@ -329,7 +329,7 @@ class Around:
 
     def __init__(self, model: nn.Module, capture: Capture, left_alone: set[str]) -> None:
         # Imported late: it brings the compiler in.
-        from encke.compiled.model import Compiled
+        from encke.compiled.model import CompiledModel
 
         self.model = weakref.ref(model)
         self.capture = capture
@@ -340,7 +340,7 @@ class Around:
         assert module is not None
         self.module = weakref.ref(module)
         self.layers = layers_of(module, left_alone)
-        self.compiled = Compiled(capture, module, self.call, self.eager, left_alone)
+        self.compiled = CompiledModel(capture, module, self.call, self.eager, left_alone)
         model.__dict__[self.name] = self.compiled
         self.watch = module.register_forward_pre_hook(WatchHook(self.compiled.watch, self.layers[0]))
 
@@ -357,6 +357,7 @@ class Around:
 
     def remove(self) -> None:
         self.watch.remove()
+        self.compiled.detach()
         model = self.model()
         if model is not None and model.__dict__.get(self.name) is self.compiled:
             model.__dict__[self.name] = self.call

@@ -250,18 +250,19 @@ AOT_INLINE = "maybe_inline_graph_saved_tensors_hooks"
 AOT_ARGUMENTS = ["fw_module", "bw_module", "num_inner_fwd_outputs", "inner_meta", "aot_config", "static_input_indices"]
 
 
-@functools.cache
 def aot_graph_compile() -> types.ModuleType:
     """Return the module of AOTAutograd that has `AOT_INLINE`, the function that writes hooks into graphs.
 
-    It calls that function by its global name, so whoever replaces it there is asked for every pair of graphs. Imports
-    the compiler. Checked with 2.11 to 2.13.
+    AOTAutograd calls that function by its global name, so whoever replaces it there is asked for every pair of graphs.
+    Imports the compiler. Checked with 2.11 to 2.13.
     """
-    module: types.ModuleType = _module(
-        "torch._functorch._aot_autograd.graph_compile", (AOT_INLINE,), "compiled models; attach without torch.compile"
-    )
-    if list(inspect.signature(getattr(module, AOT_INLINE)).parameters) != AOT_ARGUMENTS:
-        raise unsupported(f"{module.__name__}.{AOT_INLINE}", "compiled models; attach without torch.compile")
+    use = "compiled models (the way out: attach the model without torch.compile)"
+    module: types.ModuleType = _module("torch._functorch._aot_autograd.graph_compile", (AOT_INLINE,), use)
+    parameters = inspect.signature(getattr(module, AOT_INLINE)).parameters
+    # Others may have put a function of their own there, which passes on whatever it is given.
+    passes_on = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values())
+    if list(parameters) != AOT_ARGUMENTS and not passes_on:
+        raise unsupported(f"{module.__name__}.{AOT_INLINE}", use)
     return module
 
 

@@ -20,11 +20,11 @@ from encke.kernels import gq_sizes, of
 from encke.torch_internals import storageless
 
 if TYPE_CHECKING:
-    from encke.compiled.model import Compiled
+    from encke.compiled.model import CompiledModel
     from encke.kernels.gpu.launch import GqPlan
 
-graphs: dict[int, weakref.ref[Compiled]] = {}
-"""Whose a forward graph is, by its number."""
+graph_owners: dict[int, weakref.ref[CompiledModel]] = {}
+"""The compiled model that owns each forward graph, by graph id."""
 
 SCHEMAS = {
     "forward_seeds": "(int graph, int[] sites, int[] salts, Device device, bool first) -> Tensor",
@@ -54,7 +54,7 @@ def forward_seeds(graph: int, sites: list[int], salts: list[int], device: torch.
 
     There is one for each device that it runs on; the `first` tells the owner that it runs.
     """
-    owner = graphs[graph]()
+    owner = graph_owners[graph]()
     if owner is None:
         return torch.zeros(len(sites), dtype=torch.int64, device=device)
     if first:

@@ -12,7 +12,7 @@ from torch._inductor.utils import run_and_get_code
 import encke
 from encke.compiled import lowerings, rewrites
 from encke.compiled.pair import value
-from tests.compiled.test_model import TWO, compile, error, fresh, gradients, images, net  # noqa: F401
+from tests.compiled.common import TWO, compile, error, gradients, images, net
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_compiler = pytest.mark.skipif(
@@ -90,7 +90,7 @@ def test_statistics_come_from_encoders(everywhere: None, monkeypatch: pytest.Mon
     monkeypatch.setattr(rewrites, "update_early", spy)
     for on in (True, False):
         if not on:
-            monkeypatch.setattr(rewrites, "measured_by_encoder", lambda *settings: False)
+            monkeypatch.setattr(rewrites, "encoder_measures", lambda *settings: False)
         made = Half()
         compiled = compile(made, backend="inductor", dynamic=dynamic)
         encke.attach(compiled, TWO)

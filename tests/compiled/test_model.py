@@ -1,4 +1,4 @@
-"""Compiled models: one graph, packed inside, the gradients of eager mode, and a clear error where that cannot be."""
+"""Compiled models: one graph that packs, settings that may change, and a clear error where that cannot be."""
 
 from __future__ import annotations
 
@@ -8,93 +8,21 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 
 import encke
 from encke.codecs import ErrorBounded, GroupQuant
-from encke.codecs.base import mix
 from encke.compiled import model as compiled_module
-from encke.compiled.pair import layer_of, root_of
 from encke.policies import Comet, Division, Fixed
 from encke.train.models.gpt import Gpt
+from tests.compiled.common import EIGHT, TWO, Wrapped, compile, error, gradients, graphs, images, net, same
 from tests.models import MODELS, resnet
 
-TWO = Fixed(GroupQuant(bits=2))
-EIGHT = Fixed(GroupQuant(bits=8))
 inductor = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU")
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    torch.manual_seed(0)
-    yield
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-
-
-def net(channels: int = 16) -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(
-        nn.Conv2d(3, channels, 3, padding=1),
-        nn.BatchNorm2d(channels),
-        nn.ReLU(),
-        nn.Conv2d(channels, channels, 3, padding=1, bias=False),
-        nn.BatchNorm2d(channels),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(channels, 10),
-    )
-
-
-class Wrapped(nn.Module):
-    """A forward of its own: `nn.Sequential.compile()` compiles nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = net()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-
-def images(batch: int = 8, seed: int = 0) -> Tensor:
-    return torch.randn(batch, 3, 24, 24, generator=torch.Generator().manual_seed(seed))
-
-
-def compile(model: nn.Module, **options: object) -> nn.Module:
-    return torch.compile(model, **({"backend": "aot_eager", "fullgraph": True} | options))
-
-
-def gradients(model: nn.Module, *inputs: Tensor) -> list[Tensor]:
-    model.zero_grad()
-    torch.manual_seed(2)
-    model(*inputs).float().square().mean().backward()
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def error(a: list[Tensor], b: list[Tensor]) -> float:
-    """The largest relative error, beside the largest gradient: a bias before batch norm has none of its own."""
-    top = max(x.norm() for x in a)
-    return max(float((x - y).norm() / (x.norm() + 0.01 * top)) for x, y in zip(a, b, strict=True))
-
-
-def graphs() -> int:
-    return counters["stats"]["unique_graphs"]
-
-
-# -- gradients ---------------------------------------------------------------------------------------------------------
 
 
 def test_one_graph_that_packs_and_is_compiled_once() -> None:
@@ -108,54 +36,6 @@ def test_one_graph_that_packs_and_is_compiled_once() -> None:
     rows = {row.layer: row.codec for row in report.sites if row.codec != "kept"}
     assert rows == {"1": "GroupQuant", "3": "GroupQuant", "4": "GroupQuant", "5": "Mask"}
     assert "2 bits" in str(report)
-
-
-class Expected:
-    """Eager mode with the operators and seeds of a compiled model: packs what the report says was packed, in order."""
-
-    def __init__(self, compiled: compiled_module.Compiled, step: int) -> None:
-        packings = [p for graph in compiled.packings.values() for p in graph if p.kind != "kept"]
-        self.coded = {p.sites[0].layer: p for p in packings}
-        self.step = step
-        self.layer = ""
-
-    def pack(self, t: Tensor) -> object:
-        packing = self.coded.get(self.layer)
-        if t.numel() * t.element_size() < 16384 or packing is None or t.dim() != 4:
-            return t
-        t = t.detach()
-        order = compiled_module.order_of(t)
-        if packing.kind == "mask":
-            data = torch.ops.encke.mask_encode(t, order)
-            return lambda: torch.ops.encke.mask_decode(data, t.shape, t.stride(), t.dtype, order)
-        codec, site = packing.codec, packing.sites[0]
-        stride = compiled_module.stride_of(t, codec.group, order)
-        seeds = torch.tensor([mix(codec.seed, mix(self.step, site.number, 0))])
-        settings = (order, 0, codec.bits, codec.group, stride, codec.signs)
-        data = torch.ops.encke.site_encode(t, seeds, *settings)
-        return lambda: torch.ops.encke.site_decode(data, seeds, t.shape, t.stride(), t.dtype, *settings)
-
-    def unpack(self, packed: object) -> Tensor:
-        return packed() if callable(packed) else packed  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_gradients_equal_those_of_eager_mode_bit_for_bit(memory_format: torch.memory_format) -> None:
-    model = net().to(memory_format=memory_format)
-    twin = copy.deepcopy(model)
-    x = images().to(memory_format=memory_format)
-    compiled = compile(model)
-    handle = encke.attach(compiled, TWO)
-    gradients(compiled, x)
-    found = gradients(compiled, x)
-    (around,) = handle._hooks
-    expected = Expected(around.compiled, 2)
-    for name, module in twin.named_modules():
-        module.register_forward_pre_hook(lambda m, a, name=name: setattr(expected, "layer", name))
-    with torch.autograd.graph.saved_tensors_hooks(expected.pack, expected.unpack):
-        out = twin(x).square().mean()
-    out.backward()
-    assert same(found, [p.grad for p in twin.parameters()])
 
 
 @pytest.mark.slow
@@ -188,22 +68,6 @@ def test_the_log_has_a_line_for_each_forward_pass(tmp_path: Path) -> None:
     handle.detach()
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3] and all(line["ratio"] > 8 for line in lines)
-
-
-def test_softmax_is_saved_and_not_computed_anew_from_lossy_scores() -> None:
-    class Scores(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k = nn.Linear(64, 64), nn.Linear(64, 64)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.softmax(self.q(x) @ self.k(x).transpose(1, 2), -1) @ x
-
-    model = compile(Scores())
-    handle = encke.attach(model, TWO)
-    gradients(model, torch.randn(4, 64, 64))
-    rows = {(row.operation, row.bound) for row in handle.report().sites if row.codec == "GroupQuant"}
-    assert ("Softmax", "8 bits") in rows and {bound for _, bound in rows} == {"8 bits"}
 
 
 def test_seeds_differ_from_step_to_step_and_repeat_from_run_to_run() -> None:
@@ -248,119 +112,8 @@ def test_retain_graph_gives_the_same_gradients_again() -> None:
     assert same(first, [p.grad for p in model.parameters()])
 
 
-def test_relu_between_convolutions_has_exact_masks_at_two_bits() -> None:
-    """Small values may come back negative: zeros are what is kept."""
-    model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
-    compiled = compile(model)
-    plain = gradients(compiled, images())
-    handle = encke.attach(compiled, TWO)
-    found = gradients(compiled, images())
-    # The gradient of a bias needs the masks alone.
-    for i in (1, 3, 5):
-        torch.testing.assert_close(found[i], plain[i], rtol=1e-4, atol=1e-7)
-    assert [row.codec for row in handle.report().sites if row.layer in ("2", "4")] == ["GroupQuant"] * 2
-
-
-def test_a_value_computed_anew_from_a_lossy_one_is_saved_instead() -> None:
-    """The partitioner would compute ReLU's result again from the lossy input of batch norm, and its mask from that."""
-
-    class Chain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.out = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 1)
-            self.norm = nn.BatchNorm2d(16)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = nn.functional.silu(self.norm(self.conv(x)) + 1)
-            return self.out(y * torch.sigmoid(y.mean((2, 3), keepdim=True)))
-
-    model = compile(Chain())
-    plain = gradients(model, images())
-    encke.attach(model, EIGHT)
-    assert error(plain, gradients(model, images())) < 0.03
-
-
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
-def held_by(output: Tensor) -> int:
-    """Bytes of what the compiled backward holds."""
-    node, seen = output.grad_fn, set()
-    while "CompiledFunction" not in node.name():
-        node = node.next_functions[0][0]
-    total = 0
-    for t in node.saved_tensors:
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in seen and not isinstance(t, nn.Parameter):
-            seen.add(storage.data_ptr())
-            total += storage.nbytes()
-    return total
-
-
-def test_what_the_backward_graph_holds_is_what_the_report_says() -> None:
-    model = compile(net())
-    plain = held_by(model(images()).square().mean())
-    handle = encke.attach(model, TWO)
-    packed = held_by(model(images()).square().mean())
-    report = handle.report()
-    assert packed < plain / 6
-    weights = sum(p.nbytes for p in model.parameters() if p.dim() > 1)
-    assert report.packed_bytes <= packed <= report.packed_bytes + weights + 4096
-
-
-def test_values_are_packed_where_they_are_made_and_restored_where_they_are_read(monkeypatch) -> None:
-    seen = {}
-
-    def spy(self, forward, backward, *rest):
-        inline(self, forward, backward, *rest)
-        seen["forward"], seen["backward"] = forward.graph, backward.graph
-
-    inline = compiled_module.Compiled.inline
-    monkeypatch.setattr(compiled_module.Compiled, "inline", spy)
-    model = compile(net())
-    encke.attach(model, TWO)
-    gradients(model, images())
-    forward = list(seen["forward"].nodes)
-    for i, node in enumerate(forward):
-        if "encode" in str(node.target):
-            assert forward[i - 1] is node.args[0]
-    backward = list(seen["backward"].nodes)
-    decoded = [node for node in backward if "decode" in str(node.target)]
-    assert len(decoded) == 4
-    for node in decoded:
-        assert min(backward.index(user) for user in node.users) == backward.index(node) + 1
-
-
-# -- shapes ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_smaller_last_batch_works() -> None:
-    model = net().to(memory_format=torch.channels_last)
-    compiled = compile(model)
-    encke.attach(compiled, EIGHT)
-    for batch in (8, 8, 5, 7, 8, 3):
-        x = images(batch).to(memory_format=torch.channels_last)
-        assert error(gradients(copy.deepcopy(model), x), gradients(compiled, x)) < 0.03
-    # The second size makes the batch a symbol; all further ones share that graph.
-    assert graphs() == 2
-
-
-@pytest.mark.slow
-def test_dynamic_shapes_from_the_start() -> None:
-    model = Gpt(64, 64, 1, 4, 64, dropout=0.0)
-    compiled = compile(model, dynamic=True)
-    encke.attach(compiled, EIGHT)
-    for batch, length in ((8, 64), (6, 48), (9, 33)):
-        tokens = torch.randint(64, (batch, length))
-        assert error(gradients(copy.deepcopy(model), tokens), gradients(compiled, tokens)) < 0.05
-    assert graphs() <= 2
-
-
-# -- coming and going --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_model_that_ran_before_is_compiled_anew_and_runs_plain_after_detach(in_place: bool) -> None:
+def test_a_model_that_ran_before_is_compiled_again_and_runs_plain_after_detach(in_place: bool) -> None:
     model = Wrapped()
     if in_place:
         model.compile(backend="aot_eager", fullgraph=True)
@@ -414,9 +167,6 @@ def test_overrides_leave_layers_as_they_are() -> None:
     assert {row.layer for row in handle.report().sites if row.codec != "kept"} == {"4", "5"}
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
-
-
 def test_packing_nothing_is_an_error() -> None:
     small = compile(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))
     encke.attach(small, TWO)
@@ -460,15 +210,6 @@ def test_a_part_that_is_compiled_in_a_model_that_is_not() -> None:
         encke.attach(model)
 
 
-def test_another_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_module.graph_compile, compiled_module.INLINE, lambda fw_module: None)
-    with pytest.raises(NotImplementedError, match=torch.__version__.replace("+", r"\+")):
-        encke.attach(compile(net()))
-
-
-# -- policies ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("policy", "bits", "words"),
     [
@@ -477,7 +218,7 @@ def test_another_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_codec_of_fixed_rate_takes_the_place_of_others(policy, bits: str, words: str) -> None:
-    compiled_module._said.clear()
+    compiled_module._warned.clear()
     model = compile(net())
     handle = encke.attach(model, policy)
     with pytest.warns(RuntimeWarning, match=words):
@@ -534,9 +275,6 @@ def test_state_goes_on_with_the_settings_it_had() -> None:
     gradients(again, images())
     rows = [[(r.layer, r.bound) for r in h.report().sites] for h in (handle, resumed)]
     assert rows[0] == rows[1] and any(bound == "8 bits" or bound == "4 bits" for _, bound in rows[0])
-
-
-# -- several graphs, inductor, caches ----------------------------------------------------------------------------------
 
 
 class Broken(nn.Module):
@@ -609,47 +347,3 @@ def test_graphs_cached_by_another_process_are_not_mixed_up(tmp_path: Path) -> No
         found.append(sorted(run.stdout.splitlines()))
     assert set(found[0]) < set(found[1]) and len({line.split()[-1] for line in found[1]}) == 3
     assert [line.split()[:2] for line in found[1][:2]] == [["2", "2"], ["8", "8"]]
-
-
-# -- operators ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(4, 16, 9, 7), (300, 65), (5000,)])
-def test_operators_give_back_size_and_strides(shape: tuple[int, ...]) -> None:
-    x = torch.randn(shape)
-    variants = [x, x.t() if x.dim() == 2 else x[::2]]
-    if x.dim() == 4:
-        variants += [x.to(memory_format=torch.channels_last), x[:, :, 1:, ::2], x.permute(2, 0, 3, 1)]
-    seed = torch.tensor([5, -3])
-    for t in variants:
-        order = compiled_module.order_of(t)
-        stride = compiled_module.stride_of(t, 128, order)
-        settings = (order, 1, 8, 128, stride, False)
-        data = torch.ops.encke.site_encode(t, seed, *settings)
-        back = torch.ops.encke.site_decode(data, seed, t.shape, t.stride(), t.dtype, *settings)
-        assert back.shape == t.shape and back.stride() == t.stride()
-        assert (back - t).abs().max() < 0.05
-        bits = torch.ops.encke.mask_encode(t, order)
-        assert bits.numel() == -(-t.numel() // 8)
-        assert torch.equal(torch.ops.encke.mask_decode(bits, t.shape, t.stride(), torch.bool, order), t > 0)
-        checks = ("test_schema", "test_faketensor")
-        torch.library.opcheck(torch.ops.encke.site_encode.default, (t, seed, *settings), test_utils=checks)
-        torch.library.opcheck(
-            torch.ops.encke.site_decode.default,
-            (data, seed, list(t.shape), list(t.stride()), t.dtype, *settings),
-            test_utils=checks,
-        )
-
-
-def test_names_of_layers_and_operations() -> None:
-    node = torch.fx.Graph().placeholder("x")
-    for path, name in (
-        ("L['self'].blocks.0.norm", "blocks.0.norm"),
-        ("L['self']._modules['0']._modules['conv']", "0.conv"),
-        ("L['fn']._orig_mod.module.a[3].b", "a.3.b"),
-        ("", ""),
-    ):
-        node.meta["nn_module_stack"] = {"k": (path, nn.Linear)} if path else {}
-        assert layer_of(node) == name
-    assert root_of("_native_batch_norm_legit_functional") == root_of("native_batch_norm_backward") == "batch_norm"
-    assert root_of("gelu_backward") == root_of("gelu") != root_of("threshold_backward")

@@ -23,9 +23,9 @@ if not torch.cuda.is_available():
 import encke
 from encke.codecs import GroupQuant
 from encke.compiled import ops, rewrites
-from encke.compiled.model import Compiled
+from encke.compiled.model import CompiledModel
 from encke.compiled.pair import name_of
-from tests.compiled.test_model import TWO, compile, error, fresh, gradients, images, net, same  # noqa: F401
+from tests.compiled.common import TWO, compile, error, gradients, images, net, same
 
 LAST = torch.channels_last
 
@@ -52,13 +52,13 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def backward(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     """The backward graphs that were written, the last one last."""
     seen: list[Graph] = []
-    inline = Compiled.inline
+    inline = CompiledModel.inline
 
     def spy(self, forward, backward, *rest):
         inline(self, forward, backward, *rest)
         seen.append(backward.graph)
 
-    monkeypatch.setattr(Compiled, "inline", spy)
+    monkeypatch.setattr(CompiledModel, "inline", spy)
     return seen
 
 
@@ -66,13 +66,13 @@ def backward(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
 def forward(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     """The forward graphs that were written."""
     seen: list[Graph] = []
-    inline = Compiled.inline
+    inline = CompiledModel.inline
 
     def spy(self, forward, *rest):
         inline(self, forward, *rest)
         seen.append(forward.graph)
 
-    monkeypatch.setattr(Compiled, "inline", spy)
+    monkeypatch.setattr(CompiledModel, "inline", spy)
     return seen
 
 
@@ -86,8 +86,8 @@ def both(model: Callable[[], nn.Module], x: Tensor, backend: object) -> tuple[li
     for on in (False, True):
         with pytest.MonkeyPatch.context() as patch:
             if not on:
-                patch.setattr(rewrites, "norm_behind", lambda x: None)
-                patch.setattr(rewrites, "parts", lambda conv, x: False)
+                patch.setattr(rewrites, "find_norm_backward", lambda x: None)
+                patch.setattr(rewrites, "should_split_conv_backward", lambda conv, x: False)
             torch.manual_seed(1)
             compiled = compile(model(), backend=backend)
             encke.attach(compiled, TWO)
@@ -132,7 +132,7 @@ def test_an_encoder_computes_the_statistics_of_the_batch_norm_that_reads_the_sam
     x, found = images().to(memory_format=LAST), []
     for on in (True, False):
         if not on:
-            monkeypatch.setattr(rewrites, "measured_by_encoder", lambda *settings: False)
+            monkeypatch.setattr(rewrites, "encoder_measures", lambda *settings: False)
         model = Half()
         compiled = compile(model, backend=as_inductor_gets_it)
         encke.attach(compiled, TWO)

@@ -1,0 +1,254 @@
+"""Writes encoders into a forward graph and decoders into its backward graph."""
+
+from __future__ import annotations
+
+import operator
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from encke.capture.ledger import Record
+from encke.capture.sites import Site
+from encke.codecs import GroupQuant
+from encke.codecs.exact import Mask
+from encke.codecs.groupquant import channel_stride
+from encke.codecs.layout import Layout
+from encke.compiled import rewrites
+from encke.compiled.pair import Pair, hint, value
+
+
+class Form(Enum):
+    """In which form a saved tensor passes from the forward to the backward graph."""
+
+    KEPT = auto()
+    """As it is."""
+    SHAPE = auto()
+    """Not at all: its readers ask for its shape only."""
+    MASK = auto()
+    """One bit for each value."""
+    CODES = auto()
+    """Quantised."""
+
+
+class Packing:
+    """The form of one saved tensor of a graph, and its line in the report."""
+
+    def __init__(self, form: Form, sites: list[Site], codec: GroupQuant | None = None) -> None:
+        self.form = form
+        self.sites = sites
+        """One for each reader."""
+        self.codec = codec
+        """Codec of `CODES`, None for the other forms."""
+        self.record = Record(sites[0])
+
+
+class Writer:
+    """Writes what packs into one forward graph and what restores into its backward graph."""
+
+    def __init__(self, pair: Pair, graph: int, packings: dict[Node, Packing]) -> None:
+        self.pair = pair
+        self.graph = graph
+        self.rows: dict[torch.device, dict[Node, Packing]] = {}
+        """Tensors that need a seed, in the order of the seeds, by device."""
+        for node, packing in packings.items():
+            if packing.form is Form.CODES:
+                self.rows.setdefault(value(node).device, {})[node] = packing
+        self.packed = 0
+        """Number of tensors packed so far."""
+        self.measures = False
+        """Whether an encoder computes a batch norm's statistics as well."""
+        self._seeds: dict[torch.device, tuple[Node, Node]] = {}
+
+    def write(self, node: Node, packing: Packing) -> None:
+        """Let the tensor that `node` makes pass in the form that was chosen for it."""
+        t, record = value(node), packing.record
+        record.saved_bytes = hint(t.numel()) * t.element_size()
+        if packing.form is Form.KEPT:
+            record.packed_bytes = record.saved_bytes
+            return
+        self.packed += 1
+        if packing.form is Form.SHAPE:
+            record.codec = "shape"
+            self.pair.forget(node, lambda: self._empty(node))
+        elif packing.form is Form.MASK:
+            record.codec = Mask()
+            record.packed_bytes = hint(value(self._write_mask(node)).numel())
+        else:
+            assert packing.codec is not None
+            record.codec = packing.codec
+            record.packed_bytes = hint(value(self._write_codes(node, packing, packing.codec)).numel())
+
+    def mark(self) -> None:
+        """Make the forward graph ask for seeds, if it does not yet: that is how it tells that it ran."""
+        if not self._seeds:
+            self.seeds(value(self.pair.saved[0]).device)
+
+    def _write_codes(self, node: Node, packing: Packing, codec: GroupQuant) -> Node:
+        """Quantise a tensor; return the node that gives its codes."""
+        t = value(node)
+        forward, backward = self.seeds(t.device)
+        row = list(self.rows[t.device]).index(node)
+        order = order_of(t)
+        stride = stride_of(t, codec.group, order)
+        rate = (codec.bits, codec.group, stride, codec.signs)
+        settings = (order, row, *rate)
+        # Makes inductor store the tensor once, instead of once for the encoder and once for the other readers.
+        node.meta["inductor_realize_to_strides"] = True
+        packed = self._write_encoder(node, (node, forward, *settings), rewrites.encoder_measures(t, *rate))
+
+        def restore(data: Node) -> Node:
+            arguments = (data, backward, *self._layout(node), t.dtype, *settings)
+            return self._here(torch.ops.encke.site_decode.default, arguments)
+
+        readers = self.pair.readers_behind(self.pair.inputs[node.name])
+        mask_readers = [reader for reader, site in zip(readers, packing.sites, strict=True) if site.need == "mask"]
+        data, restored = self.pair.swap(node, packed, restore)
+        arguments = (data, *self._layout(node), t.dtype, order, *rate)
+        self.pair.ask_for_zeros(
+            mask_readers,
+            t,
+            lambda: self._here(torch.ops.encke.site_mask.default, arguments),
+            lambda grad: self._here(torch.ops.encke.site_gate.default, (grad, data, *rate)),
+        )
+        norm = rewrites.find_norm_backward(restored)
+        if norm is not None and rewrites.reads_codes(norm, t, *rate):
+            self._write_norm_backward(norm, (data, backward), (row, codec.bits, stride))
+            return packed
+        for reader in list(restored.users):
+            if rewrites.should_split_conv_backward(reader, restored):
+                self._split_conv_backward(reader, node)
+        return packed
+
+    def _write_encoder(self, node: Node, arguments: tuple[Any, ...], measures: bool) -> Node:
+        """Return the node that gives the codes of `node`; an encoder that `measures` serves its batch norm as well."""
+        norms = rewrites.statistics_of(node) if measures else []
+        if not norms:
+            return self._after(node, torch.ops.encke.site_encode.default, arguments)
+        self.measures = True
+        made = self._after(node, torch.ops.encke.site_encode_moments.default, arguments)
+        for norm in norms:
+            # The nodes that take variance and mean apart may be saved themselves: they stay, and read the encoder.
+            for reader in list(norm.users):
+                place = 1 + reader.args[1]  # type: ignore[operator]
+                reader.args, reader.meta["val"] = (made, place), value(made)[place]
+            upcast = norm.all_input_nodes[0]
+            self.pair.forward.erase_node(norm)
+            if not upcast.users and upcast not in self.pair.saved:
+                self.pair.forward.erase_node(upcast)
+        with self.pair.forward.inserting_after(made):
+            packed = self.pair.forward.create_node("call_function", operator.getitem, (made, 0), name="site_codes")
+        packed.meta["val"] = value(made)[0]
+        return packed
+
+    def _write_norm_backward(
+        self, norm: rewrites.NormBackward, data: tuple[Node, Node], settings: tuple[int, ...]
+    ) -> None:
+        """Let a batch norm's backward read codes."""
+        graph, read = self.pair.backward, (norm.mean, norm.invstd, norm.weight)
+        # Makes inductor store the gradient once, as it lies, instead of once for each of the two readers.
+        norm.grad.meta["inductor_realize_to_strides"] = True
+        with graph.inserting_before(norm.result):
+            sums = self._here(torch.ops.encke.norm_sums.default, (norm.grad, *data, *read, *settings))
+            for row, node in (*((3, node) for node in norm.grad_weights), (4, norm.grad_bias)):
+                node.replace_all_uses_with(self._here(torch.ops.aten.select.int, (sums, 0, row)))
+            result = self._here(torch.ops.encke.norm_apply.default, (norm.grad, *data, sums, *settings))
+        norm.result.replace_all_uses_with(result)
+        for node in (norm.result, *norm.grad_weights, norm.grad_bias):
+            self.pair.drop(node)
+
+    def _split_conv_backward(self, conv: Node, node: Node) -> None:
+        """Compute a convolution's gradients in two calls; after the first, its restored input is released."""
+        grad, x, weight, bias, *settings, mask = conv.args
+        wanted = {user.args[1]: user for user in conv.users}
+        conv.args = (grad, x, weight, bias, *settings, [False, *mask[1:]])  # type: ignore[index,misc]
+        conv.meta["val"] = (None, *value(conv)[1:])
+        if 0 in wanted:
+            with self.pair.backward.inserting_after(conv):
+                arguments = (grad, weight, *self._layout(node), *settings)
+                made = self._here(torch.ops.encke.conv_input_grad.default, arguments)
+            wanted[0].replace_all_uses_with(made)
+            self.pair.backward.erase_node(wanted[0])
+
+    def _write_mask(self, node: Node) -> Node:
+        """Keep one bit for each value; return the node that gives them."""
+        t = value(node)
+        order = order_of(t)
+        packed = self._after(node, torch.ops.encke.mask_encode.default, (node, order))
+
+        def restore(data: Node) -> Node:
+            arguments = (data, *self._layout(node), t.dtype, order)
+            return self._here(torch.ops.encke.mask_decode.default, arguments)
+
+        self.pair.swap(node, packed, restore)
+        return packed
+
+    def _empty(self, node: Node) -> Node:
+        """Return a node of the backward graph that has only the layout of what `node` makes."""
+        t = value(node)
+        made = self.pair.backward.call_function(
+            torch.ops.aten.empty_strided.default, self._layout(node), {"dtype": t.dtype, "device": t.device}
+        )
+        made.meta["val"] = t
+        return made
+
+    def seeds(self, device: torch.device) -> tuple[Node, Node]:
+        """Return the node of a pass's seeds on a device, in the forward and in the backward graph.
+
+        They are the first tensor saved.
+        """
+        if device not in self._seeds:
+            pair, rows = self.pair, self.rows.get(device, {}).values()
+            sites, salts = (
+                [row.sites[0].number for row in rows],
+                [row.codec.seed for row in rows if row.codec is not None],
+            )
+            last = pair.forward.find_nodes(op="placeholder")[-1]
+            with pair.forward.inserting_after(last):
+                arguments = (self.graph, sites, salts, device, not self._seeds)
+                node = self._with_value(pair.forward.call_function(torch.ops.encke.forward_seeds.default, arguments))
+            self._seeds[device] = (node, pair.save(node))
+        return self._seeds[device]
+
+    def _layout(self, node: Node) -> tuple[list[Any], list[Any]]:
+        """Return size and strides of what `node` makes, as the backward graph knows them."""
+        t, pair = value(node), self.pair
+        return pair.in_backward(node, t.shape, "sym_size"), pair.in_backward(node, t.stride(), "sym_stride")
+
+    def _after(self, node: Node, target: Any, arguments: tuple[Any, ...]) -> Node:
+        """Add a node to the forward graph, behind `node`."""
+        with self.pair.forward.inserting_after(node):
+            return self._with_value(self.pair.forward.call_function(target, arguments))
+
+    def _here(self, target: Any, arguments: tuple[Any, ...]) -> Node:
+        """Add a node to the backward graph, where it is being written."""
+        return self._with_value(self.pair.backward.call_function(target, arguments))
+
+    def _with_value(self, made: Node) -> Node:
+        """Give a new node what the compiler wants to know of it."""
+        values = map_arg(made.args, value)
+        # Inductor lays the tensors out as they are here, which spares a copy.
+        made.meta["eager_input_vals"] = (values, {})
+        with value(self.pair.saved[0]).fake_mode:
+            made.meta["val"] = made.target(*values)  # type: ignore[operator]
+        return made
+
+
+def order_of(t: Tensor) -> list[int]:
+    """Return the dimensions of a tensor as they lie in memory, the one that runs slowest first."""
+    return sorted(range(t.dim()), key=lambda d: (-hint(t.stride(d)), -hint(t.shape[d])))
+
+
+def stride_of(t: Tensor, group: int, order: list[int]) -> int:
+    """Return how far apart the values of one channel lie in channels_last memory; 1 unless groups are made of them."""
+    if t.dim() < 4 or order[-1] != 1 or not isinstance(t.shape[1], int):
+        return 1
+    size, strides = tuple(map(hint, t.shape)), [0] * t.dim()
+    numel = 1
+    for d in reversed(order):
+        strides[d] = numel
+        numel *= size[d]
+    return channel_stride(Layout(size, tuple(strides)), numel, group)

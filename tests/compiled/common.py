@@ -1,0 +1,69 @@
+"""Models, inputs and comparisons that the tests of compiled models share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from encke.codecs import GroupQuant
+from encke.policies import Fixed
+
+TWO = Fixed(GroupQuant(bits=2))
+
+EIGHT = Fixed(GroupQuant(bits=8))
+
+
+def net(channels: int = 16) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Conv2d(3, channels, 3, padding=1),
+        nn.BatchNorm2d(channels),
+        nn.ReLU(),
+        nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+        nn.BatchNorm2d(channels),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(channels, 10),
+    )
+
+
+class Wrapped(nn.Module):
+    """A forward of its own: `nn.Sequential.compile()` compiles nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+def images(batch: int = 8, seed: int = 0) -> Tensor:
+    return torch.randn(batch, 3, 24, 24, generator=torch.Generator().manual_seed(seed))
+
+
+def compile(model: nn.Module, **options: object) -> nn.Module:
+    return torch.compile(model, **({"backend": "aot_eager", "fullgraph": True} | options))
+
+
+def gradients(model: nn.Module, *inputs: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    torch.manual_seed(2)
+    model(*inputs).float().square().mean().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def error(a: list[Tensor], b: list[Tensor]) -> float:
+    """The largest relative error, beside the largest gradient: a bias before batch norm has none of its own."""
+    top = max(x.norm() for x in a)
+    return max(float((x - y).norm() / (x.norm() + 0.01 * top)) for x, y in zip(a, b, strict=True))
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]

@@ -1,0 +1,20 @@
+"""Every test of compiled models starts with an empty compiler and leaves no hooks and no patch behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from encke.torch_internals import top_saved_tensors_hooks
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    yield
+    assert top_saved_tensors_hooks() is None
