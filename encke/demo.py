@@ -27,7 +27,6 @@ from encke.train.report import page
 from encke.train.report.summary import Section, Table
 
 METHODS = ("plain", "default")
-POLICIES = {"plain": "none", "default": "comet"}
 HEAD = ("", "plain", "Encke", "")
 WARM, STEPS = 2, 3
 """Steps of the first act before anything is measured, and those that are timed."""
@@ -105,7 +104,7 @@ def act_two(epochs: int, seed: int, out: Path) -> dict[str, Any]:
     for method in METHODS:
         more = [
             "--policy",
-            POLICIES[method],
+            "none" if method == "plain" else method,
             "--epochs",
             str(epochs),
             "--seed",
@@ -115,7 +114,7 @@ def act_two(epochs: int, seed: int, out: Path) -> dict[str, Any]:
             "--save",
             "none",
         ]
-        for line in training([*more, "--layers", "8", "--overwrite", "--out", str(out / method)]):
+        for line in training([*more, "--sites", "8", "--overwrite", "--out", str(out / method)]):
             if line.startswith(("epoch", "step")):
                 note(f"  {label(method)}, {line}")
         found[method] = json.loads((out / method / "result.json").read_text())

@@ -151,10 +151,20 @@ def test_commands_of_the_training_program_name_what_is_wrong(args, words, tmp_pa
 
 
 def test_train_help_names_every_setting_and_recipe(capsys):
-    main(["train", "--help"])
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--help"])
     shown = capsys.readouterr().out
-    assert all(f"--{name} (" in shown for name in fields())
+    assert not end.value.code
+    assert all(f"--{name.replace('_', '-')}" in shown for name in (*fields(), "resume", "overwrite"))
     assert all(name in shown for name in recipes())
+    assert "sgd: momentum." in shown
+    assert "one-cycle" in shown and "(default: cosine)" in shown
+
+
+def test_train_help_shows_the_values_of_a_recipe(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "digits", "--help"])
+    assert "(default: one-cycle)" in capsys.readouterr().out
 
 
 def test_a_missing_extra_is_named_with_the_way_to_install_it(monkeypatch, capsys):

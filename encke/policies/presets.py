@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
+from encke.codecs import ErrorBounded, GroupQuant
 from encke.policies.base import Policy
 from encke.policies.comet.policy import Comet
 from encke.policies.division import Division
+from encke.policies.fixed import Fixed
 
 PRESETS: dict[str, Policy] = {
     "default": Comet(),
@@ -17,6 +19,13 @@ PRESETS: dict[str, Policy] = {
     "division": Division(),
 }
 """The policy behind each name. `comet` is COMET as published, `division` is DIVISION."""
+FIXED: dict[str, Policy] = {
+    "group2": Fixed(GroupQuant(2)),
+    "group4": Fixed(GroupQuant(4)),
+    "group8": Fixed(GroupQuant(8)),
+    "bounded": Fixed(ErrorBounded(0.01, "rel")),
+}
+"""One codec for everything, under the names that train, bench and reports use. For comparisons, not for `attach`."""
 
 
 def preset(name: str) -> Policy:

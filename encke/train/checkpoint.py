@@ -14,6 +14,7 @@ import platform
 import shlex
 import shutil
 import sys
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from encke.tools import units
 from encke.tools.errors import UsageError
 from encke.tools.files import finite_json, write_json, write_whole
 from encke.tools.provenance import cpu_name
-from encke.train.settings import SETTINGS, Settings, fields, read, to_yaml, value_of
+from encke.train.settings import SETTINGS, Settings, fields, read, to_yaml
 
 CHECKPOINT, METRICS, LAYERS, RESULT, ENVIRONMENT = (
     "checkpoint.pt",
@@ -33,7 +34,7 @@ CHECKPOINT, METRICS, LAYERS, RESULT, ENVIRONMENT = (
     "result.json",
     "environment.json",
 )
-FREE = ("data.path", "data.validation", "data.workers", "device", "out", "save", "metrics", "layers", "table")
+FREE = ("data.path", "data.validation", "data.workers", "device", "out", "save", "metrics", "sites", "table")
 """Settings that may differ when a run is resumed: its steps stay the same."""
 
 
@@ -70,10 +71,11 @@ class Folder:
             raise UsageError(f"there is no run to resume in {self.path}")
         before = read(str(self.path))
         for name in fields():
-            if name not in FREE and value_of(before, name) != value_of(settings, name):
+            old, new = attrgetter(name)(before), attrgetter(name)(settings)
+            if name not in FREE and old != new:
                 raise UsageError(
-                    f"{self.path} was trained with {name} {value_of(before, name)}, not {value_of(settings, name)}: "
-                    "resume it as it was, or start another run with --out"
+                    f"{self.path} was trained with {name} {old}, not {new}: resume it as it was, or start another run "
+                    "with --out"
                 )
 
     def check_disk(self, need: int) -> None:

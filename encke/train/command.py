@@ -5,40 +5,44 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import NoReturn
 
 from encke.tools.errors import UsageError
-from encke.train.settings import RECIPES, explained, fields, read, spoken
+from encke.train.settings import RECIPES, Settings, parse, read_as
 
-USAGE = """usage: encke train RECIPE [--resume | --overwrite] [--name value ...]
+ABOUT = """Train from one settings file. RECIPE is a YAML file, a name from the list below, or the folder of a run.
+Every setting can be changed here: --optimizer.lr 0.05 --policy none --epochs 5. Under torchrun the same command trains
+with many processes: torchrun --nproc-per-node 2 -m encke train RECIPE.
 
-Trains from one settings file. RECIPE is a YAML file, a name from the list below, or the folder of a run. Every setting
-can be changed here: --optimizer.lr 0.05 --policy.name none --epochs 5. Under torchrun the same command trains with many
-processes: torchrun --nproc-per-node 2 -m encke train RECIPE.
-
-  --resume     go on with the run in the folder `out`, from its last checkpoint
-  --overwrite  throw the run in the folder `out` away and start again
+recipes:
 """
+
+
+@dataclass(frozen=True)
+class Options(Settings):
+    """All settings of a training, and what to do with a folder that holds a run."""
+
+    resume: bool = False
+    """Go on with the run in the folder `out`, from its last checkpoint."""
+    overwrite: bool = False
+    """Delete the run in the folder `out` and start again."""
 
 
 def train(arguments: Sequence[str]) -> None:
     """Train from a recipe: one settings file, every field can be changed on the command line."""
-    words = list(arguments)
-    if not words or "--help" in words or "-h" in words:
-        print(manual())
-        return
-    resume, overwrite = "--resume" in words, "--overwrite" in words
-    words = [word for word in words if word not in ("--resume", "--overwrite")]
-    if resume and overwrite:
-        raise UsageError("--resume goes on with a run and --overwrite throws it away: choose one")
-    if not words or words[0].startswith("--"):
+    if not arguments or arguments[0] in ("--help", "-h"):
+        parse(Options, ["--help"], Options(), "", ABOUT + recipe_list())
+    if arguments[0].startswith("--"):
         raise UsageError(f"train needs a recipe first: a YAML file, or one of {', '.join(recipes())}")
-    settings = read(words[0], words[1:])
-    from encke.train.loop import train as run  # brings torch in: after everything that can be wrong in a line
+    options = read_as(Options, arguments[0], arguments[1:])
+    if options.resume and options.overwrite:
+        raise UsageError("--resume goes on with a run and --overwrite deletes it: choose one")
+    settings = Settings(**{field.name: getattr(options, field.name) for field in fields(Settings)})
+    from encke.train.loop import train as run  # slow to import: after everything that can be wrong in a line
 
-    code = 0 if run(settings, resume, overwrite)["finished"] else 130
+    code = 0 if run(settings, options.resume, options.overwrite)["finished"] else 130
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         end(code)
     if code:
@@ -46,10 +50,10 @@ def train(arguments: Sequence[str]) -> None:
 
 
 def end(code: int) -> NoReturn:
-    """Ends one of several processes, all of whose work is done, past the interpreter's own end.
+    """End one of several processes whose work is done, without the interpreter's own shutdown.
 
-    DistributedDataParallel holds the process group beyond its end, and with it threads of gloo. Should one of these let
-    go of a tensor while the interpreter ends, Python takes the thread down, and C++ aborts the process for that.
+    DistributedDataParallel holds the process group beyond its end, and with it threads of gloo. Should one of these
+    release a tensor while the interpreter shuts down, Python ends the thread, and C++ aborts the process for that.
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -58,21 +62,11 @@ def end(code: int) -> NoReturn:
 
 
 def recipes() -> list[str]:
-    """The recipes that come with Encke."""
+    """Return the names of the recipes that come with Encke."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
-def manual() -> str:
-    """What `--help` shows: all settings with their types and defaults, and the recipes."""
-    lines = [USAGE, "settings (with their defaults):"]
-    every = fields()
-    for name, text in explained():
-        kind, default = every[name]
-        shown = " ".join(map(str, default)) if isinstance(default, tuple) else str(default).lower()
-        lines.append(f"  --{name} ({spoken(kind)}; {shown or 'empty'})")
-        lines += textwrap.wrap(text, 100, initial_indent="      ", subsequent_indent="      ")
-    lines += ["", "recipes:"]
-    for name in recipes():
-        first = (RECIPES / f"{name}.yaml").read_text().splitlines()[0].removeprefix("#").strip()
-        lines.append(f"  {name:28} {first}")
-    return "\n".join(lines)
+def recipe_list() -> str:
+    """Return every recipe with the first line of its file."""
+    lines = ((name, (RECIPES / f"{name}.yaml").read_text().splitlines()[0].lstrip("# ")) for name in recipes())
+    return "\n".join(f"  {name:28} {text}" for name, text in lines)

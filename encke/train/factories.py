@@ -1,20 +1,23 @@
-"""What the settings name, made: optimizer, learning rate, policy."""
+"""Optimizer, learning-rate schedule and policy, made from the settings."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import nn
 
-from encke.codecs import ErrorBounded, GroupQuant
-from encke.policies import Comet, Division, Fixed
+from encke import policies
+from encke.policies.presets import FIXED, PRESETS
+from encke.tools.errors import UsageError
 from encke.train.settings import Optimizer, Policy, Schedule
 
 
 def optimizer_for(model: nn.Module, settings: Optimizer, fused: bool) -> torch.optim.Optimizer:
-    """The optimizer for a model's parameters."""
+    """Make the optimizer for a model's parameters."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, object]] = [{"params": parameters}]
     if not settings.decay_norms:
@@ -30,9 +33,9 @@ def optimizer_for(model: nn.Module, settings: Optimizer, fused: bool) -> torch.o
     return kind(groups, lr, settings.betas, weight_decay=decay, fused=fused)
 
 
-def rate(schedule: Schedule, steps: int, steps_an_epoch: int) -> Callable[[int], float]:
-    """What the learning rate is multiplied by at each step."""
-    warmup = schedule.warmup * steps_an_epoch
+def lr_factor(schedule: Schedule, steps: int, steps_per_epoch: int) -> Callable[[int], float]:
+    """Return the factor of the learning rate as a function of the step."""
+    warmup = schedule.warmup * steps_per_epoch
     if schedule.name == "one-cycle":
         rise = warmup or 0.3 * steps
         return lambda step: one_cycle(step, rise, steps, schedule.final)
@@ -43,32 +46,39 @@ def rate(schedule: Schedule, steps: int, steps_an_epoch: int) -> Callable[[int],
         if schedule.name == "cosine":
             return half_cosine((step - warmup) / max(steps - warmup, 1), schedule.final)
         if schedule.name == "step":
-            return schedule.gamma ** sum(step >= epoch * steps_an_epoch for epoch in schedule.milestones)
+            return schedule.gamma ** sum(step >= epoch * steps_per_epoch for epoch in schedule.milestones)
         return 1.0
 
     return factor
 
 
 def half_cosine(done: float, final: float) -> float:
-    """From one down to `final`."""
+    """Fall from 1 to `final` along half a cosine."""
     return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * min(max(done, 0.0), 1.0)))
 
 
 def one_cycle(step: int, rise: float, steps: int, final: float) -> float:
-    """From a 25th up to one, and down again."""
+    """Rise from 1/25 to 1 and fall to `final`."""
     if step < rise:
         return 1 / 25 + (1 - 1 / 25) * (1 - half_cosine(step / rise, 0.0))
     return half_cosine((step - rise) / max(steps - rise, 1), final)
 
 
-def policy_for(settings: Policy, seed: int) -> Comet | Division | Fixed | None:
-    """The policy to attach; None for plain training."""
+def policy_for(settings: Policy, seed: int) -> policies.Policy | None:
+    """Make the policy to attach; None for plain training."""
     if settings.name == "none":
         return None
-    if settings.name == "division":
-        return Division(settings.block, settings.bits)
-    if settings.name == "group":
-        return Fixed(GroupQuant(settings.bits, seed=seed))
-    if settings.name == "bounded":
-        return Fixed(ErrorBounded(settings.bound, settings.mode, settings.rounding, seed=seed))
-    return Comet(settings.sigma, rounding=settings.rounding, seed=seed)
+    policy: Any = (PRESETS | FIXED)[settings.name]
+    target = policy.codec if settings.name in FIXED else policy
+    own = {field.name for field in fields(target) if field.init}
+    if settings.name.startswith("group"):
+        own -= {"bits"}  # the name says it
+    given = {field.name: getattr(settings, field.name) for field in fields(settings) if field.name != "name"}
+    changes = {name: value for name, value in given.items() if value is not None}
+    for name in changes:
+        if name not in own:
+            raise UsageError(f"policy.{name} is not a setting of the policy {settings.name}")
+    if "seed" in own:
+        changes["seed"] = seed
+    changed = replace(target, **changes)
+    return replace(policy, codec=changed) if settings.name in FIXED else changed

@@ -74,8 +74,8 @@ def counted(report: Report | None) -> dict[str, Any]:
 def show_layers(run: Run, folder: Folder | None, display: Display) -> None:
     """Ratio and bound of every layer, to the folder and to the screen, if it is time."""
     step, settings = run.progress.step, run.settings
-    written, shown = (each > 0 and step % each == 0 for each in (settings.layers, settings.table))
-    written |= settings.layers > 0 and step == 1
+    written, shown = (each > 0 and step % each == 0 for each in (settings.sites, settings.table))
+    written |= settings.sites > 0 and step == 1
     if run.handle is None or folder is None or not (written or shown):
         return
     report = run.handle.report()

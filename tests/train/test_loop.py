@@ -23,7 +23,7 @@ from encke.train.loop import train
 from encke.train.settings import read
 
 SMALL = (
-    "--data synthetic --data.samples 96 --data.size 28 --data.channels 1 --batch 16 --epochs 2 --metrics 2 --layers 3"
+    "--data synthetic --data.samples 96 --data.size 28 --data.channels 1 --batch 16 --epochs 2 --metrics 2 --sites 3"
 )
 TIMES = ("seconds", "step_seconds", "per_second", "memory_bytes", "peak_bytes", "held_bytes", "memory_before_bytes")
 
@@ -292,7 +292,7 @@ def run_command(*arguments: str, allocator: bool = False, session: bool = False)
 def test_memory_of_a_process_is_told_where_it_means_something(tmp_path):
     command = ["-m", "encke", "train", "digits", *SMALL.split(), "--batch", "48", "--metrics", "1", "--steps", "4"]
     found = {}
-    for name, policy in (("plain", "none"), ("compressed", "comet")):
+    for name, policy in (("plain", "none"), ("compressed", "default")):
         process = run_command(*command, "--policy", policy, "--out", str(tmp_path / name), allocator=True)
         assert process.wait() == 0
         found[name] = json.loads((tmp_path / name / "result.json").read_text())

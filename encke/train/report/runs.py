@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from encke.tools.errors import UsageError
-from encke.train.settings import flat, load_yaml
+from encke.train import settings
 
 A_RUN_FOLDER = "a run folder is what `encke train` writes: settings.yaml, metrics.jsonl and more"
 MOST_FORWARDS = 100
 """At least so many forward passes of a long layers.jsonl are kept, and at most twice as many."""
+POLICY = ("sigma", "rounding", "bits", "block", "bound", "mode")
+"""Settings of a policy, in the order in which they are shown."""
 NOT_THE_DATA = ("data.path", "data.validation", "data.workers", "data.augment")
 """Where the data are and how they are read: the same data may come from elsewhere."""
-OF_NO_MATTER = ("out", "device", "save", "metrics", "layers", "table", "data.workers")
+OF_NO_MATTER = ("out", "device", "save", "metrics", "sites", "table", "data.workers")
 """Settings that do not change what is learnt; the device itself is in environment.json."""
 
 
@@ -62,21 +64,13 @@ class Run:
 
     @property
     def policy(self) -> str:
-        """The policy with the settings that it reads."""
-        name = self.settings.get("policy.name")
-        if name is None or name == "none":
-            return "none" if name else "not known"
-        words = [str(name)]
-        setting = {key.removeprefix("policy."): value for key, value in self.settings.items()}
-        if name == "comet" and setting.get("sigma") is not None:
-            words.append(f"sigma {setting['sigma']}")
-        if name in ("comet", "bounded") and setting.get("rounding") not in (None, "stochastic"):
-            words.append(str(setting["rounding"]))
-        if name in ("division", "group") and "bits" in setting:
-            words.append(f"{setting['bits']} bits")
-        if name == "bounded" and "bound" in setting:
-            words.append(f"{setting['bound']} {setting.get('mode', '')}".strip())
-        return ", ".join(words)
+        """The policy with those of its settings that are not its own defaults."""
+        name = str(self.settings.get("policy.name", "not known"))
+        given = {key.removeprefix("policy."): value for key, value in self.settings.items() if value is not None}
+        words = [
+            f"{given[key]}" if key in ("rounding", "mode") else f"{key} {given[key]}" for key in POLICY if key in given
+        ]
+        return ", ".join([name, *words])
 
     @property
     def model(self) -> str:
@@ -163,12 +157,11 @@ def read(folder: Path, name: str) -> Run:
     """A run folder; UsageError where it is none, or where a file in it is broken."""
     check_folder(folder)
     cut: list[str] = []
-    settings = dict(flat(load_yaml(folder / "settings.yaml"), str(folder)))
     steps, epochs, resumed = read_metrics(folder / "metrics.jsonl", cut)
     run = Run(
         name=name,
         folder=folder,
-        settings=settings,
+        settings=settings.load(folder / settings.SETTINGS),
         environment=read_object(folder / "environment.json"),
         steps=steps,
         epochs=epochs,
@@ -302,7 +295,7 @@ def complaints(run: Run) -> Iterator[str]:
         yield "There has been no validation yet."
     if not run.environment:
         yield "There is no environment.json: device, versions and the number of validation samples are not known."
-    if not run.plain and not run.forwards and run.settings.get("layers") != 0:
+    if not run.plain and not run.forwards and run.settings.get("sites") != 0:
         yield "There is no layers.jsonl: ratio and bound over time are not known."
 
 
