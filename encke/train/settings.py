@@ -273,7 +273,7 @@ def translated(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in kept or not name.startswith("policy.")}
 
 
-def fields(kind: type = Settings, prefix: str = "") -> dict[str, Any]:
+def fields(kind: Any = Settings, prefix: str = "") -> dict[str, Any]:
     """Return the type of every setting by dotted name."""
     types: dict[str, Any] = {}
     for name, hint in get_type_hints(kind).items():

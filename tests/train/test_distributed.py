@@ -14,7 +14,7 @@ import pytest
 import torch
 
 SMALL = (
-    "--data synthetic --data.samples 96 --data.size 28 --data.channels 1 --batch 16 --steps 12 --metrics 2 --sites 3"
+    "--data synthetic --data.samples 96 --data.size 12 --data.channels 1 --batch 16 --steps 12 --metrics 2 --sites 3"
 )
 
 pytestmark = pytest.mark.slow

@@ -23,7 +23,7 @@ from encke.train.loop import train
 from encke.train.settings import read
 
 SMALL = (
-    "--data synthetic --data.samples 96 --data.size 28 --data.channels 1 --batch 16 --epochs 2 --metrics 2 --sites 3"
+    "--data synthetic --data.samples 96 --data.size 12 --data.channels 1 --batch 16 --epochs 2 --metrics 2 --sites 3"
 )
 TIMES = ("seconds", "step_seconds", "per_second", "memory_bytes", "peak_bytes", "held_bytes", "memory_before_bytes")
 
