@@ -65,7 +65,7 @@ def interrupt_at(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_learns_and_its_folder_tells_what_happened(tmp_path):
-    result = train(settings(tmp_path / "run", "--epochs", "8"))
+    result = train(settings(tmp_path / "run", "--epochs", "8", "--data.size", "28"))
     out = tmp_path / "run"
     assert result["finished"] and result["reason"] == "done" and result["steps"] == 48
     assert json.loads((out / "result.json").read_text())["validation_accuracy"] == result["validation_accuracy"]
