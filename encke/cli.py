@@ -108,7 +108,7 @@ def _gradients() -> Function:
 COMMANDS = {
     "demo": Command(_demo, ("yaml", "torchvision", "mlxtend")),
     "check": Command(_check),
-    "train": Command(_train, ("yaml",), reads_arguments=True),
+    "train": Command(_train, ("tyro", "yaml"), reads_arguments=True),
     "report": Command(_report, ("yaml",)),
     "data lmdb": Command(_lmdb, ("lmdb", "PIL")),
     "data dogs": Command(_dogs, ("PIL",)),
