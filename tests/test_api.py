@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
 import subprocess
 import sys
@@ -15,8 +16,10 @@ from torch import nn
 
 import encke
 from encke.codecs import ErrorBounded, GroupQuant
-from encke.policies import Fixed
+from encke.policies import Comet, Fixed
 from tests.models import resnet
+from tests.policies.comet.trainings import net as small_net
+from tests.policies.comet.trainings import sgd, train
 
 
 def net() -> nn.Sequential:
@@ -236,6 +239,72 @@ def test_memory_held_after_forward_drops_measured_from_outside() -> None:
         held[kind] = int(run.stdout)
     assert held["plain"] > 100 << 20
     assert held["packed"] < held["plain"] / 4, held
+
+
+def test_log_writes_every_layer_at_every_forward_pass(tmp_path: Path) -> None:
+    model = small_net()
+    optimizer = sgd(model)
+    handle = encke.attach(model, Comet(every=3, rounding="nearest"), optimizer)
+    path = tmp_path / "log.jsonl"
+    handle.log(path)
+    train(model, optimizer, 5)
+    assert len(path.read_text().splitlines()) == 4
+    report = handle.report()
+    handle.detach()
+    handle.detach()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert lines[-1]["ratio"] == pytest.approx(report.ratio)
+    assert lines[-1]["sites"] == json.loads(json.dumps(report.to_dict()["sites"]))
+    for line in lines:
+        assert line["saved_bytes"] / line["packed_bytes"] == pytest.approx(line["ratio"])
+        lossy = [row for row in line["sites"] if row["codec"] == "ErrorBounded"]
+        assert len(lossy) >= 5 and all(row["bound"] and row["ratio"] > 1 and row["layer"] for row in lossy)
+        # One line a step, the bound of that step: relative before the first collection, absolute after.
+        for row in lossy:
+            first = 1 if row["operation"] == "NativeBatchNorm" else 3
+            assert ("rel" in row["bound"]) == (line["step"] <= first)
+
+
+def test_log_to_a_stream_is_to_be_read() -> None:
+    model = small_net()
+    optimizer = sgd(model)
+    handle = encke.attach(model, Comet(every=3), optimizer)
+    stream = io.StringIO()
+    handle.log(stream)
+    train(model, optimizer, 2)
+    handle.detach()
+    lines = stream.getvalue().splitlines()
+    assert any(line.startswith("step 1 0 Convolution.input GroupQuant 2 bits ratio ") for line in lines)
+    assert [line.split(" ratio ")[0] for line in lines if " all " in line] == ["step 1 all", "step 2 all"]
+    assert float(lines[-1].split()[-1]) == pytest.approx(handle.report().ratio, abs=0.01)
+
+
+def test_log_every_third_pass_and_its_end(tmp_path: Path) -> None:
+    model = small_net()
+    optimizer = sgd(model)
+    handle = encke.attach(model, Comet(), optimizer)
+    path = tmp_path / "log.jsonl"
+    path.write_text("{}\n")
+    handle.log(str(path), every=3)
+    train(model, optimizer, 8)
+    assert [json.loads(line).get("step") for line in path.read_text().splitlines()] == [None, 3, 6]
+    handle.log(None)
+    train(model, optimizer, 8)
+    handle.detach()
+    assert len(path.read_text().splitlines()) == 3
+
+
+def test_bad_log_targets_are_told(tmp_path: Path) -> None:
+    handle = encke.attach(net())
+    with pytest.raises(FileNotFoundError, match="folder .*missing does not exist"):
+        handle.log(tmp_path / "missing" / "log.jsonl")
+    with pytest.raises(TypeError, match="path or an open text stream, got int"):
+        handle.log(3)  # type: ignore[arg-type]
+    for every in (0, -1, 1.5, True, "2"):
+        with pytest.raises(ValueError, match="every must be"):
+            handle.log(tmp_path / "log.jsonl", every=every)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_public_names_are_these() -> None:

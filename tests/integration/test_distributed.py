@@ -55,7 +55,7 @@ COMET = """
 import copy, os, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 import encke
-from tests.policies.comet.test_policy import WEIGHTS, net
+from tests.policies.comet.trainings import WEIGHTS, net
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.set_num_threads(1)

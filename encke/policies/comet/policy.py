@@ -185,11 +185,13 @@ class Comet(AdaptivePolicy):
     def state_dict(self) -> dict[str, Any]:
         """Return all that choices depend on: settings, what was learnt, and the position in the schedule."""
         schedule = self.schedule.state_dict()  # may end a step, so it comes first
-        return {"policy": repr(self), "rounding": self.rounding, "follower": schedule} | self.decisions()
+        return {"policy": repr(self), "rounding": self.rounding, "schedule": schedule} | self.decisions()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()` of an earlier run. A state that does not fit changes nothing."""
-        missing = {"settings", "history", "turn", "warned", "rounding", "follower"} - set(state)
+        if "follower" in state:  # version 1, of release 0.1
+            state = {**state, "schedule": state["follower"]}
+        missing = {"settings", "history", "turn", "warned", "rounding", "schedule"} - set(state)
         if missing:
             raise ValueError(f"this is not a state of Comet: it lacks {sorted(missing)}")
         if state["rounding"] != self.rounding:
@@ -198,7 +200,7 @@ class Comet(AdaptivePolicy):
                 f"attach with rounding={state['rounding']!r}"
             )
         learnt = Learnt.from_dict(state, self.seed)
-        self.schedule.load_state_dict(state["follower"])
+        self.schedule.load_state_dict(state["schedule"])
         object.__setattr__(self, "_learnt", learnt)
 
 

@@ -107,16 +107,19 @@ class CollectionSchedule:
             # Nobody tells when a step is over; whoever saves a state thinks that it is.
             self._close(None)
         requested = self.requested or (self.open is not None and self.optimizer is None)
-        state = {"updates": self.updates, "counted": self.counts_all_steps, "again": requested}
+        state = {"updates": self.updates, "counts_all_steps": self.counts_all_steps, "requested": requested}
         return state | {"averages": self.averages.state_dict(self._parameters())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()` of an earlier run."""
-        missing = {"updates", "counted", "again", "averages"} - set(state)
+        if "counted" in state:  # version 1, of release 0.1
+            state = {**state, "counts_all_steps": state["counted"], "requested": state["again"]}
+        missing = {"updates", "counts_all_steps", "requested", "averages"} - set(state)
         if missing:
             raise ValueError(f"this is not a state of a collection schedule: it lacks {sorted(missing)}")
         self.averages.load_state_dict(state["averages"], self._parameters())
-        self.updates, self.counts_all_steps, self.requested = state["updates"], state["counted"], state["again"]
+        self.updates, self.requested = state["updates"], state["requested"]
+        self.counts_all_steps = state["counts_all_steps"]
         self.open = None
 
     def _parameters(self) -> dict[str, Tensor]:
