@@ -1,4 +1,4 @@
-"""What was saved, layer by layer: bytes before and after, codec, bound or bits, beside the measured peak."""
+"""Reports: bytes saved and packed at every site of the last forward pass, with the codec and its settings."""
 
 from __future__ import annotations
 
@@ -36,27 +36,41 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What the last forward pass saved. `print(report)` shows a table, `to_dict` and `to_json` give the same as data.
+    """Table of the last forward pass, site by site. `print(report)` shows it.
 
-    `saved_bytes` is what plain autograd would hold, each storage once; `packed_bytes` what is held instead;
-    `peak_bytes` the measured peak of the whole process (GPU: allocated memory since the last
-    `torch.cuda.reset_peak_memory_stats`; CPU: resident memory).
+    Example:
+        >>> import torch
+        >>> import encke
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Tanh(), torch.nn.Linear(512, 10))
+        >>> handle = encke.attach(model)
+        >>> for _ in range(2):
+        ...     model(torch.randn(256, 64)).sum().backward()
+        >>> report = handle.report()
+        >>> report.saved_bytes > report.packed_bytes
+        True
+        >>> [row.operation for row in report.sites if row.codec == "GroupQuant"]
+        ['Tanh']
     """
 
     policy: str
     saved_bytes: int
+    """Bytes that plain autograd would hold, each storage once."""
     packed_bytes: int
+    """Bytes held instead."""
     peak_bytes: int
+    """Measured peak of the process: on a GPU allocated memory since the last `torch.cuda.reset_peak_memory_stats`, on
+    the CPU resident memory."""
     forwards: int
+    """Training forward passes so far."""
     sites: tuple[Row, ...]
 
     @property
     def ratio(self) -> float:
-        """How many times smaller what is held is than what plain autograd would hold."""
+        """Saved bytes over packed bytes."""
         return self.saved_bytes / self.packed_bytes if self.packed_bytes else 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain Python data."""
+        """Return everything as plain Python data."""
         data = asdict(self)
         data["ratio"] = self.ratio
         # JSON has no infinity: a layer that costs nothing has no ratio.
@@ -64,7 +78,7 @@ class Report:
         return data
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Writes `to_dict()` as JSON, whole or not at all."""
+        """Write `to_dict()` as JSON, whole or not at all."""
         target = Path(path)
         if not target.parent.is_dir():
             raise FileNotFoundError(f"cannot write the report to {target}: the folder {target.parent} does not exist")
@@ -95,7 +109,7 @@ class Report:
 
 
 class StepLog:
-    """Bound and ratio of every layer, forward pass by forward pass: JSON lines in a file, or lines to read."""
+    """Log of codec and ratio at every site, forward pass by forward pass: JSON lines in a file, or lines of text."""
 
     def __init__(self, target: str | os.PathLike[str] | TextIO, every: int) -> None:
         self.every = every
@@ -112,7 +126,7 @@ class StepLog:
             raise TypeError(f"log takes a path or an open text stream, got {type(target).__name__}")
 
     def write(self, step: int, records: list[Record]) -> None:
-        """One forward pass; each is written once."""
+        """Write the records of one forward pass, unless they were written before or the pass is not logged."""
         if step == self.written or step % self.every:
             return
         self.written = step
@@ -139,7 +153,7 @@ def describe(codec: Codec | str) -> tuple[str, str]:
 
 
 def rows_of(records: list[Record]) -> tuple[Row, ...]:
-    """Rows in order of the forward pass; tensors that were left alone are summed up in one row for each layer."""
+    """Return rows in the order of the forward pass; tensors that were kept are summed up in one row for each layer."""
     rows: dict[tuple[Any, ...], Row] = {}
     for number, record in enumerate(records):
         site = record.site
@@ -155,7 +169,7 @@ def rows_of(records: list[Record]) -> tuple[Row, ...]:
 
 
 def peak_bytes(device: torch.device | None) -> int:
-    """The measured peak: allocated GPU memory, or the process's largest resident size."""
+    """Return the measured peak: allocated GPU memory, or the process's largest resident size."""
     if device is not None and device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
