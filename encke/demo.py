@@ -88,8 +88,10 @@ def act_one(image: int, batch: int) -> dict[str, Any]:
 
 
 def outcome(answer: dict[str, Any]) -> str:
-    """How a trial under a cap ended that had trained without one; the libraries that do not check what malloc gives
-    them take the process with them."""
+    """Return in words how a trial under a memory cap ended, of a training that runs without the cap.
+
+    Libraries that do not check what malloc returns end the process, which counts as out of memory.
+    """
     if answer.get("fits"):
         return "trains"
     if answer.get("out_of_memory") or answer.get("died"):

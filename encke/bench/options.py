@@ -30,7 +30,7 @@ def option(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure."""
+    """Models, methods and sizes to measure."""
 
     models: tuple[str, ...] = option((), f"Any of {', '.join(MODELS)}. By default resnet50, without a GPU resnet18.")
     methods: tuple[str, ...] = option((), f"Any of {', '.join(METHODS)}. By default all that can run here.")
@@ -94,7 +94,7 @@ class Options:
 
 @dataclass(frozen=True)
 class StepOptions(Options):
-    """What to measure, with the batches to measure it at."""
+    """Options of a measurement at given batches."""
 
     batch: tuple[int, ...] = option((), "Images or sequences in a step; several are measured one after the other.")
     rounds: int = option(

@@ -1,0 +1,108 @@
+"""Rules of CONTRIBUTING.md that ruff cannot check: first words of docstrings, documented public names, sizes."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import encke
+
+ROOT = Path(__file__).parents[1]
+FILES = {str(path.relative_to(ROOT)): path.read_text() for path in sorted((ROOT / "encke").rglob("*.py"))}
+# Folders and files that do not follow a rule yet. Lines may only go.
+NOT_YET = {
+    "first words": (
+        "encke/api.py",
+        "encke/capture",
+        "encke/codecs",
+        "encke/compiled",
+        "encke/kernels",
+        "encke/policies",
+        "encke/study/frozen.py",
+        "encke/train",
+    ),
+    "documented": ("encke.Site",),
+    "size": ("encke/compiled/pair.py", "encke/kernels"),
+}
+RIDDLES = ("What ", "The same", "Of ", "How ", "Whose ")
+"""First words that say nothing about the thing that is documented."""
+MOST_LINES, MOST_METHODS = 500, 15
+PUBLIC = [
+    importlib.import_module(name)
+    for name in ("encke", "encke.codecs", "encke.policies", "encke.integrations")
+    if (ROOT / name.replace(".", "/")).is_dir()
+]
+
+
+def docstrings(text: str) -> Iterator[tuple[int, str]]:
+    """Yield line and text of every docstring, those of attributes included."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value.strip()
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_docstrings_begin_with_a_verb_or_a_noun(file: str) -> None:
+    if file.startswith(NOT_YET["first words"]):
+        pytest.skip("not yet")
+    found = [f"{file}:{line}: {text.splitlines()[0]}" for line, text in docstrings(FILES[file]) if text]
+    assert not [line for line in found if line.split(": ", 1)[1].startswith(RIDDLES)]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_files_and_classes_are_not_too_large(file: str) -> None:
+    if file.startswith(NOT_YET["size"]):
+        pytest.skip("not yet")
+    assert len(FILES[file].splitlines()) <= MOST_LINES
+    for node in ast.walk(ast.parse(FILES[file])):
+        if isinstance(node, ast.ClassDef):
+            methods = [each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+            assert len(methods) <= MOST_METHODS, node.name
+
+
+NAMES = {f"{module.__name__}.{name}": getattr(module, name) for module in PUBLIC for name in module.__all__}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_public_names_and_their_methods_are_documented(name: str) -> None:
+    thing = NAMES[name]
+    if name in NOT_YET["documented"]:
+        pytest.skip("not yet")
+    if isinstance(thing, ModuleType | type) or callable(thing):
+        assert inspect.getdoc(thing), name
+    if not isinstance(thing, type):
+        return
+    for member in [each for each in vars(thing) if not each.startswith("_")]:
+        value = inspect.getattr_static(thing, member)
+        if isinstance(value, property | classmethod | staticmethod) or inspect.isfunction(value):
+            assert inspect.getdoc(getattr(thing, member)), f"{name}.{member}"
+
+
+def examples() -> list[str]:
+    return [file for file, text in FILES.items() if re.search(r"^\s*>>> ", text, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("file", examples())
+def test_examples_in_docstrings_hold(file: str) -> None:
+    module = importlib.import_module(file.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+    found = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    assert found.attempted and not found.failed
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_public_functions_have_an_example(name: str) -> None:
+    thing = NAMES[name]
+    if inspect.isfunction(thing):
+        assert ">>> " in (inspect.getdoc(thing) or ""), name
+
+
+def test_the_version_is_in_the_changelog() -> None:
+    assert f"\n## {encke.__version__}" in (ROOT / "CHANGELOG.md").read_text()
