@@ -86,7 +86,8 @@ def settle(handle: encke.Handle) -> None:
     """The policy has a setting for each site, as it has between two collection steps."""
     policy: Any = handle.policy
     for record in handle._capture.ledger.last:
-        for site in {record.site, *record.site.readers}:
+        for facts in {record.facts, *record.facts.sharers}:
+            site = facts.site
             if site.need == "lossy":
                 policy.settings[site.place] = Setting(policy.choose(site))
 

@@ -158,7 +158,7 @@ def rows_of(records: list[Record]) -> tuple[Row, ...]:
     for number, record in enumerate(records):
         site = record.site
         codec, bound = describe(record.codec)
-        packed = site.hint.nbytes if record.packed_bytes == SIZE_PENDING else record.packed_bytes
+        packed = record.facts.encoder_state.nbytes if record.packed_bytes == SIZE_PENDING else record.packed_bytes
         key = (site.layer, "kept") if codec == "kept" else (number,)
         old = rows.get(key)
         saved = record.saved_bytes + (old.saved_bytes if old else 0)

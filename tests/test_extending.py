@@ -55,5 +55,5 @@ def test_it_trains(codec: Codec, backend: str | None, shown: str) -> None:
 
 def test_it_says_what_it_is(codec: Codec) -> None:
     assert codec.describe() == "8 bits, row by row" and Codec.from_dict(codec.to_dict()) == codec
-    attention, logprob = (Site("layer", 0, (torch.float32, 4, True, None), need=n) for n in ("attention", "logprob"))
+    attention, logprob = (Site("layer", "?", "?", need=n, dimensions=4) for n in ("attention", "logprob"))
     assert Fixed(codec).choose(attention) == codec and Fixed(codec).choose(logprob) == Keep()

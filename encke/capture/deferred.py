@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from encke.capture.sites import Site
+from encke.capture.facts import SiteFacts
 from encke.codecs import Codec, Packed
 from encke.codecs.base import EncoderState
 from encke.codecs.layout import Layout
@@ -16,10 +16,10 @@ class DeferredForward:
     An operation may leave its work to be done while that tensor is encoded, in one pass over it.
     """
 
-    __slots__ = ("codec", "site", "t")
+    __slots__ = ("codec", "facts", "t")
 
-    def __init__(self, site: Site, codec: Codec | None, t: Any) -> None:
-        self.site = site
+    def __init__(self, facts: SiteFacts, codec: Codec | None, t: Any) -> None:
+        self.facts = facts
         self.codec = codec
         """What the policy has chosen for the site, if it was asked."""
         self.t = t

@@ -5,14 +5,13 @@ from __future__ import annotations
 import weakref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from encke.capture.deferred import DeferredForward
+from encke.capture.facts import SiteFacts
 from encke.capture.ledger import SIZE_PENDING, Record
-from encke.capture.needs import limits_of
 from encke.capture.passes import ForwardPass, Frame
 from encke.capture.saved import Saved, SharedCell
-from encke.capture.sites import Site
 from encke.codecs import Codec, Lossless
 from encke.codecs.algebra import satisfies
 from encke.codecs.base import mix
@@ -26,9 +25,10 @@ storage_ref = weakref.ref
 """A storage's Python object lives as long as its memory does, whoever holds that."""
 
 
-def codec_for(policy: Policy, site: Site, dtype: torch.dtype, frame: Frame | None) -> Codec | None:
+def codec_for(policy: Policy, facts: SiteFacts, dtype: torch.dtype, frame: Frame | None) -> Codec | None:
     """Return the codec that a site's need asks for; None where the tensor is kept as it is."""
     codec: Codec
+    site = facts.site
     need = site.need
     if need == "mask":
         codec = MASK
@@ -38,12 +38,12 @@ def codec_for(policy: Policy, site: Site, dtype: torch.dtype, frame: Frame | Non
         limits = limits_of(site.operation, None if frame is None else frame.layer.owner())
         codec = policy.choose(site) if limits is None else Between(*limits)
     elif need == "exact":
-        if site.stays:
+        if facts.stays:
             return None
-        codec = Lossless(high=site.high)
-        plane = frame.sizes.get(site.pair) if frame is not None and frame.sizes is not None else None
-        if site.window is not None and plane is not None:
-            kernel, stride, padding, dilation = site.window
+        codec = Lossless(high=facts.high)
+        plane = frame.sizes.get(facts.input_index) if frame is not None and frame.sizes is not None else None
+        if facts.window is not None and plane is not None:
+            kernel, stride, padding, dilation = facts.window
             window = Window(kernel, stride, padding, dilation, plane[-len(kernel) :])
             codec = window if window.takes(dtype) else codec
     else:
@@ -51,7 +51,7 @@ def codec_for(policy: Policy, site: Site, dtype: torch.dtype, frame: Frame | Non
     return codec if codec.takes(dtype) else None
 
 
-def shared_cell(site: Site, t: Tensor, layout: Layout, length: int, forward: ForwardPass) -> SharedCell:
+def shared_cell(facts: SiteFacts, t: Tensor, layout: Layout, length: int, forward: ForwardPass) -> SharedCell:
     """Return the cell of the memory that `t` covers: the one that this forward pass has already, or a new one."""
     storage = t.untyped_storage()
     run = (layout.size, layout.stride) if layout.copied else length
@@ -62,9 +62,9 @@ def shared_cell(site: Site, t: Tensor, layout: Layout, length: int, forward: For
         cell = known[0]()
         if cell is not None:
             return cell
-    record = Record(site, forward.tally.count(storage))
+    record = Record(facts, forward.tally.count(storage))
     forward.tally.records.append(record)
-    cell = SharedCell(mix(forward.step, site.number, forward.rank), record)
+    cell = SharedCell(mix(forward.step, facts.site.number, forward.rank), record)
     forward.cells[key] = (weakref.ref(cell), storage_ref(storage))
     return cell
 
@@ -91,12 +91,12 @@ def encode(
     assert codec is not None
     if packed is None or not satisfies(packed.codec, codec):
         if length is None:
-            packed = codec.encode_flat(t, layout, cell.key, record.site.hint)
+            packed = codec.encode_flat(t, layout, cell.key, record.facts.encoder_state)
         elif deferred is None:
-            packed = codec.encode_run(t, layout, length, cell.key, record.site.hint)
+            packed = codec.encode_run(t, layout, length, cell.key, record.facts.encoder_state)
         else:
             forward.deferred = None
-            packed = deferred.encode(codec, layout, length, cell.key, record.site.hint)
+            packed = deferred.encode(codec, layout, length, cell.key, record.facts.encoder_state)
         cell.packed = packed
         cell.decoded = None
         record.codec = codec
@@ -113,7 +113,19 @@ def encode_alone(
 ) -> Saved:
     """Pack `t` for one reader in a cell of its own. Shared with other readers it would need more bits."""
     forward.tally.records.append(record)
-    saved.cell = cell = SharedCell(mix(forward.step, record.site.number, forward.rank), record)
+    saved.cell = cell = SharedCell(mix(forward.step, record.facts.site.number, forward.rank), record)
     cell.ask(codec, True)
     encode(cell, saved, forward, t, length)
     return saved
+
+
+def limits_of(operation: str, module: nn.Module | None) -> tuple[float, float] | None:
+    """Return the limits of its input inside of which an operation propagates gradients unchanged, and none outside.
+
+    Only layers tell: numbers that somebody gives to a function may be others in the next step.
+    """
+    if operation == "Hardsigmoid":
+        return (-3.0, 3.0)
+    if operation == "Hardtanh" and isinstance(module, nn.Hardtanh) and type(module).forward is nn.Hardtanh.forward:
+        return (float(module.min_val), float(module.max_val))
+    return None

@@ -5,7 +5,6 @@ The questions between autograd and the codecs: whose tensor is this, was its mem
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
 import torch
@@ -13,11 +12,21 @@ from torch import Tensor, nn
 
 from encke.capture.deferred import DeferredForward
 from encke.capture.encoding import MASK, codec_for, encode, encode_alone, shared_cell
-from encke.capture.ledger import Ledger, Record
+from encke.capture.facts import SiteFacts, SiteState
+from encke.capture.ledger import KEPT, Ledger, Record
 from encke.capture.modules import Layer
-from encke.capture.needs import KNOWN, needs_weight_gradient, operation_name
+from encke.capture.nodes import (
+    KNOWN,
+    comes_from_leaves,
+    is_view_of_parameter,
+    needs_weight_gradient,
+    operation_name,
+    saved_by,
+    signature,
+    tensors_in,
+)
 from encke.capture.passes import ForwardPass, Frame, Passes
-from encke.capture.readers import Readers, matches, saved_by, signature, tensors_in
+from encke.capture.readers import Readers, matches
 from encke.capture.saved import Pending, Saved
 from encke.capture.sites import Site
 from encke.codecs.base import check_version
@@ -98,15 +107,15 @@ class Capture:
         if forward.pending:
             self.readers.read_graph(t.grad_fn)
         if deferred is not None:
-            return self._save(t, deferred.site, frame, forward, deferred)
+            return self._save(t, deferred.facts, frame, forward, deferred)
         known = frame.sites[index] if index < len(frame.sites) else None
-        if known is not None and known.stable and matches(known, t):
-            need = known.need
+        if known is not None and known.state is SiteState.KNOWN and matches(known, t):
+            need = known.site.need
             if need == "weight":
                 return self._keep(t)
             if need != "shape":
                 return self._save(t, known, frame, forward)
-            if not weight_unfrozen(known, frame.layer):
+            if not weight_unfrozen(known.site, frame.layer):
                 return self._save_shape(t, known, frame)
         return self._hold(t, frame, index)
 
@@ -116,45 +125,47 @@ class Capture:
             tally = self.threads.forward.tally
             size = tally.count(t.untyped_storage())
             if size:
-                tally.add_kept(size)
+                tally.records.append(Record(KEPT, size, size))
         return keep(t)
 
     def _hold(self, t: Tensor, frame: Frame, index: int) -> Saved:
         """Keep `t` as it is until the graph tells who reads it."""
-        place = f"{frame.layer.name}/{frame.number}/{index}"
-        site = Site(frame.layer.name, index, signature(t), place=place, number=zlib.crc32(place.encode()))
+        facts = SiteFacts(Site(frame.layer.name, "?", "?", frame.number), index, signature(t))
         note_size(frame, index, t)
         forward = self.threads.forward
         flat, layout = flatten(t.detach())
-        cell = shared_cell(site, t, layout, flat.numel(), forward)
-        saved = Saved(self.readers, site, t, layout, cell)
-        saved.pending = Pending(frame, index, t.grad_fn)
+        cell = shared_cell(facts, t, layout, flat.numel(), forward)
+        saved = Saved(self.readers, facts, t, layout, cell)
+        node = t.grad_fn
+        parameter = is_view_of_parameter(node) or comes_from_leaves(node, parameters=True)
+        saved.pending = Pending(frame, parameter, comes_from_leaves(node, parameters=False))
         cell.waiting += 1
         cell.hold(flat)
         forward.pending.add(saved)
         return saved
 
     def _save(
-        self, t: Tensor, site: Site, frame: Frame, forward: ForwardPass, deferred: DeferredForward | None = None
+        self, t: Tensor, facts: SiteFacts, frame: Frame, forward: ForwardPass, deferred: DeferredForward | None = None
     ) -> Saved | Kept:
         """Pack `t` for a reader whose need is known, and run the forward that was deferred until then."""
+        need = facts.site.need
         codec = None if deferred is None else deferred.codec
         if codec is None:
-            codec = MASK if site.need == "mask" else codec_for(self.policy, site, t.dtype, frame)
+            codec = MASK if need == "mask" else codec_for(self.policy, facts, t.dtype, frame)
             if codec is None:
                 return self._keep(t)
         layout, length = layout_of(t.shape, t.stride())
-        if site.need == "range":
-            record = Record(site, forward.tally.count(t.untyped_storage()))
-            return encode_alone(Saved(self.readers, site, t, layout, None), record, codec, forward, t, length)
-        cell = shared_cell(site, t, layout, length, forward)
-        saved = Saved(self.readers, site, t, layout, cell)
-        first = cell.record.site
-        if first is not site:
-            first.readers.add(site)
-        elif site.readers:
-            for reader in tuple(site.readers):
-                more = codec_for(self.policy, reader, t.dtype, None)
+        if need == "range":
+            record = Record(facts, forward.tally.count(t.untyped_storage()))
+            return encode_alone(Saved(self.readers, facts, t, layout, None), record, codec, forward, t, length)
+        cell = shared_cell(facts, t, layout, length, forward)
+        saved = Saved(self.readers, facts, t, layout, cell)
+        first = cell.record.facts
+        if first is not facts:
+            first.sharers.add(facts)
+        elif facts.sharers:
+            for sharer in tuple(facts.sharers):
+                more = codec_for(self.policy, sharer, t.dtype, None)
                 if more is not None:
                     cell.ask(more)
         cell.ask(codec, codec is not MASK)
@@ -164,12 +175,12 @@ class Capture:
                 encode(cell, saved, forward, t, length, deferred)
         return saved
 
-    def _save_shape(self, t: Tensor, site: Site, frame: Frame) -> Saved:
+    def _save_shape(self, t: Tensor, facts: SiteFacts, frame: Frame) -> Saved:
         """Save only the shape. The record still counts the memory, which plain autograd would have held."""
-        saved = Saved(self.readers, site, t, layout_of(t.shape, t.stride())[0], None)
-        note_size(frame, site.index, t)
+        saved = Saved(self.readers, facts, t, layout_of(t.shape, t.stride())[0], None)
+        note_size(frame, facts.index, t)
         tally = self.threads.forward.tally
-        record = Record(site, tally.count(t.untyped_storage()))
+        record = Record(facts, tally.count(t.untyped_storage()))
         record.codec = "shape"
         if record.saved_bytes:
             tally.records.append(record)
@@ -184,15 +195,15 @@ def unpack(saved: Saved | Kept) -> Tensor:
             check_version(t, version)
         return t
     assert isinstance(saved, Saved)
-    site = saved.site
+    facts = saved.facts
     if saved.tensor is None:
         node = torch._C._current_autograd_node()
         if node is None:
             pass
         elif saved.pending is not None:
             saved.owner.learn_in_backward(node)
-        elif (KNOWN.get(type(node)) or operation_name(node)) != site.operation or (
-            site.need == "shape" and needs_weight_gradient(node)
+        elif (KNOWN.get(type(node)) or operation_name(node)) != facts.reader or (
+            facts.site.need == "shape" and needs_weight_gradient(node)
         ):
             saved.owner.mismatch(saved, node)
     return saved.restore()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from encke.capture.facts import SiteFacts
 from encke.capture.sites import Site
 from encke.codecs import Codec
 
@@ -17,18 +18,25 @@ SIZE_PENDING = -1
 
 
 class Record:
-    """What one site saved in one forward pass, for the report."""
+    """Bytes that one site saved in one forward pass, for the report."""
 
-    __slots__ = ("codec", "packed_bytes", "saved_bytes", "site")
+    __slots__ = ("codec", "facts", "packed_bytes", "saved_bytes")
 
-    def __init__(self, site: Site, saved_bytes: int = 0) -> None:
-        self.site = site
+    def __init__(self, facts: SiteFacts, saved_bytes: int = 0, packed_bytes: int = 0) -> None:
+        self.facts = facts
         self.saved_bytes = saved_bytes
-        self.packed_bytes = 0
+        """Bytes that plain autograd would hold; zero if another record counts that memory."""
+        self.packed_bytes = packed_bytes
         self.codec: Codec | str = "kept"
 
+    @property
+    def site(self) -> Site:
+        """The site that saved."""
+        return self.facts.site
 
-KEPT = Site("", -1, (), operation="(small or kept)", slot="")
+
+KEPT = SiteFacts(Site("", "(small or kept)", ""))
+"""Where everything that is kept as it is gets counted."""
 
 
 class Tally:
@@ -51,16 +59,10 @@ class Tally:
         counted[name] = storage_ref(storage)
         return storage.nbytes()
 
-    def add_kept(self, size: int) -> None:
-        """Count bytes that are kept as they are."""
-        record = Record(KEPT, size)
-        record.packed_bytes = size
-        self.records.append(record)
-
     def close(self) -> list[Record]:
         """Return the records of the pass, with one for all small tensors."""
         if self.small_bytes:
-            self.add_kept(self.small_bytes)
+            self.records.append(Record(KEPT, self.small_bytes, self.small_bytes))
         return self.records
 
 

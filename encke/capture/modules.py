@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from encke.capture.sites import Site
+from encke.capture.facts import SiteFacts
 
 ERROR_ATTACHED_BEFORE_COMPILE = (
     "encke: this model was attached and then compiled. Compile it first, then attach: "
@@ -27,7 +27,7 @@ class Layer:
         self.module = weakref.ref(module) if module is not None else None
         self.parent = parent
         self.compress = compress
-        self.calls: list[list[Site | None]] = []
+        self.calls: list[list[SiteFacts | None]] = []
 
     def owner(self) -> nn.Module | None:
         return self.module() if self.module is not None else None

@@ -1,169 +1,157 @@
 """The table of needs: what the operation that reads a saved tensor needs of it.
 
-The need decides how far a policy may go: a weight is never packed, a shape costs nothing, a mask is one bit, an index
-or a statistic stays exact, and only what remains may be lossy.
+Eager mode translates the names of autograd nodes (`ConvolutionBackward0` -> `Convolution`, encke/capture/nodes.py),
+compiled mode those of aten operations (`convolution_backward` -> `Convolution`, encke/compiled/names.py); both ask
+`need_of`. The need decides how far a policy may go:
+
+    weight      never packed
+    shape       only size and strides are read: costs nothing
+    mask        only zero or not is read: one bit
+    sign        only the sign is read: one bit
+    range       only inside or outside of known limits is read: one bit
+    exact       every bit matters: lossless, or kept
+    attention   lossy, but the softmax amplifies errors: the policy refines its codec
+    logprob     lossy, read through an exponential: an absolute bound
+    lossy       the policy decides
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from fnmatch import fnmatchcase
 
-from torch import nn
+import torch
 
-from encke.capture.sites import Need, Site
-from encke.codecs.exact import Between
+from encke.capture.sites import Need
 from encke.kernels import FLOATS
 
-SHAPE_ONLY = {
-    ("MaxPool2DWithIndices", "self"),
-    ("MaxPool3DWithIndices", "self"),
-    ("AdaptiveMaxPool2D", "self"),
-    ("AdaptiveMaxPool3D", "self"),
-    ("AvgPool2D", "self"),
-    ("AvgPool3D", "self"),
-    ("AdaptiveAvgPool2D", "self"),
-    ("AdaptiveAvgPool3D", "self"),
-    ("NllLoss", "self"),
-    ("NllLoss2D", "self"),
+# Operations that different backends of torch implement: one name for all of them.
+CANONICAL = {
+    "NativeBatchNorm": "BatchNorm",
+    "CudnnBatchNorm": "BatchNorm",
+    "MiopenBatchNorm": "BatchNorm",
+    "ScaledDotProductFlashAttention": "ScaledDotProductAttention",
+    "ScaledDotProductFlashAttentionForCpu": "ScaledDotProductAttention",
+    "ScaledDotProductEfficientAttention": "ScaledDotProductAttention",
+    "ScaledDotProductCudnnAttention": "ScaledDotProductAttention",
+    "ScaledDotProductFusedAttentionOverrideable": "ScaledDotProductAttention",
 }
-MASK_ONLY = {("Relu", "result")}
-SIGN_ONLY = {("LeakyRelu", "self"), ("LeakyRelu", "result")}
-# Slots that hold data whether or not it needs a gradient: the first layer's input is such a tensor.
-DATA_SLOTS = {"input", "query", "key", "value", "output"}
-ATTENTION = ("ScaledDotProduct", "Bmm", "Baddbmm", "Softmax", "SafeSoftmax", "EfficientAttention", "FlashAttention")
-# Derivatives that divide by what was saved or raise it to a power: a bounded error is not a small one there.
+
+# (operation, slot) -> need; the first match counts. `*` stands for any text.
+TABLE: tuple[tuple[str, str, Need], ...] = (
+    ("*", "weight*", "weight"),
+    ("MaxPool2DWithIndices", "self", "shape"),
+    ("MaxPool3DWithIndices", "self", "shape"),
+    ("AdaptiveMaxPool2D", "self", "shape"),
+    ("AdaptiveMaxPool3D", "self", "shape"),
+    ("AvgPool2D", "self", "shape"),
+    ("AvgPool3D", "self", "shape"),
+    ("AdaptiveAvgPool2D", "self", "shape"),
+    ("AdaptiveAvgPool3D", "self", "shape"),
+    ("NllLoss", "self", "shape"),
+    ("NllLoss2D", "self", "shape"),
+    ("Relu", "result", "mask"),
+    ("LeakyRelu", "self", "sign"),
+    ("LeakyRelu", "result", "sign"),
+    # Where the limits are known; lossy otherwise.
+    ("Hardsigmoid", "*", "range"),
+    ("Hardtanh", "*", "range"),
+    ("LogSoftmax", "*", "logprob"),
+    # Losses, and checkpointing, which computes again from what it saves.
+    ("*Loss*", "*", "exact"),
+    ("*CrossEntropy*", "*", "exact"),
+    ("*NoopSaveInputs*", "*", "exact"),
+    ("*CheckpointFunction*", "*", "exact"),
+    ("*", "*logsumexp*", "exact"),
+    # Normalisations: the input may be lossy, statistics may not.
+    ("*BatchNorm*", "input", "lossy"),
+    ("*BatchNorm*", "*", "exact"),
+    ("*LayerNorm*", "input", "lossy"),
+    ("*LayerNorm*", "*", "exact"),
+    ("*GroupNorm*", "input", "lossy"),
+    ("*GroupNorm*", "*", "exact"),
+    ("*InstanceNorm*", "input", "lossy"),
+    ("*InstanceNorm*", "*", "exact"),
+    ("*RmsNorm*", "input", "lossy"),
+    ("*RmsNorm*", "*", "exact"),
+    ("*RMSNorm*", "input", "lossy"),
+    ("*RMSNorm*", "*", "exact"),
+    ("ScaledDotProduct*", "*", "attention"),
+    ("Bmm*", "*", "attention"),
+    ("Baddbmm*", "*", "attention"),
+    ("Softmax*", "*", "attention"),
+    ("SafeSoftmax*", "*", "attention"),
+    ("EfficientAttention*", "*", "attention"),
+    ("FlashAttention*", "*", "attention"),
+)
+
+# The rule for operations that the table does not list: lossy, except for these. Their derivatives divide by what was
+# saved or raise it to a power: a bounded error is not a small one there.
 FRAGILE = (
     "Div", "Log", "Sqrt", "Rsqrt", "Reciprocal", "Pow", "Atan2", "Acos", "Asin", "Acosh", "Atanh", "Erfinv", "Logit",
     "Norm", "LinalgVectorNorm", "LinalgInv", "Cholesky", "Std", "Var", "Prod", "Cumprod", "Digamma", "Lgamma", "Hypot",
 )  # fmt: skip
-# Losses, and checkpointing, which computes again from what it saves.
-EXACT_WORDS = ("Loss", "CrossEntropy", "NoopSaveInputs", "CheckpointFunction")
+
+# Slots that hold data whether or not it needs a gradient: the first layer's input is such a tensor.
+DATA_SLOTS = {"input", "query", "key", "value", "output"}
 NORMS = ("BatchNorm", "LayerNorm", "GroupNorm", "InstanceNorm", "RmsNorm", "RMSNorm")
-# Powers whose derivatives are polynomials: errors stay in proportion there. Roots and inverses are not like that, and
-# other powers of a value that came back below zero are not numbers.
-POLYNOMIAL = (2, 3)
-LINEAR_MODULES = (nn.Linear, nn.LazyLinear)
 MATMULS = {"Addmm", "Mm", "Linear", "Addmv", "Mv", "Matmul"}
 SECOND = {"mat2", "other", "vec"}
-LOOKUPS = {"Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather", "Take"}
-VIEWS = {
-    "T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Expand", "ToCopy", "Unsqueeze", "Squeeze",
-    "AsStrided", "Slice", "Select", "Clone", "Alias", "Detach", "Split", "Chunk", "Unbind", "SplitWithSizes",
-}  # fmt: skip
+"""Slots of a product's second operand."""
 
 
-def operation_name(node: Any) -> str:
-    """`ConvolutionBackward0` -> `Convolution`."""
-    kind = type(node)
-    known = KNOWN.get(kind)
-    if known is None:
-        name = node.name().rpartition("::")[2]
-        known = name.rstrip("0123456789").removesuffix("Backward") or name
-        # Operations of C++ extensions and of older releases share one type: only a type of its own tells the name.
-        if kind.__name__ == name:
-            KNOWN[kind] = known
-    return known
-
-
-KNOWN: dict[type, str] = {}
-"""The names of operations whose nodes have a type of their own."""
-
-
-def comes_from_leaves(grad_fn: Any, parameters: bool, limit: int = 64) -> bool:
-    """Whether a tensor was computed from leaves alone, as weight norm does; `parameters`: only nn.Parameters count.
-
-    Looking rows up in a table is not that: which rows is data.
-    """
-    stack, seen = [grad_fn], 0
-    while stack:
-        node = stack.pop()
-        seen += 1
-        if node is None or seen > limit:
-            return False
-        if hasattr(node, "variable"):
-            if parameters and not isinstance(node.variable, nn.Parameter):
-                return False
-            continue
-        if operation_name(node) in LOOKUPS:
-            return False
-        stack.extend(next_node for next_node, _ in node.next_functions)
-        if not node.next_functions:
-            return False
-    return True
-
-
-def is_view_of_parameter(grad_fn: Any) -> bool:
-    """Whether a tensor is a parameter behind nothing but views and casts."""
-    for _ in range(16):
-        if grad_fn is None:
-            return False
-        if hasattr(grad_fn, "variable"):
-            return True
-        if operation_name(grad_fn) not in VIEWS:
-            return False
-        grad_fn = grad_fn.next_functions[0][0]
-    return False
-
-
-def needs_weight_gradient(node: Any) -> bool:
-    """Whether a node is a convolution whose weight needs a gradient, and so its input's values."""
-    return operation_name(node) == "Convolution" and node.next_functions[1][0] is not None
-
-
-def is_polynomial(node: Any) -> bool:
-    """Whether a node raises a tensor to a small whole power, given as a number."""
-    # Other forms of `pow` save the exponent as a tensor: to ask for it would unpack it.
-    return node is not None and node.name() == "PowBackward0" and node._saved_exponent in POLYNOMIAL
-
-
-def limits_of(operation: str, module: nn.Module | None) -> tuple[float, float] | None:
-    """Between which values of its input an operation of `module` passes gradients on unchanged, and elsewhere none.
-
-    Only layers tell: numbers that somebody gives to a function may be others in the next step.
-    """
-    if operation == "Hardsigmoid":
-        return (-3.0, 3.0)
-    if operation == "Hardtanh" and isinstance(module, nn.Hardtanh) and type(module).forward is nn.Hardtanh.forward:
-        return (float(module.min_val), float(module.max_val))
+@functools.lru_cache(maxsize=4096)
+def listed_need(operation: str, slot: str) -> Need | None:
+    """Return the need that the table lists for a reader; None if it lists none."""
+    for operations, slots, need in TABLE:
+        if fnmatchcase(operation, operations) and fnmatchcase(slot, slots):
+            return need
     return None
 
 
-def need_of(site: Site, node: Any, module: nn.Module | None, weight: bool, computed: bool) -> Need:
-    """What the reader `node` needs of the tensor saved at `site`.
+def need_of(
+    operation: str,
+    slot: str,
+    dtype: torch.dtype,
+    *,
+    requires_grad: bool,
+    parameter: bool = False,
+    from_leaves: bool = False,
+    in_linear: bool = False,
+    limits: bool = False,
+    polynomial: bool = False,
+    weight_gradient: bool = True,
+) -> Need:
+    """Return what a reader needs of the tensor saved for it.
 
-    `weight` says whether it is a parameter behind views and casts or computed from parameters alone, `computed` whether
-    it is computed from any leaves alone.
+    Args:
+        operation: The operation that reads.
+        slot: The name under which it saved the tensor.
+        dtype: The tensor's dtype.
+        requires_grad: Whether the tensor needs a gradient.
+        parameter: It is a parameter behind views and casts, or computed from parameters alone.
+        from_leaves: It is computed from leaves of any kind alone.
+        in_linear: The layer that saves it is a linear layer.
+        limits: The operation has limits that are known, inside of which it propagates the gradient unchanged.
+        polynomial: The operation raises to a small whole power: its derivative is a polynomial.
+        weight_gradient: The operation computes its weight's gradient, for which a convolution reads its input.
     """
-    operation, slot = site.operation, site.slot
-    dtype, _, requires_grad, _ = site.signature
-    if slot.startswith("weight") or (dtype in FLOATS and weight):
+    lossless = dtype not in FLOATS
+    if parameter and not lossless:
         return "weight"
-    if (operation, slot) in SHAPE_ONLY:
+    need = listed_need(operation, slot)
+    if need in ("weight", "shape"):
+        return need
+    if operation == "Convolution" and slot == "input" and not weight_gradient:
         return "shape"
-    if operation == "Convolution" and slot == "input" and not needs_weight_gradient(node):
-        return "shape"
-    if dtype not in FLOATS:
+    if lossless:
         return "exact"
-    if (
-        operation in MATMULS
-        and slot in SECOND
-        and (not requires_grad or isinstance(module, LINEAR_MODULES) or computed)
-    ):
+    if operation in MATMULS and slot in SECOND and (not requires_grad or in_linear or from_leaves):
         return "weight"
-    if (operation, slot) in MASK_ONLY:
-        return "mask"
-    if (operation, slot) in SIGN_ONLY:
-        return "sign"
-    limits = limits_of(operation, module)
-    if limits is not None and Between(*limits).takes(dtype):
-        return "range"
-    if operation == "LogSoftmax":
-        return "logprob"
-    if any(word in operation for word in EXACT_WORDS) or "logsumexp" in slot:
+    if need == "range" and not limits:
+        need = None
+    if need is None:
+        need = "exact" if operation.startswith(FRAGILE) and not polynomial else "lossy"
+    if need in ("lossy", "attention") and not (requires_grad or slot in DATA_SLOTS):
         return "exact"
-    if any(name in operation for name in NORMS):
-        return "lossy" if slot == "input" else "exact"
-    fragile = operation.startswith(FRAGILE) and not is_polynomial(node)
-    if fragile or not (requires_grad or slot in DATA_SLOTS):
-        return "exact"
-    return "attention" if operation.startswith(ATTENTION) else "lossy"
+    return need

@@ -35,6 +35,7 @@ class Frame:
         self.number = number
         """Number of this call of the layer within the forward pass."""
         self.sites = calls[number]
+        """Facts about the sites of this call, by index; None where nothing was learnt."""
         self.sizes: dict[int, tuple[int, ...]] | None = None
         """Shapes saved so far in this call, by index; max-pool indices look up their input's shape here."""
         self.index = 0

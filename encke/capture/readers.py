@@ -1,26 +1,53 @@
 """Readers: which backward operation, and which of its slots, reads a saved tensor.
 
-A site's operation and slot are not known when it saves for the first time, so the tensor is held for a moment: as soon
-as something computed from it is saved in turn, the autograd graph behind that is read and tells. From the second
-forward pass on, sites are recognised by their place in their layer and a signature, and nothing is held.
+A site's operation and slot are not known when it saves for the first time, so the tensor is held as it is. As soon as
+something computed from it is saved in turn, the autograd graph behind that is read and tells. From the second forward
+pass on a site is recognised by its index in its layer's call and a signature, and nothing is held.
+
+The life of a site (`SiteState`), with the function that makes each transition:
+
+    first saving                                another signature, or a weight unfrozen: new facts
+         |                                  +-----------------------------------------------------+
+         | Capture._hold                    |                                                     |
+         v                                  v                                                     |
+     +---------+   Readers.learn        +---------+   Capture.pack: matches()                     |
+     | PENDING |----------------------->|  KNOWN  |---- packed at once, every pass ---------------+
+     |  held   |   in the forward pass: +---------+
+     +---------+   then Readers.settle       |
+         ^  |      packs it                  | unpack: another operation reads than the one learnt
+         |  |                                | (Readers.mismatch: an error, unless what was kept is exact)
+         |  | learn_in_backward:             v
+         |  | read as held,            +----------+
+         |  +------------------------->| UNSTABLE |  learnt anew in every pass: Capture._hold, new facts that are
+         |    if it was unstable       +----------+  PENDING first and UNSTABLE again after Readers.learn
+         |                                   |
+         +-----------------------------------+
+
+`Readers.learn` leads to KNOWN, or back to UNSTABLE where the facts before were. What is pending at the end of the
+forward pass, because nothing computed from it was saved, is learnt when backward reads it (`learn_in_backward`).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from encke.capture.encoding import codec_for, encode, encode_alone
+from encke.capture.encoding import codec_for, encode, encode_alone, limits_of
+from encke.capture.facts import SiteFacts, SiteState
 from encke.capture.ledger import Record
-from encke.capture.needs import KNOWN, need_of, operation_name
+from encke.capture.needs import CANONICAL, need_of
+from encke.capture.nodes import KNOWN, is_polynomial, needs_weight_gradient, operation_name, saved_by, window_of
 from encke.capture.passes import Frame, Threads
 from encke.capture.saved import Pending, Saved
-from encke.capture.sites import Site
+from encke.capture.sites import Need, Site
+from encke.codecs.base import mix
+from encke.codecs.exact import Between
 from encke.policies.base import Policy
+
+LINEAR_MODULES = (nn.Linear, nn.LazyLinear)
 
 
 class Readers:
@@ -34,9 +61,10 @@ class Readers:
     def read_graph(self, grad_fn: Any) -> None:
         """Walk the graph behind `grad_fn` and settle what is pending in the nodes not visited before."""
         forward = self.threads.forward
-        visited = forward.visited
+        visited, pending = forward.visited, forward.pending
+        readers: list[Any] = []
         stack = [grad_fn]
-        while stack and forward.pending:
+        while stack and pending:
             node = stack.pop()
             if node is None:
                 continue
@@ -46,56 +74,99 @@ class Readers:
             # The node that is just being made has not saved everything yet: come back to it.
             if node is not grad_fn:
                 visited.add(number)
-            for saved, pending in self.learn(node):
-                forward.pending.discard(saved)
-                self.settle(saved, pending.frame)
+            unknown = [saved for _, saved in saved_by(node) if saved.pending is not None]
+            if unknown:
+                pending.difference_update(unknown)
+                readers.append(node)
             stack.extend(next_node for next_node, _ in node.next_functions)
+        # In the order of the forward pass, by which occurrences are numbered.
+        for node in sorted(readers, key=sequence_number):
+            for saved, frame in self.learn(node):
+                self.settle(saved, frame)
 
-    def learn(self, node: Any) -> list[tuple[Saved, Pending]]:
-        """Name the sites of what `node` saved and nobody knew yet; return what was pending."""
+    def learn(self, node: Any) -> list[tuple[Saved, Frame]]:
+        """Name the sites of what `node` saved and nobody knew yet; return what was pending, with its layer's call."""
         mine = [(slot, saved) for slot, saved in saved_by(node) if saved.owner is self]
-        learnt: list[tuple[Saved, Pending]] = []
+        learnt: list[tuple[Saved, Frame]] = []
         for slot, saved in mine:
-            site, cell, pending = saved.site, saved.cell, saved.pending
+            pending, facts = saved.pending, saved.facts
             if pending is None:
                 continue
-            assert cell is not None and cell.held is not None
+            frame = pending.frame
             saved.pending = None
-            site.operation, site.slot = operation_name(node), slot
-            if site.operation.startswith("CompiledFunction"):
-                raise RuntimeError(
-                    "encke: this model was attached and then compiled with torch.compile. Its saved tensors cannot be "
-                    "told apart there; detach() it, or train it without torch.compile."
-                )
-            if cell.held.untyped_storage().data_ptr() in self._weights():
-                site.need = "weight"
-            else:
-                site.need = need_of(site, node, pending.frame.layer.owner(), pending.weight, pending.computed)
-            if "MaxPool" in site.operation and site.signature[0] == torch.int64:
-                inputs = [other.site for name, other in mine if name == "self"]
+            facts.reader = operation_name(node)
+            facts.site = self._site(node, slot, saved, pending)
+            if "MaxPool" in facts.site.operation and facts.site.dtype == torch.int64:
+                inputs = [other.facts for name, other in mine if name == "self"]
                 if inputs:
-                    site.window, site.pair = window_of(node), inputs[0].index
-            if site.operation == "Embedding":
-                site.high = int(node._saved_weight_sym_argsize_0)
-            sites = pending.frame.sites
-            sites.extend([None] * (pending.index + 1 - len(sites)))
-            before = sites[pending.index]
-            site.stable = before is None or before.stable
-            sites[pending.index] = site
-            learnt.append((saved, pending))
+                    facts.window, facts.input_index = window_of(node), inputs[0].index
+            if facts.site.operation == "Embedding":
+                facts.high = int(node._saved_weight_sym_argsize_0)
+            sites, index = frame.sites, facts.index
+            sites.extend([None] * (index + 1 - len(sites)))
+            before = sites[index]
+            unstable = before is not None and before.state is SiteState.UNSTABLE
+            facts.state = SiteState.UNSTABLE if unstable else SiteState.KNOWN
+            sites[index] = facts
+            learnt.append((saved, frame))
         return learnt
+
+    def _site(self, node: Any, slot: str, saved: Saved, pending: Pending) -> Site:
+        """Return the key of the site where `node` saved `saved` under the name `slot`."""
+        facts, frame = saved.facts, pending.frame
+        operation = CANONICAL.get(facts.reader, facts.reader)
+        dtype, dimensions, _, _ = facts.signature
+        if operation.startswith("CompiledFunction"):
+            raise RuntimeError(
+                "encke: this model was attached and then compiled with torch.compile. Its saved tensors cannot be "
+                "told apart there; detach() it, or train it without torch.compile."
+            )
+        layer, call = frame.layer.name, frame.number
+        taken = {
+            known.site.occurrence
+            for i, known in enumerate(frame.sites)
+            if known is not None and i != facts.index and (known.site.operation, known.site.slot) == (operation, slot)
+        }
+        occurrence = next(i for i in range(len(taken) + 1) if i not in taken)
+        need = self._need(node, operation, slot, saved, pending)
+        place = f"{layer}/{call}/{facts.index}"
+        return Site(layer, operation, slot, call, occurrence, need, dtype, dimensions, place)
+
+    def _need(self, node: Any, operation: str, slot: str, saved: Saved, pending: Pending) -> Need:
+        assert saved.cell is not None and saved.cell.held is not None
+        if saved.cell.held.untyped_storage().data_ptr() in self._weights():
+            return "weight"
+        dtype, _, requires_grad, _ = saved.facts.signature
+        module = pending.frame.layer.owner()
+        limits = limits_of(operation, module)
+        return need_of(
+            operation,
+            slot,
+            dtype,
+            requires_grad=requires_grad,
+            parameter=pending.parameter,
+            from_leaves=pending.from_leaves,
+            in_linear=isinstance(module, LINEAR_MODULES),
+            limits=limits is not None and Between(*limits).takes(dtype),
+            polynomial=is_polynomial(node),
+            weight_gradient=needs_weight_gradient(node),
+        )
 
     def settle(self, saved: Saved, frame: Frame) -> None:
         """Ask the cell for what a saving needs, now that it is known; encode when no other saving is pending."""
-        site, cell, forward = saved.site, saved.cell, self.threads.forward
+        facts, cell, forward = saved.facts, saved.cell, self.threads.forward
+        need = facts.site.need
         assert cell is not None and cell.held is not None
         held = cell.held
         cell.waiting -= 1
+        if cell.record.facts is facts:
+            # The key was not known when the tensor was saved.
+            cell.key = mix(forward.step, facts.site.number, forward.rank)
         changed = held._version != cell.version
         codec = None
-        if site.need not in ("weight", "shape"):
-            codec = codec_for(self.policy, site, site.signature[0], frame)
-        if site.need == "shape":
+        if need not in ("weight", "shape"):
+            codec = codec_for(self.policy, facts, facts.signature[0], frame)
+        if need == "shape":
             saved.cell = None
             if not cell.wanted:
                 cell.record.codec = "shape"
@@ -107,14 +178,14 @@ class Readers:
                 cell.record.saved_bytes = 0
             if not cell.wanted:
                 cell.record.packed_bytes = cell.record.saved_bytes
-        elif site.need == "range":
-            record = Record(site, cell.record.saved_bytes if cell.record.site is site else 0)
+        elif need == "range":
+            record = Record(facts, cell.record.saved_bytes if cell.record.facts is facts else 0)
             cell.record.saved_bytes -= record.saved_bytes
             encode_alone(saved, record, codec, forward, held)
         else:
-            cell.ask(codec, site.need != "mask")
-            if cell.record.site is not site:
-                cell.record.site.readers.add(site)
+            cell.ask(codec, need != "mask")
+            if cell.record.facts is not facts:
+                cell.record.facts.sharers.add(facts)
         if cell.waiting == 0 and not changed:
             if cell.wanted:
                 encode(cell, saved, forward, held)
@@ -139,7 +210,7 @@ class Readers:
     def mismatch(self, saved: Saved, node: Any) -> None:
         """Handle a reader other than the one learnt: exact values serve any reader, anything else is an error."""
         site, cell = saved.site, saved.cell
-        site.stable = False
+        saved.facts.state = SiteState.UNSTABLE
         if cell is not None and (cell.held is not None or (cell.packed is not None and cell.packed.codec.exact)):
             return
         raise RuntimeError(
@@ -150,72 +221,17 @@ class Readers:
         )
 
 
-def signature(t: Tensor) -> tuple[Any, ...]:
-    """Return what stays the same when a site saves again, whatever the batch size."""
-    node = t.grad_fn
-    return (t.dtype, t.dim(), t.requires_grad, None if node is None else operation_name(node))
+def sequence_number(node: Any) -> int:
+    """Return a node's place in the order of creation."""
+    return int(node._sequence_nr())
 
 
-def matches(site: Site, t: Tensor) -> bool:
+def matches(facts: SiteFacts, t: Tensor) -> bool:
     """Return whether `signature(t)` is the site's."""
-    dtype, dimensions, requires_grad, producer = site.signature
+    dtype, dimensions, requires_grad, producer = facts.signature
     if t.dtype is not dtype or t.dim() != dimensions or t.requires_grad != requires_grad:
         return False
     node = t.grad_fn
     if node is None:
         return producer is None
     return (KNOWN.get(type(node)) or operation_name(node)) == producer
-
-
-_slots: dict[type, list[str]] = {}
-
-
-def saved_by(node: Any) -> list[tuple[str, Saved]]:
-    """Return (slot, Saved) for everything that a node saved through us, without unpacking it."""
-    names = _slots.get(type(node))
-    if names is None:
-        names = _slots[type(node)] = [name for name in dir(type(node)) if name.startswith("_raw_saved_")]
-    savings: list[tuple[str, Saved]] = []
-    for name in names:
-        slot = name.removeprefix("_raw_saved_")
-        try:
-            raw = getattr(node, name)
-            pieces = raw if isinstance(raw, list | tuple) else (raw,)
-            data = [piece.data if piece is not None else None for piece in pieces]
-        except RuntimeError:
-            continue
-        # A function in an operation's place tells its slots.
-        slots = getattr(node, "encke_slots", None) if slot == "tensors" else None
-        for i, item in enumerate(data):
-            if isinstance(item, Saved):
-                savings.append((slots[i] if slots else slot if len(data) == 1 else f"{slot}{i}", item))
-    return savings
-
-
-def window_of(node: Any) -> tuple[tuple[int, ...], ...] | None:
-    """Return kernel, stride, padding and dilation of a max-pool, or None where the window is not a fixed one."""
-    try:
-        kernel = tuple(node._saved_kernel_size)
-        rest = (tuple(node._saved_stride) or kernel, tuple(node._saved_padding), tuple(node._saved_dilation))
-    except AttributeError:
-        return None
-    dimensions = 3 if "3D" in node.name() else 2
-    return tuple(v * dimensions if len(v) == 1 else v for v in (kernel, *rest))
-
-
-def tensors_in(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors in what a forward pass returned: containers and plain objects are searched, each once."""
-    stack, seen = [output], set()
-    while stack:
-        item = stack.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, Tensor):
-            yield item
-        elif isinstance(item, dict):
-            stack.extend(item.values())
-        elif isinstance(item, list | tuple | set):
-            stack.extend(item)
-        elif hasattr(item, "__dict__") and not isinstance(item, nn.Module | type):
-            stack.extend(vars(item).values())

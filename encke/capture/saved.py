@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from encke.capture.facts import SiteFacts
 from encke.capture.ledger import Record
-from encke.capture.needs import comes_from_leaves, is_view_of_parameter
 from encke.capture.sites import Site
 from encke.codecs import Codec, Packed
 from encke.codecs.algebra import stricter
@@ -89,23 +89,25 @@ class SharedCell:
 class Pending:
     """A saving whose reader is not known yet: where its site belongs, and what the graph behind the tensor told."""
 
-    __slots__ = ("computed", "frame", "index", "weight")
+    __slots__ = ("frame", "from_leaves", "parameter")
 
-    def __init__(self, frame: Any, index: int, grad_fn: Any) -> None:
+    def __init__(self, frame: Any, parameter: bool, from_leaves: bool) -> None:
         self.frame = frame
-        self.index = index
-        self.weight = is_view_of_parameter(grad_fn) or comes_from_leaves(grad_fn, parameters=True)
-        self.computed = comes_from_leaves(grad_fn, parameters=False)
+        """The layer's call that saved."""
+        self.parameter = parameter
+        """Whether the tensor is a parameter behind views and casts, or computed from parameters alone."""
+        self.from_leaves = from_leaves
+        """Whether it is computed from leaves of any kind alone."""
 
 
 class Saved:
     """One saving: a cell with the layout it was saved in, only a layout, or the tensor itself after all."""
 
-    __slots__ = ("__weakref__", "cell", "device", "dtype", "layout", "owner", "pending", "site", "tensor", "version")
+    __slots__ = ("__weakref__", "cell", "device", "dtype", "facts", "layout", "owner", "pending", "tensor", "version")
 
-    def __init__(self, owner: Any, site: Site, t: Tensor, layout: Layout, cell: SharedCell | None) -> None:
+    def __init__(self, owner: Any, facts: SiteFacts, t: Tensor, layout: Layout, cell: SharedCell | None) -> None:
         self.owner = owner
-        self.site = site
+        self.facts = facts
         self.dtype = t.dtype
         self.device = t.device
         self.layout = layout
@@ -113,6 +115,11 @@ class Saved:
         self.tensor: Tensor | None = None
         self.version = 0
         self.pending: Pending | None = None
+
+    @property
+    def site(self) -> Site:
+        """The site that saved."""
+        return self.facts.site
 
     def restore(self) -> Tensor:
         """What autograd gets back for its reader."""
@@ -122,7 +129,7 @@ class Saved:
         cell = self.cell
         if cell is None:
             return dummy(self.layout, self.dtype, self.device)
-        mask, packed = self.site.need == "mask", cell.packed
+        mask, packed = self.facts.site.need == "mask", cell.packed
         if not mask and cell.lock is None and packed is not None and packed.dtype == self.dtype and cell.held is None:
             return packed.decode_in(self.layout)
         flat = cell.flat(mask)

@@ -1,54 +1,50 @@
-"""Sites: where a tensor is saved (layer, operation, slot), and what its reader needs of it."""
+"""Sites: where a tensor is saved. The key that policies, reports and random numbers go by."""
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-from encke.codecs.base import EncoderState
+import torch
 
 Need = Literal["weight", "shape", "mask", "sign", "range", "exact", "attention", "logprob", "lossy"]
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(frozen=True, slots=True)
 class Site:
-    """One place where the forward pass saves a tensor; what a policy keys its settings by."""
+    """One place where the forward pass saves a tensor: the key of a policy's settings.
+
+    The same place has the same key in every run, in eager and in compiled mode.
+    """
 
     layer: str
-    index: int
-    signature: tuple[Any, ...]
-    operation: str = "?"
-    slot: str = "?"
-    need: Need = "exact"
-    window: tuple[tuple[int, ...], ...] | None = None
-    """Kernel, stride, padding and dilation, if this is where a max-pool saves its indices."""
-    pair: int = -1
-    """Index, within the same layer, of the site that the window's input is saved at."""
-    high: int | None = None
-    """A known limit of the integers saved here."""
-    readers: set[Site] = field(default_factory=set)
-    """Sites that later save the same memory: the strictest of them decides."""
-    hint: EncoderState = field(default_factory=EncoderState)
-    place: str = ""
-    """Layer, call of the layer within a forward pass, and index within the call: the same in every run."""
-    number: int = 0
-    """A hash of the place: it varies stochastic rounding from site to site."""
-    stable: bool = True
-    """False once another operation than the one learnt has read from here: then every pass learns it anew."""
-    function: Any = None
-    """What runs in the operation's place (encke/fused); False if nothing does, None if that was not asked yet."""
+    """Name of the module whose call saves the tensor; empty for the model itself."""
+    operation: str
+    """Operation whose backward reads the tensor, such as `Convolution`."""
+    slot: str
+    """Name under which the operation saves it, such as `input`."""
+    call: int = 0
+    """Number of the layer's call within the forward pass."""
+    occurrence: int = 0
+    """Number of the tensor among those that this call saves for the same operation and slot."""
+    need: Need = field(default="exact", compare=False)
+    """What the reader needs of the tensor."""
+    dtype: torch.dtype = field(default=torch.float32, compare=False)
+    dimensions: int = field(default=0, compare=False)
+    place_v1: str = field(default="", compare=False, repr=False)
+    """The key in states of version 1: layer, call, and index of the tensor within the call. Eager mode only."""
+    place: str = field(init=False, compare=False, repr=False)
+    """The key as a text, `layer/call/operation.slot.occurrence`: quick to look up."""
+    number: int = field(init=False, compare=False, repr=False)
+    """A hash of the key: random numbers differ from site to site by it."""
 
-    @property
-    def stays(self) -> bool:
-        """Whether packing what must be exact gains nothing: floats that did not shrink last time, and labels.
-
-        To find the range of labels, a GPU would have to be waited for.
-        """
-        return self.hint.share >= 1 or self.operation.startswith("NllLoss")
+    def __post_init__(self) -> None:
+        place = f"{self.layer}/{self.call}/{self.operation}.{self.slot}.{self.occurrence}"
+        object.__setattr__(self, "place", place)
+        object.__setattr__(self, "number", zlib.crc32(place.encode()))
 
     @property
     def name(self) -> str:
+        """Layer, operation and slot, for people."""
         return f"{self.layer or '(root)'}:{self.operation}.{self.slot}"
-
-    def __repr__(self) -> str:
-        return f"Site({self.name}, {self.need})"

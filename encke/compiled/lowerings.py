@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from encke.compiled import ops
-from encke.compiled.pair import hint
+from encke.compiled.names import size_hint
 
 DIRECT_ON = {"cuda"}
 """Kinds of devices on which functions are called."""
@@ -95,7 +95,7 @@ def takes(values: list[Any]) -> bool:
 def fills_memory(t: Tensor) -> bool:
     """Whether elements lie in memory without gaps, in any order of dimensions."""
     expected = 1
-    pairs = [(hint(stride), hint(extent)) for extent, stride in zip(t.shape, t.stride(), strict=True)]
+    pairs = [(size_hint(stride), size_hint(extent)) for extent, stride in zip(t.shape, t.stride(), strict=True)]
     for stride, extent in sorted(pair for pair in pairs if pair[1] != 1):
         if stride != expected:
             return False

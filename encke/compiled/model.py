@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -27,7 +26,8 @@ from encke.capture.sites import Site
 from encke.codecs import GroupQuant
 from encke.codecs.algebra import satisfies, strictest
 from encke.compiled import aot, lowerings, ops, rewrites
-from encke.compiled.pair import Pair, is_relu, value
+from encke.compiled.names import is_relu, value
+from encke.compiled.pair import Pair
 from encke.compiled.writer import Form, Packing, Writer
 from encke.kernels import FLOATS
 from encke.torch_internals import pop_saved_tensors_hooks, push_saved_tensors_hooks
@@ -72,7 +72,7 @@ class CompiledModel:
         """Ids of the graphs that have run in this forward pass and pack something."""
         self.packings: dict[int, list[Packing]] = {}
         """Saved tensors of each graph that was compiled with the hooks in force, by graph id."""
-        self.floors: dict[int, GroupQuant] = {}
+        self.floors: dict[Site, GroupQuant] = {}
         """Codecs of earlier graphs, by site: a later graph keeps at least as many bits."""
         self.renewals = -1
         self.calling = False
@@ -88,7 +88,7 @@ class CompiledModel:
     def renew(self) -> None:
         """Make new hooks: the next call compiles the model again."""
         for packing, codec in self.quantised():
-            self.floors[packing.sites[0].number] = codec
+            self.floors[packing.sites[0]] = codec
         self.packings.clear()
         self.renewals += 1
         # What is saved outside of the graphs, where the model breaks into several, stays as it is.
@@ -186,9 +186,7 @@ class CompiledModel:
     def choose(self, pair: Pair, node: Node) -> Packing:
         """Choose the form of a saved tensor by what its readers need."""
         t = value(node)
-        sites = pair.sites_of(node) or [Site("", 0, ())]
-        for site in sites:
-            site.number = zlib.crc32(f"{site.layer}:{site.operation}.{site.slot}:{node.name}".encode())
+        sites = pair.sites_of(node) or [Site("", "?", "?")]
         if not pair.may_pack(node) or any(site.layer in self.skip for site in sites):
             return Packing(Form.KEPT, sites)
         needs = {site.need for site in sites}
@@ -209,7 +207,7 @@ class CompiledModel:
         """Return a codec that serves all readers of a tensor and keeps what earlier graphs kept; None to keep it."""
         codecs = [self.of_fixed_rate(site) for site in sites if site.need not in ("mask", "sign", "shape")]
         codec = strictest(codec for codec in codecs if codec is not None).fixed_rate() if all(codecs) else None
-        floor = self.floors.get(sites[0].number)
+        floor = self.floors.get(sites[0])
         if codec is None or floor is None:
             return codec
         if satisfies(floor, codec):

@@ -8,7 +8,6 @@ saved tensor is packed behind the node that makes it, and unpacked before the fi
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,107 +17,21 @@ from torch.fx import Graph, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from encke.capture.hooks import SMALL
-from encke.capture.needs import need_of
 from encke.capture.sites import Site
 from encke.codecs.layout import overlaps
+from encke.compiled.names import (
+    COMPARISONS,
+    TRANSPARENT,
+    SiteNames,
+    bytes_of,
+    is_relu,
+    name_of,
+    operation_of,
+    root_of,
+    size_hint,
+    value,
+)
 from encke.kernels import FLOATS
-
-# Operations of the backward graph that read saved tensors: argument -> (operation, slot) as in eager mode.
-READERS: dict[str, dict[int, tuple[str, str]]] = {
-    "convolution_backward": {1: ("Convolution", "input"), 2: ("Convolution", "weight")},
-    "native_batch_norm_backward": {1: ("NativeBatchNorm", "input")},
-    "batch_norm_backward": {1: ("BatchNorm", "input")},
-    "cudnn_batch_norm_backward": {0: ("CudnnBatchNorm", "input")},
-    "native_layer_norm_backward": {1: ("NativeLayerNorm", "input")},
-    "native_group_norm_backward": {1: ("NativeGroupNorm", "input")},
-    "_fused_rms_norm_backward": {1: ("FusedRmsNorm", "input")},
-    "threshold_backward": {1: ("Relu", "result")},
-    "leaky_relu_backward": {1: ("LeakyRelu", "self")},
-    "max_pool2d_with_indices_backward": {1: ("MaxPool2DWithIndices", "self")},
-    "max_pool3d_with_indices_backward": {1: ("MaxPool3DWithIndices", "self")},
-    "avg_pool2d_backward": {1: ("AvgPool2D", "self")},
-    "avg_pool3d_backward": {1: ("AvgPool3D", "self")},
-    "_adaptive_avg_pool2d_backward": {1: ("AdaptiveAvgPool2D", "self")},
-    "_adaptive_avg_pool3d_backward": {1: ("AdaptiveAvgPool3D", "self")},
-    "gelu_backward": {1: ("Gelu", "self")},
-    "silu_backward": {1: ("Silu", "self")},
-    "mish_backward": {1: ("Mish", "self")},
-    "elu_backward": {5: ("Elu", "self")},
-    "hardswish_backward": {1: ("Hardswish", "self")},
-    "hardsigmoid_backward": {1: ("Hardsigmoid", "self")},
-    "hardtanh_backward": {1: ("Hardtanh", "self")},
-    "softplus_backward": {1: ("Softplus", "self")},
-    "sigmoid_backward": {1: ("Sigmoid", "result")},
-    "tanh_backward": {1: ("Tanh", "result")},
-    "_softmax_backward_data": {1: ("Softmax", "result")},
-    "_log_softmax_backward_data": {1: ("LogSoftmax", "result")},
-    "mm": {0: ("Mm", "self"), 1: ("Mm", "mat2")},
-    "addmm": {1: ("Addmm", "mat1"), 2: ("Addmm", "mat2")},
-    "bmm": {0: ("Bmm", "self"), 1: ("Bmm", "mat2")},
-    "mul": {0: ("Mul", "self"), 1: ("Mul", "other")},
-}
-for _name, _output in (("flash", 4), ("cudnn", 4), ("efficient", 5), ("flash_attention_for_cpu", 4)):
-    _word = _name if "attention" in _name else f"{_name}_attention"
-    _slots = {1: "query", 2: "key", 3: "value", _output: "output"}
-    READERS[f"_scaled_dot_product_{_word}_backward"] = {
-        i: ("ScaledDotProductAttention", slot) for i, slot in _slots.items()
-    }
-
-# What changes neither values nor their order in memory by more than a cast.
-TRANSPARENT = {
-    "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "detach", "alias",
-    "clone", "_to_copy", "convert_element_type", "slice", "select", "split", "split_with_sizes", "getitem", "unbind",
-}  # fmt: skip
-COMPARISONS = {"le", "lt", "ge", "gt", "eq", "ne"}
-
-
-def name_of(target: Any) -> str:
-    """`aten.mul.Tensor` -> `mul`."""
-    schema = getattr(target, "_schema", None)
-    return schema.name.rpartition("::")[2] if schema is not None else getattr(target, "__name__", str(target))
-
-
-def operation_of(node: Node) -> str:
-    """The operation that a node belongs to: the one it was decomposed from, where that is known."""
-    return name_of(node.meta.get("original_aten") or node.target)
-
-
-def root_of(operation: str) -> str:
-    """What an operation and its backward have in common: `_native_batch_norm_legit_functional` -> `batch_norm`."""
-    words = operation.strip("_").split("_")
-    return "_".join(word for word in words if word not in ("native", "legit", "functional", "backward", "data", "no"))
-
-
-def layer_of(node: Node) -> str:
-    """The name of the module whose forward pass a node belongs to."""
-    stack = node.meta.get("fwd_nn_module_stack") or node.meta.get("nn_module_stack") or {}
-    path = str(list(stack.values())[-1][0]) if stack else ""
-    path = re.sub(r"^L\[[^\]]*\]", "", path).replace("._modules", "")
-    parts = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", path).split(".")
-    return ".".join(part for part in parts if part not in ("", "module", "_orig_mod"))
-
-
-def value(node: Node) -> Any:
-    return node.meta.get("val")
-
-
-def hint(number: Any) -> int:
-    """A size as a number: for a symbolic one, what it was when the graph was made."""
-    if isinstance(number, int):
-        return number
-    symbol = number.node
-    return int(symbol.hint if symbol.hint is not None else 1 << 30)
-
-
-def bytes_of(t: Tensor) -> int:
-    return hint(t.numel()) * t.element_size()
-
-
-def is_relu(node: Node) -> bool:
-    """Whether a node of the forward graph is ReLU's result, behind views and casts: zero or positive."""
-    while name_of(node.target) in TRANSPARENT and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return name_of(node.target) == "relu"
 
 
 class Pair:
@@ -154,6 +67,7 @@ class Pair:
         self.sizes: dict[str, Node] = {
             str(value(node)): node for node in self.inputs.values() if isinstance(value(node), torch.SymInt)
         }
+        self.site_names = SiteNames(forward, backward)
         self._know_forward(set(static), set(differentiable))
 
     # -- what the forward graph tells ----------------------------------------------------------------------------------
@@ -188,7 +102,7 @@ class Pair:
             node.op == "call_function"
             and type(t).__name__ == "FakeTensor"
             and t.layout == torch.strided
-            and not overlaps([*map(hint, t.shape)], [*map(hint, t.stride())])
+            and not overlaps([*map(size_hint, t.shape)], [*map(size_hint, t.stride())])
             and bytes_of(t) >= SMALL
             and node in self.data
             and storage(t) not in self.held
@@ -314,33 +228,10 @@ class Pair:
         order = {node: i for i, node in enumerate(self.backward.nodes)}
         return sorted(found, key=lambda pair: order[pair[0]])
 
-    def site_of(self, made: Node, reader: Node, source: Node) -> Site:
-        """Where and for whom a tensor is saved."""
-        t = value(made)
-        site = Site(layer_of(reader) or layer_of(made), 0, (t.dtype, t.dim(), made in self.differentiable, None))
-        operation = operation_of(reader)
-        table = READERS.get(operation)
-        known = None
-        if table is not None and name_of(reader.target) == operation:
-            known = [table[i] for i, argument in enumerate(reader.args) if argument is source and i in table]
-        elif table is not None and len(table) == 1:
-            known = list(table.values())
-        if not known:
-            site.operation, site.slot = operation, "?"
-            return site
-        site.operation, site.slot = known[0]
-        if len(known) > 1:
-            return site
-        if site.operation == "Convolution":
-            mask = reader.args[10]
-            wanted = site.slot == "input" and isinstance(mask, list | tuple) and mask[1]
-            site.need = "weight" if site.slot == "weight" else "lossy" if wanted else "shape"
-        else:
-            site.need = need_of(site, None, None, False, False)
-        return site
-
     def sites_of(self, made: Node) -> list[Site]:
-        return [self.site_of(made, *pair) for pair in self.readers_behind(self.inputs[made.name])]
+        """Return the site of each reader of a saved tensor, in the order of `readers_behind`."""
+        pairs = self.readers_behind(self.inputs[made.name])
+        return [self.site_names.site_of(made, *pair, made in self.differentiable) for pair in pairs]
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 
 from encke.capture.thresholds import FUSE_MIN_BYTES, SPLIT_CONV_MIN_BYTES
 from encke.codecs.layout import FORMATS
-from encke.compiled.pair import bytes_of, hint, name_of, operation_of, value
+from encke.compiled.names import bytes_of, name_of, operation_of, size_hint, value
 from encke.kernels import implementation
 from encke.torch_internals import conv_memory_format
 
@@ -209,13 +209,13 @@ def reads_codes(norm: NormBackward, t: Tensor, bits: int, group: int, stride: in
         return False
     from encke.kernels.gpu import norm_backward
 
-    return norm_backward.supported(tuple(map(hint, t.shape)), stride, channels_last, bits, group, t.dtype)
+    return norm_backward.supported(tuple(map(size_hint, t.shape)), stride, channels_last, bits, group, t.dtype)
 
 
 def sized(t: Tensor) -> Tensor:
     """Return a fake tensor like `t` whose sizes are numbers: those that the graph was made for."""
     with t.fake_mode:  # type: ignore[attr-defined]
-        size, stride = [hint(n) for n in t.shape], [hint(n) for n in t.stride()]
+        size, stride = [size_hint(n) for n in t.shape], [size_hint(n) for n in t.stride()]
         return torch.empty_strided(size, stride, dtype=t.dtype, device=t.device)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from encke.capture.facts import SiteFacts
 from encke.capture.ledger import Record
 from encke.capture.sites import Site
 from encke.codecs import GroupQuant
@@ -18,7 +19,8 @@ from encke.codecs.exact import Mask
 from encke.codecs.groupquant import channel_stride
 from encke.codecs.layout import Layout
 from encke.compiled import rewrites
-from encke.compiled.pair import Pair, hint, value
+from encke.compiled.names import size_hint, value
+from encke.compiled.pair import Pair
 
 
 class Form(Enum):
@@ -43,7 +45,7 @@ class Packing:
         """One for each reader."""
         self.codec = codec
         """Codec of `CODES`, None for the other forms."""
-        self.record = Record(sites[0])
+        self.record = Record(SiteFacts(sites[0]))
 
 
 class Writer:
@@ -66,7 +68,7 @@ class Writer:
     def write(self, node: Node, packing: Packing) -> None:
         """Let the tensor that `node` makes pass in the form that was chosen for it."""
         t, record = value(node), packing.record
-        record.saved_bytes = hint(t.numel()) * t.element_size()
+        record.saved_bytes = size_hint(t.numel()) * t.element_size()
         if packing.form is Form.KEPT:
             record.packed_bytes = record.saved_bytes
             return
@@ -76,11 +78,11 @@ class Writer:
             self.pair.forget(node, lambda: self._empty(node))
         elif packing.form is Form.MASK:
             record.codec = Mask()
-            record.packed_bytes = hint(value(self._write_mask(node)).numel())
+            record.packed_bytes = size_hint(value(self._write_mask(node)).numel())
         else:
             assert packing.codec is not None
             record.codec = packing.codec
-            record.packed_bytes = hint(value(self._write_codes(node, packing, packing.codec)).numel())
+            record.packed_bytes = size_hint(value(self._write_codes(node, packing, packing.codec)).numel())
 
     def mark(self) -> None:
         """Make the forward graph ask for seeds, if it does not yet: that is how it tells that it ran."""
@@ -239,14 +241,14 @@ class Writer:
 
 def order_of(t: Tensor) -> list[int]:
     """Return the dimensions of a tensor as they lie in memory, the one that runs slowest first."""
-    return sorted(range(t.dim()), key=lambda d: (-hint(t.stride(d)), -hint(t.shape[d])))
+    return sorted(range(t.dim()), key=lambda d: (-size_hint(t.stride(d)), -size_hint(t.shape[d])))
 
 
 def stride_of(t: Tensor, group: int, order: list[int]) -> int:
     """Return how far apart the values of one channel lie in channels_last memory; 1 unless groups are made of them."""
     if t.dim() < 4 or order[-1] != 1 or not isinstance(t.shape[1], int):
         return 1
-    size, strides = tuple(map(hint, t.shape)), [0] * t.dim()
+    size, strides = tuple(map(size_hint, t.shape)), [0] * t.dim()
     numel = 1
     for d in reversed(order):
         strides[d] = numel

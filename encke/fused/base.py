@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from encke.capture.facts import SiteFacts, SiteState
 from encke.capture.hooks import Capture, unusual
 from encke.capture.modules import ERROR_ATTACHED_BEFORE_COMPILE, Layer, inside_compile
 from encke.capture.passes import ForwardPass, Frame
 from encke.capture.saved import Saved
-from encke.capture.sites import Site
 from encke.capture.thresholds import FUSE_MIN_BYTES
 from encke.codecs.groupquant import GroupQuantPacked
 from encke.torch_internals import apply_as, functorch_interpreter, is_functorch_tensor, top_saved_tensors_hooks
@@ -90,11 +90,11 @@ class LayerForward(InstalledForward):
         """Return whether the module is of one of our classes and the GPU kernels can be imported."""
         return type(module) in cls.layers and has_triton()
 
-    def function(self, site: Site) -> Any:
+    def function(self, facts: SiteFacts) -> Any:
         """Return what runs in the place of the operation that saves at a site; None if nothing does."""
         raise NotImplementedError
 
-    def run(self, module: Any, x: Tensor, site: Site, forward: ForwardPass) -> Tensor | None:
+    def run(self, module: Any, x: Tensor, facts: SiteFacts, forward: ForwardPass) -> Tensor | None:
         """Run the call through the function, and tell the forward pass what it saves; None to go the plain way."""
         raise NotImplementedError
 
@@ -115,12 +115,12 @@ class LayerForward(InstalledForward):
             if entered is None:
                 return type(module).forward(module, input)
             frame = entered
-        output, site = None, frame.sites[0] if frame.sites else None
+        output, facts = None, frame.sites[0] if frame.sites else None
         try:
             # The quick questions first: most calls of a small model end here.
-            if site is not None and type(input) is Tensor and input.numel() * input.element_size() >= self.min_bytes:
-                if self.suits(module, input, site):
-                    output = self.run(module, input, site, forward)
+            if facts is not None and type(input) is Tensor and input.numel() * input.element_size() >= self.min_bytes:
+                if self.suits(module, input, facts):
+                    output = self.run(module, input, facts, forward)
             if output is None:
                 output = type(module).forward(module, input)
             return output
@@ -142,12 +142,14 @@ class LayerForward(InstalledForward):
             return module
         return self.layer.owner()
 
-    def suits(self, module: Any, x: Tensor, site: Site) -> bool:
+    def suits(self, module: Any, x: Tensor, facts: SiteFacts) -> bool:
         """Return whether this call, which saves first at that site, may go to the kernels."""
-        if site.function is None:
-            site.function = self.function(site) or False
+        if facts.function is None:
+            facts.function = self.function(facts) or False
         # A class that was changed since, as parametrizations do, may compute its weight at every look at it.
-        if site.function is False or not site.stable or type(module) not in self.layers or unusual(x):
+        if facts.function is False or facts.state is not SiteState.KNOWN:
+            return False
+        if type(module) not in self.layers or unusual(x):
             return False
         if x.device != self.device_seen:
             if x.device.type != self.device_type:

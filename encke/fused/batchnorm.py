@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from encke.capture.deferred import DeferredForward
+from encke.capture.facts import SiteFacts
 from encke.capture.passes import ForwardPass
 from encke.capture.readers import matches
-from encke.capture.sites import Site
 from encke.codecs import Codec, Packed
 from encke.codecs.base import EncoderState, check_version, mix
 from encke.codecs.groupquant import GroupQuantPacked
@@ -35,10 +35,10 @@ class DeferredBatchNorm(DeferredForward):
     __slots__ = ("bias", "eps", "momentum", "out", "plan", "running", "statistics", "weight")
 
     def __init__(
-        self, site: Site, codec: Codec, x: Tensor, plan: Any, weight: Tensor, bias: Tensor,
+        self, facts: SiteFacts, codec: Codec, x: Tensor, plan: Any, weight: Tensor, bias: Tensor,
         running: tuple[Tensor, Tensor] | None, momentum: float, eps: float,
     ) -> None:  # fmt: skip
-        self.site, self.codec, self.t = site, codec, x
+        self.facts, self.codec, self.t = facts, codec, x
         self.plan, self.weight, self.bias = plan, weight, bias
         self.running, self.momentum, self.eps = running, momentum, eps
         self.out = torch.empty_like(x)
@@ -176,23 +176,24 @@ class BatchNormForward(LayerForward):
 
     layers = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
-    def function(self, site: Site) -> Any:
+    def function(self, facts: SiteFacts) -> Any:
         """Return `BatchNormFunction` where a batch norm's input of three dimensions or more may be lossy."""
-        known = site.slot == "input" and site.need == "lossy" and site.operation.endswith("BatchNorm")
-        return in_place_of(site.operation, BatchNormFunction) if known and site.signature[1] >= 3 else None
+        site = facts.site
+        known = site.slot == "input" and site.need == "lossy" and site.operation == "BatchNorm"
+        return in_place_of(facts.reader, BatchNormFunction) if known and site.dimensions >= 3 else None
 
-    def run(self, module: Any, x: Tensor, site: Site, forward: ForwardPass) -> Tensor | None:
+    def run(self, module: Any, x: Tensor, facts: SiteFacts, forward: ForwardPass) -> Tensor | None:
         """Run the call through the function; None in evaluation, and where the policy's codec is not read packed."""
         if not module.training and not (module.running_mean is None and module.running_var is None):
             return None
-        codec = self.capture.policy.choose(site)
-        if not codec.reads_packed or codec.signs or not matches(site, x):
+        codec = self.capture.policy.choose(facts.site)
+        if not codec.reads_packed or codec.signs or not matches(facts, x):
             return None
-        return training_forward(module, x, site.function, site, codec, forward)
+        return training_forward(module, x, facts.function, facts, codec, forward)
 
 
 def training_forward(
-    module: Any, x: Tensor, function: Any, site: Any = None, codec: Any = None, forward: ForwardPass | None = None
+    module: Any, x: Tensor, function: Any, facts: Any = None, codec: Any = None, forward: ForwardPass | None = None
 ) -> Tensor:
     """Do what `forward` of a batch norm in training does, with another function at its end.
 
@@ -220,8 +221,8 @@ def training_forward(
         plan = forward_kernels().forward_plan(x.shape, x.stride(), x.dtype, x.device)
     if plan is not None and all_fp32(weight, bias, mean, var):
         running = None if mean is None or var is None else (mean, var)
-        deferred = DeferredBatchNorm(site, codec, x, plan, weight, bias, running, momentum, module.eps)
-    forward.deferred = deferred or DeferredForward(site, codec, x)
+        deferred = DeferredBatchNorm(facts, codec, x, plan, weight, bias, running, momentum, module.eps)
+    forward.deferred = deferred or DeferredForward(facts, codec, x)
     out = function(x, weight, bias, mean, var, momentum, module.eps, deferred)
     if forward.deferred is not None:
         forward.run_deferred()

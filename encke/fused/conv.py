@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from encke.capture.deferred import DeferredForward
+from encke.capture.facts import SiteFacts
 from encke.capture.passes import ForwardPass
 from encke.capture.readers import matches
-from encke.capture.sites import Site
 from encke.capture.thresholds import SPLIT_CONV_MIN_BYTES
 from encke.fused.base import LayerForward, in_place_of
 from encke.torch_internals import conv_memory_format, storageless
@@ -93,19 +93,20 @@ class ConvForward(LayerForward):
     layers = (nn.Conv2d, nn.Conv3d)
     min_bytes = SPLIT_CONV_MIN_BYTES
 
-    def function(self, site: Site) -> Any:
+    def function(self, facts: SiteFacts) -> Any:
         """Return `ConvFunction` where a convolution's input is saved and may be lossy."""
+        site = facts.site
         known = site.slot == "input" and site.need == "lossy" and site.operation == "Convolution"
-        return in_place_of(site.operation, ConvFunction) if known else None
+        return in_place_of(facts.reader, ConvFunction) if known else None
 
-    def run(self, module: Any, x: Tensor, site: Site, forward: ForwardPass) -> Tensor | None:
+    def run(self, module: Any, x: Tensor, facts: SiteFacts, forward: ForwardPass) -> Tensor | None:
         """Run the call through the function; None for what it does not compute, or where it would gain nothing."""
         parameters, dtype = module._parameters, x.dtype
         weight = parameters["weight"] if "weight" in parameters else module.weight
         bias = parameters["bias"] if "bias" in parameters else module.bias
         if module.padding_mode != "zeros" or type(module.padding) is str or x.dim() != weight.dim():
             return None
-        if not x.requires_grad or not weight.requires_grad or not matches(site, x):
+        if not x.requires_grad or not weight.requires_grad or not matches(facts, x):
             return None
         # Weight and bias have to be plain tensors of the input's dtype, or become that under autocast. Autocast would
         # do this itself, but inside the function, where it is not recorded.
@@ -120,5 +121,5 @@ class ConvForward(LayerForward):
             weight = weight.to(dtype)
         if bias is not None and bias.dtype != dtype:
             bias = bias.to(dtype)
-        forward.deferred = DeferredForward(site, None, x)
-        return site.function(x, weight, bias, module.stride, module.padding, module.dilation, module.groups)
+        forward.deferred = DeferredForward(facts, None, x)
+        return facts.function(x, weight, bias, module.stride, module.padding, module.dilation, module.groups)

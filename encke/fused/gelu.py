@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional
 
+from encke.capture.facts import SiteFacts
 from encke.capture.hooks import Capture
 from encke.capture.ledger import Record
 from encke.capture.modules import Layer, inside_compile
@@ -53,7 +54,7 @@ class GeluForward(InstalledForward):
     def __init__(self, capture: Capture, layer: Layer) -> None:
         super().__init__(capture, layer)
         self.kind = type(layer.owner())
-        self.recomputed = Site(layer.name, -1, (), operation="Gelu", slot="(formula)")
+        self.recomputed = SiteFacts(Site(layer.name, "Gelu", "(formula)"))
         """Stands in the report for what the formula would have saved."""
         self.bytes_saved: dict[tuple[Any, ...], int] = {}
         """Bytes that the formula saves for each value, by dtypes."""
@@ -73,9 +74,9 @@ class GeluForward(InstalledForward):
         frame = self.capture.passes.enter(layer)
         if frame is None:
             return plain(*inputs, **named)
-        output, site = None, frame.sites[0] if frame.sites else None
+        output, facts = None, frame.sites[0] if frame.sites else None
         try:
-            if not named and len(inputs) == 1 and self.suits(module, inputs[0], site):
+            if not named and len(inputs) == 1 and self.suits(module, inputs[0], facts):
                 output = self.save_input_only(plain, inputs[0])
             else:
                 output = plain(*inputs, **named)
@@ -83,9 +84,13 @@ class GeluForward(InstalledForward):
         finally:
             self.capture.passes.leave(layer, output)
 
-    def suits(self, module: Any, x: Any, site: Site | None) -> bool:
+    def suits(self, module: Any, x: Any, facts: SiteFacts | None) -> bool:
         """Return whether what this call saves goes to our capture, and has not gone there the plain way before."""
-        if type(module) is not self.kind or type(x) is not Tensor or (site is not None and site.operation != "Gelu"):
+        if (
+            type(module) is not self.kind
+            or type(x) is not Tensor
+            or (facts is not None and facts.site.operation != "Gelu")
+        ):
             return False
         return torch.is_grad_enabled() and self.captured(x)
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from encke.capture.deferred import DeferredForward
+from encke.capture.facts import SiteFacts
 from encke.capture.passes import ForwardPass
-from encke.capture.sites import Site
 from encke.codecs import Codec, Packed
 from encke.codecs.base import EncoderState, mix
 from encke.codecs.groupquant import GroupQuantPacked
@@ -98,20 +98,21 @@ class ReluForward(LayerForward):
 
     layers = (nn.ReLU,)
 
-    def function(self, site: Site) -> Any:
+    def function(self, facts: SiteFacts) -> Any:
         """Return `ReluFunction` where ReLU's result is saved for its mask."""
+        site = facts.site
         known = site.slot == "result" and site.need == "mask"
-        return in_place_of(site.operation, ReluFunction) if known else None
+        return in_place_of(facts.reader, ReluFunction) if known else None
 
-    def run(self, module: Any, x: Tensor, site: Site, forward: ForwardPass) -> Tensor | None:
+    def run(self, module: Any, x: Tensor, facts: SiteFacts, forward: ForwardPass) -> Tensor | None:
         """Run the call through the function; None where the input is not the one that the site was learnt for."""
-        dtype, dimensions, *_ = site.signature
+        dtype, dimensions = facts.site.dtype, facts.site.dimensions
         inplace = module.inplace
         if not x.requires_grad or x.dtype is not dtype or x.dim() != dimensions or (inplace and x.is_leaf):
             return None
         fused = dtype.itemsize == 2 and dimensions >= 4 and x.stride(1) == 1 and not x.data_ptr() & 3
-        deferred = forward.deferred = (DeferredRelu if fused else DeferredForward)(site, None, None)
-        y = site.function(x, inplace, deferred)
+        deferred = forward.deferred = (DeferredRelu if fused else DeferredForward)(facts, None, None)
+        y = facts.function(x, inplace, deferred)
         if forward.deferred is not None:
             forward.run_deferred()
         return y

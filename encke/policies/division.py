@@ -39,7 +39,7 @@ class Division(Policy):
 
     def choose(self, site: Site) -> Codec:
         """Return the codec for what `site` saves."""
-        planes = site.slot == "input" and site.signature[1] >= 3
+        planes = site.slot == "input" and site.dimensions >= 3
         if planes and ("Convolution" in site.operation or "BatchNorm" in site.operation):
             return DualPrecision(self.block, self.bits)
         return Keep()

@@ -63,5 +63,5 @@ def at_logprob(codec: Codec, site: Site) -> Codec:
     """`codec`, with an absolute error that the exponential in log-softmax's backward can bear."""
     if codec.unbiased:
         fixed_rate = LogProb(codec.seed)
-        return fixed_rate if fixed_rate.takes(site.signature[0]) else ErrorBounded(BOUND)
+        return fixed_rate if fixed_rate.takes(site.dtype) else ErrorBounded(BOUND)
     return codec.refined(bound=BOUND) or Keep()

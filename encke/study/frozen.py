@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from encke.capture.hooks import SMALL
-from encke.capture.needs import VIEWS, operation_name
+from encke.capture.nodes import VIEWS, operation_name
 from encke.policies.comet.products import PRODUCTS
 from encke.policies.comet.theory import Product
 from encke.study.models import loss_of

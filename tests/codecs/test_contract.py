@@ -107,7 +107,7 @@ def test_a_codec_of_two_methods_trains(codec: Codec, backend: str | None, shown:
 
 
 def site(need: Need, slot: str = "query") -> Site:
-    return Site("layer", 0, (torch.float32, 4, True, None), slot=slot, need=need)
+    return Site("layer", "?", slot, need=need, dimensions=4)
 
 
 @pytest.mark.parametrize(

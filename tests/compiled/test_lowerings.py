@@ -11,7 +11,7 @@ from torch._inductor.utils import run_and_get_code
 
 import encke
 from encke.compiled import lowerings, rewrites
-from encke.compiled.pair import value
+from encke.compiled.names import value
 from tests.compiled.common import TWO, compile, error, gradients, images, net
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -24,7 +24,7 @@ import encke
 from encke.codecs import GroupQuant
 from encke.compiled import ops, rewrites
 from encke.compiled.model import CompiledModel
-from encke.compiled.pair import name_of
+from encke.compiled.names import name_of
 from tests.compiled.common import TWO, compile, error, gradients, images, net, same
 
 LAST = torch.channels_last

@@ -10,7 +10,7 @@ from torch import nn
 
 import encke
 from encke.capture.hooks import SMALL
-from encke.capture.readers import saved_by
+from encke.capture.nodes import saved_by
 from encke.capture.saved import Saved
 from tests.models import MODELS
 

@@ -25,21 +25,19 @@ DUAL = DualPrecision(8, 2)
         ("Convolution", "input", 4, "lossy", DUAL),
         ("Convolution", "input", 3, "lossy", DUAL),
         ("Convolution", "input", 5, "lossy", DUAL),
-        ("NativeBatchNorm", "input", 4, "lossy", DUAL),
-        ("CudnnBatchNorm", "input", 4, "lossy", DUAL),
-        ("NativeBatchNorm", "input", 2, "lossy", Keep()),
+        ("BatchNorm", "input", 4, "lossy", DUAL),
+        ("BatchNorm", "input", 2, "lossy", Keep()),
         ("NativeLayerNorm", "input", 3, "lossy", Keep()),
         ("NativeGroupNorm", "input", 4, "lossy", Keep()),
         ("Addmm", "mat1", 2, "lossy", Keep()),
         ("Gelu", "self", 4, "lossy", Keep()),
         ("Mul", "other", 4, "lossy", Keep()),
-        ("ScaledDotProductFlashAttention", "query", 4, "attention", Keep()),
+        ("ScaledDotProductAttention", "query", 4, "attention", Keep()),
         ("LogSoftmax", "result", 2, "logprob", Keep()),
     ],
 )
 def test_codec_for_each_site(operation: str, slot: str, dimensions: int, need: str, expected: Codec) -> None:
-    signature = (torch.float32, dimensions, True, None)
-    site = Site("layer", 0, signature, operation=operation, slot=slot, need=need)
+    site = Site("layer", operation, slot, need=need, dimensions=dimensions)
     assert Division().choose(site) == expected
     if expected == DUAL:
         assert Division(4, 8).choose(site) == DualPrecision(4, 8)
@@ -167,7 +165,7 @@ def test_memory_of_a_residual_network_shrinks_as_published() -> None:
         model(x).square().mean().backward()
     rows = handle.report().sites
     assert handle.report().ratio > 12
-    inputs = [row for row in rows if row.operation in ("Convolution", "NativeBatchNorm")]
+    inputs = [row for row in rows if row.operation in ("Convolution", "BatchNorm")]
     assert len(inputs) == 7 and all(row.codec == "DualPrecision" and row.ratio > 13 for row in inputs)
 
 

@@ -18,7 +18,7 @@ from tests.models import transformer
 
 
 def site(need: str, slot: str = "?") -> Site:
-    return Site("layer", 0, (torch.float32, 4, True, None), slot=slot, need=need)
+    return Site("layer", "?", slot, need=need, dimensions=4)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,9 @@ def test_codec_for_each_need(codec: Codec, need: str, expected: Codec) -> None:
 )
 def test_log_probabilities_of_each_dtype(dtype: torch.dtype, expected: Codec) -> None:
     """Autocast on a GPU leaves those of a cross-entropy at 16 bits."""
-    found = Fixed(GroupQuant(bits=2)).choose(Site("layer", 0, (dtype, 2, True, None), need="logprob"))
+    found = Fixed(GroupQuant(bits=2)).choose(
+        Site("layer", "LogSoftmax", "result", need="logprob", dtype=dtype, dimensions=2)
+    )
     assert found == expected
 
 

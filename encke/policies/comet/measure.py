@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from encke.capture.needs import SECOND, operation_name
+from encke.capture.needs import SECOND
+from encke.capture.nodes import operation_name
 from encke.capture.sites import Site
 from encke.codecs import Codec, GroupQuant, Packed
 from encke.codecs.layout import Layout

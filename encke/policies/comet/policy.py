@@ -118,7 +118,11 @@ class Comet(AdaptivePolicy):
 
     def choose(self, site: Site) -> Codec:
         """Return the codec in force for what `site` saves; a new place gets the strictest of its layer."""
-        setting = self._learnt.settings.get(site.place)
+        settings = self._learnt.settings
+        setting = settings.get(site.place)
+        if setting is None and site.place_v1 in settings:
+            # A state of version 1 goes by another key.
+            setting = settings[site.place] = settings.pop(site.place_v1)
         if setting is not None:
             return setting.codec
         initial = initial_codec(self.stochastic, self.seed)

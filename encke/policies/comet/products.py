@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from encke.capture.needs import VIEWS, operation_name
+from encke.capture.nodes import VIEWS, operation_name
 from encke.policies.comet.theory import Product
 
 WeightGradient = Callable[[Tensor, Tensor], Tensor]

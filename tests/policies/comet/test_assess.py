@@ -166,7 +166,7 @@ def test_norm_inputs_are_bounded_by_their_spread(sigma: float | None, share: flo
     rows = [row for row in handle.history if row["layer"] == "1"]
     assert [row["step"] for row in rows] == [1, 5, 10, 15]
     for row in rows:
-        assert row["operation"] == "NativeBatchNorm" and row["bound"] == pytest.approx(share * row["std"])
+        assert row["operation"] == "BatchNorm" and row["bound"] == pytest.approx(share * row["std"])
     x = BATCHES[15 % 4][0]
     # The last row's spread is that of the tensor itself, a step before the weights moved on.
     assert rows[-1]["std"] == pytest.approx(float(handle.model[0](x).detach().std()), rel=0.05)  # type: ignore[attr-defined]

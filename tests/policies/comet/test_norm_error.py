@@ -46,7 +46,7 @@ def test_the_prediction_is_the_measured_error(apart, along):
     g = torch.randn_like(x) + along * h + 0.2
     weight = torch.rand(channels) + 0.5
     right = backward(x, g, mean, invstd, weight)
-    sample = NormGradientSample(Site("layer", 0, ()), stats_of(x), 0.0 if apart else 1.0)
+    sample = NormGradientSample(Site("layer", "BatchNorm", "input"), stats_of(x), 0.0 if apart else 1.0)
     sample.measure(invstd, right, g)
     assert sample.linear is not None
     small = 0.01 * (spread if apart else 1.0)
@@ -73,7 +73,7 @@ def test_groups_that_reach_into_a_channel_of_little_spread(size):
     codec = GroupQuant(bits=2)
     packed = [codec.encode_flat(flat, layout, key) for key in range(30)]
     stats = TensorStats(flat, layout, packed[0], [codec], 0)
-    sample = NormGradientSample(Site("layer", 0, ()), stats, mixed_share(packed[0], layout))
+    sample = NormGradientSample(Site("layer", "BatchNorm", "input"), stats, mixed_share(packed[0], layout))
     sample.measure(invstd, right, g)
     wrong = [backward(layout.restore(p.decode_flat()), g, mean, invstd, weight)[0] for p in packed]
     measured = torch.stack([(w - right[0]).square().sum() / right[0].square().sum() for w in wrong]).mean()
@@ -96,7 +96,7 @@ def test_the_share_of_values_in_mixed_groups():
 
 def test_frozen_norms_and_gradients_that_are_not_there_tell_nothing():
     x = torch.randn(4, 8, 16, 16)
-    sample = NormGradientSample(Site("layer", 0, ()), stats_of(x), 0.0)
+    sample = NormGradientSample(Site("layer", "BatchNorm", "input"), stats_of(x), 0.0)
     sample.measure(torch.ones(8), (x, None, None), x)
     sample.measure(torch.ones(8), (None, torch.ones(8), torch.ones(8)), x)
     sample.measure(torch.ones(8), (x, torch.ones(8), torch.ones(8)), None)
@@ -131,7 +131,7 @@ def bits_of_norms(relu: bool, policy: Comet) -> list[int]:
         loss.backward()
         optimizer.step()
     last = max(row["step"] for row in handle.history)
-    return [r["bits"] for r in handle.history if r["step"] == last and r["operation"] == "NativeBatchNorm"]
+    return [r["bits"] for r in handle.history if r["step"] == last and r["operation"] == "BatchNorm"]
 
 
 def test_norms_that_spoil_what_they_give_on_get_more_bits(monkeypatch):
@@ -207,7 +207,7 @@ def first_steps(overflow: str | None = None) -> tuple[list[dict], list[float]]:
 def test_norms_do_not_wait_for_the_tenth_step(overflow):
     """Weights do: their momentum has yet to come about."""
     history, errors = first_steps(overflow)
-    assert {(row["step"], row["operation"]) for row in history} == {(1, "NativeBatchNorm")}
+    assert {(row["step"], row["operation"]) for row in history} == {(1, "BatchNorm")}
     assert len(history) == 8 and max(row["bits"] for row in history) > 2
     assert errors[1] < 0.5 * errors[0] and errors[2] < 0.5 * errors[0]
 

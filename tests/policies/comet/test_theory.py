@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from encke.capture.needs import operation_name
+from encke.capture.nodes import operation_name
 from encke.capture.sites import Site
 from encke.policies.comet.assess import WeightFigures, predict
 from encke.policies.comet.measure import WeightGradientSample
@@ -127,7 +127,7 @@ def test_an_error_that_does_not_cancel_is_predicted_too(name: str) -> None:
     # All errors alike, all output gradients alike: nothing cancels, and the sum is exactly known.
     mean, g = 0.01, torch.full_like(y, 0.2)
     measured = math.sqrt(float(weight_gradient(layer, torch.full_like(x, mean), g).square().mean()))
-    site = Site("layer", 0, ())
+    site = Site("layer", "Convolution", "input")
     sample = WeightGradientSample(site, None, WeightProduct(product, weight, channel, lambda g, x: g))  # type: ignore[arg-type]
     flat = g if "linear" not in name else g.flatten(0, -2)
     sample.measure(flat)

@@ -1,0 +1,145 @@
+"""Autograd nodes: their names, what lies behind them, and what they saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from encke.capture.saved import Saved
+
+LOOKUPS = {"Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather", "Take"}
+VIEWS = {
+    "T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Expand", "ToCopy", "Unsqueeze", "Squeeze",
+    "AsStrided", "Slice", "Select", "Clone", "Alias", "Detach", "Split", "Chunk", "Unbind", "SplitWithSizes",
+}  # fmt: skip
+# Powers whose derivatives are polynomials: errors stay in proportion there. Roots and inverses are not like that, and
+# other powers of a value that came back below zero are not numbers.
+POLYNOMIAL = (2, 3)
+
+KNOWN: dict[type, str] = {}
+"""The names of operations whose nodes have a type of their own."""
+_slots: dict[type, list[str]] = {}
+
+
+def operation_name(node: Any) -> str:
+    """Return a node's operation: `ConvolutionBackward0` -> `Convolution`."""
+    kind = type(node)
+    known = KNOWN.get(kind)
+    if known is None:
+        name = node.name().rpartition("::")[2]
+        known = name.rstrip("0123456789").removesuffix("Backward") or name
+        # Operations of C++ extensions and of older releases share one type: only a type of its own tells the name.
+        if kind.__name__ == name:
+            KNOWN[kind] = known
+    return known
+
+
+def signature(t: Tensor) -> tuple[Any, ...]:
+    """Return what stays the same when a site saves again, whatever the batch size."""
+    node = t.grad_fn
+    return (t.dtype, t.dim(), t.requires_grad, None if node is None else operation_name(node))
+
+
+def comes_from_leaves(grad_fn: Any, parameters: bool, limit: int = 64) -> bool:
+    """Return whether a tensor was computed from leaves alone, as weight norm does.
+
+    Rows looked up in a table are not computed from leaves alone: which rows is data.
+
+    Args:
+        grad_fn: The node that made the tensor.
+        parameters: Whether only nn.Parameters count as leaves.
+        limit: Nodes to look at before giving up.
+    """
+    stack, seen = [grad_fn], 0
+    while stack:
+        node = stack.pop()
+        seen += 1
+        if node is None or seen > limit:
+            return False
+        if hasattr(node, "variable"):
+            if parameters and not isinstance(node.variable, nn.Parameter):
+                return False
+            continue
+        if operation_name(node) in LOOKUPS:
+            return False
+        stack.extend(next_node for next_node, _ in node.next_functions)
+        if not node.next_functions:
+            return False
+    return True
+
+
+def is_view_of_parameter(grad_fn: Any) -> bool:
+    """Return whether a tensor is a parameter behind nothing but views and casts."""
+    for _ in range(16):
+        if grad_fn is None:
+            return False
+        if hasattr(grad_fn, "variable"):
+            return True
+        if operation_name(grad_fn) not in VIEWS:
+            return False
+        grad_fn = grad_fn.next_functions[0][0]
+    return False
+
+
+def needs_weight_gradient(node: Any) -> bool:
+    """Return whether a node is a convolution whose weight needs a gradient, and so its input's values."""
+    return operation_name(node) == "Convolution" and node.next_functions[1][0] is not None
+
+
+def is_polynomial(node: Any) -> bool:
+    """Return whether a node raises a tensor to a small whole power, given as a number."""
+    # Other forms of `pow` save the exponent as a tensor: to ask for it would unpack it.
+    return node.name() == "PowBackward0" and node._saved_exponent in POLYNOMIAL
+
+
+def window_of(node: Any) -> tuple[tuple[int, ...], ...] | None:
+    """Return kernel, stride, padding and dilation of a max-pool, or None where the window is not a fixed one."""
+    try:
+        kernel = tuple(node._saved_kernel_size)
+        rest = (tuple(node._saved_stride) or kernel, tuple(node._saved_padding), tuple(node._saved_dilation))
+    except AttributeError:
+        return None
+    dimensions = 3 if "3D" in node.name() else 2
+    return tuple(v * dimensions if len(v) == 1 else v for v in (kernel, *rest))
+
+
+def saved_by(node: Any) -> list[tuple[str, Saved]]:
+    """Return (slot, Saved) for everything that a node saved through us, without unpacking it."""
+    names = _slots.get(type(node))
+    if names is None:
+        names = _slots[type(node)] = [name for name in dir(type(node)) if name.startswith("_raw_saved_")]
+    savings: list[tuple[str, Saved]] = []
+    for name in names:
+        slot = name.removeprefix("_raw_saved_")
+        try:
+            raw = getattr(node, name)
+            pieces = raw if isinstance(raw, list | tuple) else (raw,)
+            data = [piece.data if piece is not None else None for piece in pieces]
+        except RuntimeError:
+            continue
+        # A function in an operation's place tells its slots.
+        slots = getattr(node, "encke_slots", None) if slot == "tensors" else None
+        for i, item in enumerate(data):
+            if isinstance(item, Saved):
+                savings.append((slots[i] if slots else slot if len(data) == 1 else f"{slot}{i}", item))
+    return savings
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors in what a forward pass returned: containers and plain objects are searched, each once."""
+    stack, seen = [output], set()
+    while stack:
+        item = stack.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, dict):
+            stack.extend(item.values())
+        elif isinstance(item, list | tuple | set):
+            stack.extend(item)
+        elif hasattr(item, "__dict__") and not isinstance(item, nn.Module | type):
+            stack.extend(vars(item).values())

@@ -1,0 +1,229 @@
+"""Names in compiled graphs: operations, layers and sites, translated into those of eager mode.
+
+Nodes of the backward graph carry the sequence number of the forward operation they belong to, and forward operations
+carry the stack of modules around them. From these come layer, call, operation, slot and occurrence of a site, the same
+as in eager mode. Two cases cannot be matched: an operation that the compiler decomposes into others before autograd
+sees it has another name here, and after a graph break the calls of a layer are counted from zero in each graph. A
+policy does not find such a site among those it has measured, and takes what it has for the layer.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from encke.capture.encoding import limits_of
+from encke.capture.hooks import SMALL
+from encke.capture.needs import need_of
+from encke.capture.sites import Need, Site
+
+# Operations of the backward graph that read saved tensors: argument -> (operation, slot) as in eager mode.
+READERS: dict[str, dict[int, tuple[str, str]]] = {
+    "convolution_backward": {1: ("Convolution", "input"), 2: ("Convolution", "weight")},
+    "native_batch_norm_backward": {1: ("BatchNorm", "input")},
+    "batch_norm_backward": {1: ("BatchNorm", "input")},
+    "cudnn_batch_norm_backward": {0: ("BatchNorm", "input")},
+    "native_layer_norm_backward": {1: ("NativeLayerNorm", "input")},
+    "native_group_norm_backward": {1: ("NativeGroupNorm", "input")},
+    "_fused_rms_norm_backward": {1: ("FusedRmsNorm", "input")},
+    "threshold_backward": {1: ("Relu", "result")},
+    "leaky_relu_backward": {1: ("LeakyRelu", "self")},
+    "max_pool2d_with_indices_backward": {1: ("MaxPool2DWithIndices", "self")},
+    "max_pool3d_with_indices_backward": {1: ("MaxPool3DWithIndices", "self")},
+    "avg_pool2d_backward": {1: ("AvgPool2D", "self")},
+    "avg_pool3d_backward": {1: ("AvgPool3D", "self")},
+    "_adaptive_avg_pool2d_backward": {1: ("AdaptiveAvgPool2D", "self")},
+    "_adaptive_avg_pool3d_backward": {1: ("AdaptiveAvgPool3D", "self")},
+    "gelu_backward": {1: ("Gelu", "self")},
+    "silu_backward": {1: ("Silu", "self")},
+    "mish_backward": {1: ("Mish", "self")},
+    "elu_backward": {5: ("Elu", "self")},
+    "hardswish_backward": {1: ("Hardswish", "self")},
+    "hardsigmoid_backward": {1: ("Hardsigmoid", "self")},
+    "hardtanh_backward": {1: ("Hardtanh", "self")},
+    "softplus_backward": {1: ("Softplus", "self")},
+    "sigmoid_backward": {1: ("Sigmoid", "result")},
+    "tanh_backward": {1: ("Tanh", "result")},
+    "_softmax_backward_data": {1: ("Softmax", "result")},
+    "_log_softmax_backward_data": {1: ("LogSoftmax", "result")},
+    "mm": {0: ("Mm", "self"), 1: ("Mm", "mat2")},
+    "addmm": {1: ("Addmm", "mat1"), 2: ("Addmm", "mat2")},
+    "bmm": {0: ("Bmm", "self"), 1: ("Bmm", "mat2")},
+    "mul": {0: ("Mul", "self"), 1: ("Mul", "other")},
+}
+for _attention, _output in (("flash_attention", 4), ("cudnn_attention", 4), ("efficient_attention", 5),
+                            ("flash_attention_for_cpu", 4)):  # fmt: skip
+    READERS[f"_scaled_dot_product_{_attention}_backward"] = {
+        1: ("ScaledDotProductAttention", "query"),
+        2: ("ScaledDotProductAttention", "key"),
+        3: ("ScaledDotProductAttention", "value"),
+        _output: ("ScaledDotProductAttention", "output"),
+    }
+
+# Products whose gradients are products again: which operand a backward product reads, only the forward one tells.
+PRODUCTS = {"mm", "addmm", "bmm", "mul"}
+
+# What changes neither values nor their order in memory by more than a cast.
+TRANSPARENT = {
+    "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "detach", "alias",
+    "clone", "_to_copy", "convert_element_type", "slice", "select", "split", "split_with_sizes", "getitem", "unbind",
+}  # fmt: skip
+COMPARISONS = {"le", "lt", "ge", "gt", "eq", "ne"}
+
+
+def name_of(target: Any) -> str:
+    """Return a target's name: `aten.mul.Tensor` -> `mul`."""
+    schema = getattr(target, "_schema", None)
+    return schema.name.rpartition("::")[2] if schema is not None else getattr(target, "__name__", str(target))
+
+
+def operation_of(node: Node) -> str:
+    """Return the operation that a node belongs to: the one it was decomposed from, where that is known."""
+    return name_of(node.meta.get("original_aten") or node.target)
+
+
+def root_of(operation: str) -> str:
+    """Return what an operation and its backward share: `_native_batch_norm_legit_functional` -> `batch_norm`."""
+    words = operation.strip("_").split("_")
+    return "_".join(word for word in words if word not in ("native", "legit", "functional", "backward", "data", "no"))
+
+
+def call_of(node: Node) -> tuple[str, int]:
+    """Return the name of the module that a node belongs to, and the number of the module's call in the graph."""
+    stack = node.meta.get("fwd_nn_module_stack") or node.meta.get("nn_module_stack") or {}
+    if not stack:
+        return "", 0
+    key, (path, *_) = list(stack.items())[-1]
+    path = re.sub(r"^L\[[^\]]*\]", "", str(path)).replace("._modules", "")
+    words = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", path).split(".")
+    layer = ".".join(word for word in words if word not in ("", "module", "_orig_mod"))
+    # Dynamo marks the second call of a module with `@1`, and so on.
+    _, _, number = str(key).partition("@")
+    return layer, int(number) if number.isdigit() else 0
+
+
+def value(node: Node) -> Any:
+    """Return what a node computes, as a fake tensor or a size."""
+    return node.meta.get("val")
+
+
+def size_hint(number: Any) -> int:
+    """Return a size as a number: for a symbolic one, what it was when the graph was made."""
+    if isinstance(number, int):
+        return number
+    symbol = number.node
+    return int(symbol.hint if symbol.hint is not None else 1 << 30)
+
+
+def bytes_of(t: Tensor) -> int:
+    """Return the bytes of a tensor's values."""
+    return size_hint(t.numel()) * t.element_size()
+
+
+def behind_views(node: Node) -> Node:
+    """Return the node that a node shows, behind views and casts."""
+    while name_of(node.target) in TRANSPARENT and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def is_relu(node: Node) -> bool:
+    """Return whether a node of the forward graph is ReLU's result, behind views and casts: zero or positive."""
+    return name_of(behind_views(node).target) == "relu"
+
+
+class SiteNames:
+    """Name the sites of a pair of compiled graphs."""
+
+    def __init__(self, forward: Graph, backward: Graph) -> None:
+        self.forward = {node.name: node for node in forward.nodes}
+        self.operations: dict[int, list[Node]] = {}
+        """Nodes of the forward graph by sequence number."""
+        for node in forward.nodes:
+            if node.op == "call_function" and node.meta.get("seq_nr") is not None:
+                self.operations.setdefault(node.meta["seq_nr"], []).append(node)
+        self._savings: dict[tuple[str, int, str, str], set[int]] = {}
+        """Sequence numbers of the operations that save for the same operation and slot in a call."""
+        self._given: dict[Site, Node] = {}
+        for reader in backward.nodes:
+            if reader.op == "call_function" and operation_of(reader) in READERS:
+                self._count(reader)
+
+    def _count(self, reader: Node) -> None:
+        for source in reader.all_input_nodes:
+            made = self.forward.get(behind_views(source).name)
+            if made is None or not isinstance(value(source), Tensor) or bytes_of(value(source)) < SMALL:
+                continue
+            for name in self._operation_and_slot(made, reader, source)[:1]:
+                self._savings.setdefault((*self._call(reader, made), *name), set()).add(reader.meta.get("seq_nr", -1))
+
+    def _call(self, reader: Node, made: Node) -> tuple[str, int]:
+        """Return layer and call of the operation that saved."""
+        operations = self.operations.get(reader.meta.get("seq_nr"), ())  # type: ignore[arg-type]
+        return call_of(operations[0] if operations else reader if call_of(reader)[0] else made)
+
+    def _operation_and_slot(self, made: Node, reader: Node, source: Node) -> list[tuple[str, str]]:
+        """Return the operations and slots as which `reader` may read `source`, which `made` computes in forward."""
+        operation = operation_of(reader)
+        table = READERS.get(operation)
+        if table is None:
+            return []
+        if name_of(reader.target) == operation:
+            names = [table[i] for i, argument in enumerate(reader.args) if argument is source and i in table]
+        else:
+            names = list(table.values()) if len(table) == 1 else []
+        if len(names) == 1 and operation in PRODUCTS:
+            return [self._operand(made, reader) or names[0]]
+        return names
+
+    def _operand(self, made: Node, reader: Node) -> tuple[str, str] | None:
+        """Return the operation and slot of a forward product that has what `made` computes as an operand."""
+        origin = behind_views(made)
+        for product in self.operations.get(reader.meta.get("seq_nr"), ()):  # type: ignore[arg-type]
+            name = name_of(product.target)
+            if name not in PRODUCTS:
+                continue
+            for argument, formal in zip(product.args, product.target._schema.arguments, strict=False):  # type: ignore[union-attr]
+                if isinstance(argument, Node) and behind_views(argument) is origin:
+                    return name.capitalize(), formal.name
+        return None
+
+    def site_of(self, made: Node, reader: Node, source: Node, differentiable: bool) -> Site:
+        """Return where and for whom a tensor is saved.
+
+        Args:
+            made: The node of the forward graph that computes the tensor.
+            reader: The node of the backward graph that reads it.
+            source: The node that the reader has as its argument: the tensor, or what is a view of it.
+            differentiable: Whether the tensor needs a gradient.
+        """
+        t, read = value(made), value(source)
+        layer, call = self._call(reader, made)
+        names = self._operation_and_slot(made, reader, source)
+        operation, slot = names[0] if names else (operation_of(reader), "?")
+        need: Need = "exact"
+        if len(names) == 1:
+            weight_gradient = True
+            if operation == "Convolution" and slot == "input":
+                mask = reader.args[10]
+                weight_gradient = isinstance(mask, list | tuple) and bool(mask[1])
+            need = need_of(
+                operation,
+                slot,
+                t.dtype,
+                requires_grad=differentiable,
+                limits=limits_of(operation, None) is not None,
+                weight_gradient=weight_gradient,
+            )
+        savings = sorted(self._savings.get((layer, call, operation, slot), ()))
+        number = reader.meta.get("seq_nr", -1)
+        occurrence = savings.index(number) if number in savings else len(savings)
+        site = Site(layer, operation, slot, call, occurrence, need, t.dtype, read.dim())
+        # Two tensors that an operation was decomposed to save are two sites.
+        while self._given.setdefault(site, made) is not made:
+            occurrence += 1
+            site = Site(layer, operation, slot, call, occurrence, need, t.dtype, read.dim())
+        return site
