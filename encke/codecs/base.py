@@ -194,7 +194,12 @@ class Codec(ABC):
             # Elements that share memory are encoded once.
             tensor, layout = flat, layout_of(flat.shape, flat.stride())[0]
         with torch.no_grad():
-            return AdaptedPacked(self, layout, flat.dtype, flat.numel(), self.encode(tensor))
+            packed = self.encode(tensor)
+        source = flat.untyped_storage().data_ptr()
+        if any(buffer.untyped_storage().data_ptr() == source for buffer in getattr(packed, "buffers", ())):
+            # Memory of the source itself would change with it, and would not be released.
+            packed.buffers = tuple(buffer.clone() for buffer in packed.buffers)
+        return AdaptedPacked(self, layout, flat.dtype, flat.numel(), packed)
 
     def encode_run(self, x: Tensor, layout: Layout, length: int, key: int, state: EncoderState) -> Packed:
         """Encode a tensor whose layout and run length `layout_of` told."""

@@ -32,6 +32,14 @@ def test_a_run_of_memory_goes_through_encode_and_decode(view) -> None:
     assert torch.equal(layout.restore(packed.decode_flat(mask=True)), y != 0)
 
 
+def test_what_is_packed_is_no_memory_of_the_source() -> None:
+    x = torch.randn(64, 64, dtype=torch.bfloat16)
+    layout, length = layout_of(x.shape, x.stride())
+    packed, before = Rounded().encode_run(x, layout, length, 0, EncoderState()), x.clone()
+    x.zero_()
+    assert torch.equal(packed.decode(), before)
+
+
 @pytest.mark.parametrize(
     "codec",
     [GroupQuant(4, 256, 3, True), ErrorBounded(0.1, limit=0.5), DualPrecision(4, 8), LogProb(7), Lossless(), Rounded()],
