@@ -133,12 +133,19 @@ def raw_saved_slots(kind: type) -> list[str]:
     return [name.removeprefix(RAW_SAVED) for name in dir(kind) if name.startswith(RAW_SAVED)]
 
 
-def saved_setting(node: Any, name: str, default: Any = None) -> Any:
-    """Return a setting that a node keeps for its backward, such as a convolution's `stride`; `default` if it has none.
+_REQUIRED = object()
 
-    Not for tensors: reading one unpacks it. Checked with 2.11 to 2.13.
+
+def saved_setting(node: Any, name: str, default: Any = _REQUIRED) -> Any:
+    """Return a setting that a node keeps for its backward, such as a convolution's `stride`.
+
+    Nodes without it give the `default`; without one it is an error. Reading a tensor would unpack it: those that go
+    through the hooks are not for this function. Checked with 2.11 to 2.13.
     """
-    return getattr(node, f"_saved_{name}", default)
+    value = getattr(node, f"_saved_{name}", default)
+    if value is _REQUIRED:
+        raise unsupported(f"{node.name()}._saved_{name}", "reading the settings of an operation")
+    return value
 
 
 def queue_backward_callback(function: Callable[[], None]) -> None:
@@ -237,6 +244,13 @@ current_cuda_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", _n
 
 current_cuda_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_cuda)
 """Return the address of a device's current CUDA stream, as Triton's launcher takes it. Checked with 2.11 to 2.13."""
+
+
+def shutdown_workers(batches: Any) -> None:
+    """End the worker processes of an iterator over a `DataLoader` now. Checked with 2.11 to 2.13."""
+    if not hasattr(batches, "_shutdown_workers"):
+        raise unsupported(f"{type(batches).__name__}._shutdown_workers", "data from worker processes")
+    batches._shutdown_workers()
 
 
 def active_ddp_module() -> DistributedDataParallel | None:

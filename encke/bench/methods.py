@@ -20,6 +20,7 @@ from encke.api import Handle
 from encke.codecs import ErrorBounded, GroupQuant
 from encke.policies import Fixed, Policy
 from encke.policies.presets import PRESETS
+from encke.torch_internals import set_activation_memory_budget
 from encke.train.models.registry import blocks
 
 OFFLOADERS = {"torchtune": "torchtune.training", "trl": "trl.models.activation_offloading"}
@@ -113,9 +114,7 @@ def streamed_offload() -> AbstractContextManager[Any]:
 
 def set_activation_budget(model: nn.Module, share: float) -> None:
     """Let the compiler save only a share of the activations; the rest is recomputed."""
-    from torch._functorch import config
-
-    config.activation_memory_budget = share
+    set_activation_memory_budget(share)
 
 
 METHODS = {

@@ -368,7 +368,7 @@ class Server:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             if "torch._dynamo" in sys.modules:
-                torch._dynamo.reset()
+                torch.compiler.reset()
         return answer
 
     def work(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from encke.codecs.base import check_version
 from encke.codecs.layout import flatten, layout_of
 from encke.codecs.pending import settle_all
 from encke.policies.base import AdaptivePolicy, Policy, Schedule
+from encke.torch_internals import current_autograd_node
 
 SMALL = 16384
 """Tensors of fewer bytes than this pass through as they are."""
@@ -197,7 +198,7 @@ def unpack(saved: Saved | Kept) -> Tensor:
     assert isinstance(saved, Saved)
     facts = saved.facts
     if saved.tensor is None:
-        node = torch._C._current_autograd_node()
+        node = current_autograd_node()
         if node is None:
             pass
         elif saved.pending is not None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from encke.capture.facts import SiteFacts
+from encke.torch_internals import eval_frame_callback
 
 ERROR_ATTACHED_BEFORE_COMPILE = (
     "encke: this model was attached and then compiled. Compile it first, then attach: "
@@ -35,7 +36,7 @@ class Layer:
 
 def inside_compile() -> bool:
     """Whether torch.compile is tracing this call, or has given up tracing it and runs it piece by piece."""
-    return torch.compiler.is_compiling() or callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+    return torch.compiler.is_compiling() or callable(eval_frame_callback())
 
 
 def inert(*args: Any) -> None:

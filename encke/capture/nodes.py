@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from encke.capture.saved import Saved
+from encke.torch_internals import RAW_SAVED, raw_saved_slots, saved_setting
 
 LOOKUPS = {"Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather", "Take"}
 VIEWS = {
@@ -91,16 +92,17 @@ def needs_weight_gradient(node: Any) -> bool:
 def is_polynomial(node: Any) -> bool:
     """Return whether a node raises a tensor to a small whole power, given as a number."""
     # Other forms of `pow` save the exponent as a tensor: to ask for it would unpack it.
-    return node.name() == "PowBackward0" and node._saved_exponent in POLYNOMIAL
+    return node.name() == "PowBackward0" and saved_setting(node, "exponent") in POLYNOMIAL
 
 
 def window_of(node: Any) -> tuple[tuple[int, ...], ...] | None:
     """Return kernel, stride, padding and dilation of a max-pool, or None where the window is not a fixed one."""
-    try:
-        kernel = tuple(node._saved_kernel_size)
-        rest = (tuple(node._saved_stride) or kernel, tuple(node._saved_padding), tuple(node._saved_dilation))
-    except AttributeError:
+    kernel = saved_setting(node, "kernel_size", None)
+    if kernel is None:
         return None
+    kernel = tuple(kernel)
+    stride, padding, dilation = (tuple(saved_setting(node, name)) for name in ("stride", "padding", "dilation"))
+    rest = (stride or kernel, padding, dilation)
     dimensions = 3 if "3D" in node.name() else 2
     return tuple(v * dimensions if len(v) == 1 else v for v in (kernel, *rest))
 
@@ -109,12 +111,11 @@ def saved_by(node: Any) -> list[tuple[str, Saved]]:
     """Return (slot, Saved) for everything that a node saved through us, without unpacking it."""
     names = _slots.get(type(node))
     if names is None:
-        names = _slots[type(node)] = [name for name in dir(type(node)) if name.startswith("_raw_saved_")]
+        names = _slots[type(node)] = raw_saved_slots(type(node))
     savings: list[tuple[str, Saved]] = []
-    for name in names:
-        slot = name.removeprefix("_raw_saved_")
+    for slot in names:
         try:
-            raw = getattr(node, name)
+            raw = getattr(node, RAW_SAVED + slot)
             pieces = raw if isinstance(raw, list | tuple) else (raw,)
             data = [piece.data if piece is not None else None for piece in pieces]
         except RuntimeError:

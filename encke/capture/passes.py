@@ -9,13 +9,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C import _autograd
 
 from encke.capture.deferred import DeferredForward
 from encke.capture.ledger import Tally
 from encke.capture.modules import Layer
 from encke.capture.saved import Saved, SharedCell
 from encke.policies.base import Collector
+from encke.torch_internals import (
+    functorch_interpreter,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    top_saved_tensors_hooks,
+)
 
 ACCUMULATE = 0xFFFFFFFFFFFFFFFF
 """Sequence number of every AccumulateGrad node: these save nothing."""
@@ -147,7 +152,7 @@ class Passes:
         forward.outer = outer
         self.at_begin(forward)
         frame = forward.push(layer)
-        _autograd._push_saved_tensors_default_hooks(*self.hooks)
+        push_saved_tensors_hooks(*self.hooks)
         return frame
 
     def leave(self, layer: Layer, output: Any) -> None:
@@ -175,9 +180,9 @@ class Passes:
             forward.clear()
 
     def _unhook(self) -> None:
-        top = _autograd._top_saved_tensors_default_hooks(True)
+        top = top_saved_tensors_hooks()
         if top is not None and top[0] == self.hooks[0]:
-            _autograd._pop_saved_tensors_default_hooks()
+            pop_saved_tensors_hooks()
 
     def _stale(self) -> bool:
         """Return whether the call that switched the hooks on has ended unnoticed: Ctrl-C runs no forward hooks."""
@@ -192,6 +197,6 @@ class Passes:
 
 def may_push() -> bool:
     """Return whether hooks may be pushed now: never above somebody else's, never under torch.func, which refuses."""
-    if _autograd._top_saved_tensors_default_hooks(True) is not None:
+    if top_saved_tensors_hooks() is not None:
         return False
-    return torch._C._functorch.peek_interpreter_stack() is None
+    return functorch_interpreter() is None

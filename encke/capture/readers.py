@@ -46,6 +46,7 @@ from encke.capture.sites import Need, Site
 from encke.codecs.base import mix
 from encke.codecs.exact import Between
 from encke.policies.base import Policy
+from encke.torch_internals import saved_setting
 
 LINEAR_MODULES = (nn.Linear, nn.LazyLinear)
 
@@ -101,7 +102,7 @@ class Readers:
                 if inputs:
                     facts.window, facts.input_index = window_of(node), inputs[0].index
             if facts.site.operation == "Embedding":
-                facts.high = int(node._saved_weight_sym_argsize_0)
+                facts.high = int(saved_setting(node, "weight_sym_argsize_0"))
             sites, index = frame.sites, facts.index
             sites.extend([None] * (index + 1 - len(sites)))
             before = sites[index]

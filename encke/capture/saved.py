@@ -16,6 +16,7 @@ from encke.codecs import Codec, Packed
 from encke.codecs.algebra import stricter
 from encke.codecs.base import check_version
 from encke.codecs.layout import Layout, fills_in_order
+from encke.torch_internals import storage_from_weak_pointer
 
 
 class SharedCell:
@@ -78,7 +79,7 @@ class SharedCell:
         with self.lock:
             if self.decoded is not None:
                 reference, numel = self.decoded
-                storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+                storage = storage_from_weak_pointer(reference.cdata)
                 if storage is not None:
                     return torch.empty(0, dtype=packed.dtype, device=storage.device).set_(storage, 0, (numel,), (1,))
             flat = packed.decode_flat()

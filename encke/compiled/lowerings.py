@@ -7,7 +7,6 @@ C++ wrapper and memory with gaps the operators are called as they are.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from encke.compiled import ops
 from encke.compiled.names import size_hint
+from encke.torch_internals import inductor, inductor_is_loaded
 
 DIRECT_ON = {"cuda"}
 """Kinds of devices on which functions are called."""
@@ -40,17 +40,14 @@ _done: list[bool] = []
 
 def install() -> None:
     """Tells inductor, if that is who compiles."""
-    if "torch._inductor.lowering" in sys.modules and not _done:
+    if inductor_is_loaded() and not _done:
         _done.append(True)
         for name in FUNCTIONS:
             _install(name)
 
 
 def _install(name: str) -> None:
-    from torch._inductor import ir, lowering
-    from torch._inductor.select_algorithm import extern_kernels
-    from torch._inductor.virtualized import V
-
+    ir, lowering, extern_kernels, V = inductor()
     operator = getattr(torch.ops.encke, name).default
     function, choose = FUNCTIONS[name]
     kind: Any = ir.ExternKernelAlloc if name in ALLOCATING else ir.ExternKernelOut

@@ -101,7 +101,7 @@ class Frozen:
 
             return hook
 
-        kinds = (nn.Linear, nn.modules.conv._ConvNd)
+        kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
         hooks = [m.register_forward_hook(watch(n)) for n, m in self.model.named_modules() if isinstance(m, kinds)]
         try:
             self.gradients()

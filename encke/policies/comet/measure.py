@@ -25,6 +25,7 @@ from encke.codecs.layout import Layout
 from encke.policies.base import PackedMemory, SavedTensor
 from encke.policies.comet.momentum import gradient_norm
 from encke.policies.comet.products import PRODUCTS, WeightGradient, WeightProduct
+from encke.torch_internals import queue_backward_callback, saved_setting
 
 SAMPLE = 1 << 20
 """Values of a tensor that are measured, in evenly spaced runs."""
@@ -213,11 +214,7 @@ def mixed_share(packed: Packed, layout: Layout) -> float:
 
 def invstd_of(node: Any) -> Tensor | None:
     """Return 1 / standard deviation of the channels of a batch norm's input, as its node has it; empty in eval."""
-    kept = getattr(node, "kept", None)
-    if kept is None:
-        return getattr(node, "_saved_result2", None)
-    mean, invstd = kept[:2]
-    return mean[1] if invstd is None else invstd  # computed while packing, both are rows of one tensor
+    return saved_setting(node, "result2", None)
 
 
 class CometCollector:
@@ -319,8 +316,7 @@ class CometCollector:
 
     def _at_backward(self, gradients: Any) -> None:
         """Look at the gradients at the end of backward, after those who wait for its end too (DDP)."""
-        queue = torch.autograd.Variable._execution_engine.queue_callback
-        queue(lambda: queue(self._after_backward))
+        queue_backward_callback(lambda: queue_backward_callback(self._after_backward))
 
     def _after_backward(self) -> None:
         self.norm_after_backward = gradient_norm(self.weights())

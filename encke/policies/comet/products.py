@@ -11,6 +11,7 @@ from torch import Tensor
 
 from encke.capture.nodes import VIEWS, operation_name
 from encke.policies.comet.theory import Product
+from encke.torch_internals import saved_setting
 
 WeightGradient = Callable[[Tensor, Tensor], Tensor]
 """Computes a weight's gradient from output gradient and input."""
@@ -42,8 +43,9 @@ def convolution(node: Any, slot: str, size: tuple[int, ...]) -> WeightProduct | 
     weight = leaf_behind(node.next_functions[1][0])
     if slot != "input" or weight is None or len(size) != weight.dim():
         return None
-    stride, padding, dilation = tuple(node._saved_stride), tuple(node._saved_padding), tuple(node._saved_dilation)
-    transposed, groups, extra = node._saved_transposed, node._saved_groups, tuple(node._saved_output_padding)
+    stride, padding, dilation = (tuple(saved_setting(node, name)) for name in ("stride", "padding", "dilation"))
+    transposed, groups = saved_setting(node, "transposed"), saved_setting(node, "groups")
+    extra = tuple(saved_setting(node, "output_padding"))
     kernel, plane = tuple(weight.shape[2:]), tuple(size[2:])
     shape = weight.shape
 
@@ -68,7 +70,7 @@ def convolution(node: Any, slot: str, size: tuple[int, ...]) -> WeightProduct | 
 def matrix(node: Any, slot: str, size: tuple[int, ...]) -> WeightProduct | None:
     """Return the weight gradient of mm or addmm, with the weight on either side."""
     offset = 1 if operation_name(node) == "Addmm" else 0
-    if offset and getattr(node, "_saved_alpha", 1) != 1:
+    if offset and saved_setting(node, "alpha", 1) != 1:
         return None
     first = slot in ("self", "mat1")
     weight = leaf_behind(node.next_functions[offset + (1 if first else 0)][0])

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from encke.policies.comet.measure import CometCollector
 from encke.policies.comet.momentum import Averages, Momenta, gradient_norm
+from encke.torch_internals import active_ddp_module
 
 FIRST = 10
 """The first collection step with momentum; each next one comes after twice as many steps, until `every` takes over."""
@@ -135,7 +136,7 @@ class CollectionSchedule:
             self.updates += 1
         step = self.updates + (self.optimizer is not None)
         self.averaging = self._collects_soon(step)
-        inside = getattr(DistributedDataParallel, "_active_ddp_module", None)
+        inside = active_ddp_module()
         model = self.model
         self.ddp = model if isinstance(model, DistributedDataParallel) else inside
         collector = self.open

@@ -18,6 +18,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from encke.tools.errors import UsageError
+from encke.torch_internals import shutdown_workers
 from encke.train.data import records
 from encke.train.data.augment import DRAWS, View
 from encke.train.data.order import Batch, Plan
@@ -125,7 +126,7 @@ def end_workers(loaded: Any) -> None:
     """When their source goes, or the program ends. Whoever calls this keeps `loaded` alive until then: were it
     collected in a cycle with its queues, these would close first and no worker would hear that it is to end; the
     collector would wait for each, and multiprocessing, whose SIGTERM they ignore, for ever."""
-    loaded._shutdown_workers()
+    shutdown_workers(loaded)
 
 
 def be_quiet(_: int) -> None:
