@@ -5,6 +5,7 @@ SECURITY.md lists which loader reads what.
 
 from __future__ import annotations
 
+import gzip
 import json
 import pickle
 import struct
@@ -83,6 +84,17 @@ def test_arrays_with_pickled_objects_are_refused(trace: Path, tmp_path: Path, ca
     np.savez(tmp_path / "data.npz", images=hostile, labels=hostile)
     assert "data.npz" in failure(capsys, "study", "gradients", "--data", tmp_path / "data.npz")
     assert not trace.exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\x1f\x8b" + b"\xff" * 64, gzip.compress(b"\0\0\x08\x03" + b"\xff" * 12), gzip.compress(b"\0" * 4096)[:30]],
+)
+def test_an_idx_file_that_promises_what_it_does_not_hold_is_refused(content: bytes, tmp_path: Path, capsys) -> None:
+    for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
+        (tmp_path / f"{name}-ubyte.gz").write_bytes(content)
+    options = ("--data.kind", "mnist", "--data.path", tmp_path, "--out", tmp_path / "run")
+    assert "train-images-idx3-ubyte.gz" in failure(capsys, "train", "digits", *options)
 
 
 def png(width: int, height: int) -> bytes:
