@@ -97,11 +97,20 @@ def test_examples_in_docstrings_hold(file: str) -> None:
     assert found.attempted and not found.failed
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_public_functions_have_an_example(name: str) -> None:
-    thing = NAMES[name]
-    if inspect.isfunction(thing):
-        assert ">>> " in (inspect.getdoc(thing) or ""), name
+SHOWN = [thing for thing in NAMES.values() if inspect.isfunction(thing)] + [
+    encke.Handle,
+    encke.Handle.report,
+    encke.Handle.log,
+    encke.Handle.state_dict,
+    encke.policies.Comet,
+    encke.policies.Division,
+    encke.policies.Fixed,
+]
+
+
+@pytest.mark.parametrize("thing", SHOWN, ids=lambda thing: thing.__qualname__)
+def test_public_functions_have_an_example(thing: object) -> None:
+    assert "Example:" in (inspect.getdoc(thing) or "") and ">>> " in (inspect.getdoc(thing) or "")
 
 
 def test_the_version_is_in_the_changelog() -> None:
