@@ -94,22 +94,3 @@ def test_modules_do_not_import_each_other_in_a_circle() -> None:
         for module in ends:
             del graph[module]
     assert not graph, f"these import each other: {sorted(graph)}"
-
-
-def test_nothing_outside_codecs_asks_for_a_concrete_codec() -> None:
-    concrete = {
-        node.name
-        for module, tree in MODULES.items()
-        if module.startswith("encke.codecs.") and module != "encke.codecs.base"
-        for node in tree.body
-        if isinstance(node, ast.ClassDef) and any("Codec" in ast.unparse(base) for base in node.bases)
-    }
-    assert {"GroupQuant", "ErrorBounded"} <= concrete
-    for module, tree in MODULES.items():
-        for node in ast.walk(tree):
-            if module.startswith("encke.codecs") or not isinstance(node, ast.Call):
-                continue
-            if ast.unparse(node.func) == "isinstance":
-                names = {name.id for name in ast.walk(node.args[1]) if isinstance(name, ast.Name)}
-                names |= {name.attr for name in ast.walk(node.args[1]) if isinstance(name, ast.Attribute)}
-                assert not names & concrete, f"{module}:{node.lineno}: {ast.unparse(node)}"
