@@ -1,4 +1,33 @@
-"""Forward passes of our own layers that are computed while what they save is packed."""
+"""Forward passes of our own layers that are computed while what they save is packed.
+
+A batch norm reads its input to normalise it, and the encoder reads the same input to pack it. To read it once, the
+layer announces its forward pass and leaves the computing to the moment in which autograd saves the input:
+
+    layer's forward            autograd                       Capture.pack            DeferredForward d
+    forward.deferred = d
+    function(x, d)       ->    Function.forward returns
+                               d's result: memory that
+                               nobody has written yet;
+                               saves x                  ->    d.t is x          ->    d.encode(): writes the result,
+                                                                                      returns x packed
+                         <-    result
+    forward.deferred is
+    None: it has run, else
+    run_deferred()       ->                                                           d.run_unfused(): writes the
+    returns the result                                                                result
+
+A ReLU does the same with its result in the place of `x`. Convolutions and other dtypes use the base class, which leaves
+nothing to be done: it only spares capture the search for the site.
+
+Invariants, each with a test of its name in tests/fused/test_deferred.py:
+
+- Nobody sees the result before it is written. Between `Function.forward` and the hook only autograd itself runs, and
+  the layer's forward returns after `encode` or `run_unfused`.
+- The hook may not come: no gradient is needed, or the memory is packed already. Then `run_unfused` runs.
+- The hook may come for another tensor first. Then `run_unfused` runs before that tensor is packed.
+- Packing may raise. The error leaves the layer's forward, no result is returned, and nothing stays announced.
+- Hooks of others may be on top. The layer asks for that right before, and goes the plain way.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +40,9 @@ from encke.codecs.layout import Layout
 
 
 class DeferredForward:
-    """The saving that one of our own layers makes next, which need not be recognised: its tensor and its site.
+    """Announcement of the tensor that one of our own layers saves next, and of its site.
 
-    An operation may leave its work to be done while that tensor is encoded, in one pass over it.
+    Derived classes write the layer's result in `encode` and `run_unfused`. One of the two runs, once.
     """
 
     __slots__ = ("codec", "facts", "t")
@@ -21,12 +50,13 @@ class DeferredForward:
     def __init__(self, facts: SiteFacts, codec: Codec | None, t: Any) -> None:
         self.facts = facts
         self.codec = codec
-        """What the policy has chosen for the site, if it was asked."""
+        """Codec that the policy has chosen for the site, if it was asked."""
         self.t = t
+        """The tensor."""
 
     def encode(self, codec: Codec, layout: Layout, length: int, key: int, state: EncoderState) -> Packed:
-        """Does the work and encodes the tensor; the arguments are those of `Codec.encode_run`."""
+        """Compute the layer's result and return the tensor packed; the arguments are those of `Codec.encode_run`."""
         return codec.encode_run(self.t, layout, length, key, state)
 
     def run_unfused(self) -> None:
-        """Does the work where nothing is encoded."""
+        """Compute the layer's result where nothing is packed."""

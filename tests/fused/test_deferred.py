@@ -24,6 +24,7 @@ from encke.fused.batchnorm import DeferredBatchNorm
 from encke.fused.relu import DeferredRelu
 from encke.policies import Comet, Fixed
 from encke.policies.comet import assess
+from encke.torch_internals import top_saved_tensors_hooks
 
 pytest.importorskip("triton")
 if not torch.cuda.is_available():
@@ -161,7 +162,7 @@ class Shared(nn.Module):
 
 
 @pytest.mark.slow
-def test_an_input_that_is_packed_already(worked):
+def test_the_hook_does_not_come_for_an_input_that_is_packed_already(worked):
     assert both(ready(Shared()), photos())
     assert worked.count("DeferredBatchNorm run_unfused") == 2 and "DeferredBatchNorm encode" not in worked
 
@@ -190,7 +191,7 @@ def test_other_sizes_in_between(worked):
 
 
 @pytest.mark.slow
-def test_an_error_in_between_leaves_nothing_behind(worked, monkeypatch):
+def test_packing_raises_and_the_next_step_is_right(worked, monkeypatch):
     model = ready(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1)))
     other = copy.deepcopy(model)
     attach(model)
@@ -204,13 +205,13 @@ def test_an_error_in_between_leaves_nothing_behind(worked, monkeypatch):
         patch.setattr(DeferredBatchNorm, "encode", broken)
         with pytest.raises(RuntimeError, match="no memory"):
             results(model, photos(), 1)
-    results(other, photos(), 4)  # as many, so that chance is the same
+    results(other, photos(), 4)  # as many, so that random numbers are the same
     got, expected = results(model, photos(), 1), results(other, photos(), 1)
     assert agree(got[:-3], expected[:-3])  # the interrupted step moved the counter of batches
 
 
 class Misaligned(nn.Module):
-    """Gives its input on at an address that is not one of 32-bit words."""
+    """Return its input at an address that is not a multiple of four bytes."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.permute(0, 2, 3, 1).reshape(-1)
@@ -219,7 +220,7 @@ class Misaligned(nn.Module):
         return y
 
 
-def test_inputs_that_are_not_aligned_are_packed_after_the_work(worked):
+def test_inputs_that_are_not_aligned_are_not_deferred(worked):
     model = ready(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), Misaligned(), nn.BatchNorm2d(16), nn.Conv2d(16, 4, 1)))
     assert both(model, photos())
     assert not worked
@@ -239,12 +240,12 @@ def test_steps_in_which_the_policy_collects(worked, monkeypatch):
     assert worked.count("DeferredBatchNorm encode") == 2
     assert len(seen) == 4  # after the first and the second step of each
     (found,), (expected,) = ([figures for _, _, *figures in norms] for norms in seen[1::2])
-    assert found == pytest.approx(expected, rel=0.05)  # what a coarse input spoils of the gradient given on
+    assert found == pytest.approx(expected, rel=0.05)  # error that a coarse input adds to the propagated gradient
 
 
 @pytest.mark.slow
-def test_work_while_another_layer_is_learnt_anew(worked):
-    """What the batch norm saves is held until ReLU saves: the graph behind that is read before the work is done."""
+def test_deferred_while_another_layer_is_learnt_again(worked):
+    """What the batch norm saves is held until ReLU saves: the graph behind that is read before ReLU is computed."""
     model = ready(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1)))
     other = copy.deepcopy(model)
     for handle, trained in ((attach(model), model), (attach(other, device="none"), other)):
@@ -258,7 +259,7 @@ def test_work_while_another_layer_is_learnt_anew(worked):
 
 
 class Left(DeferredForward):
-    """Work for a tensor that is not saved next."""
+    """A deferred forward for a tensor that is not saved next."""
 
     done = False
 
@@ -267,7 +268,7 @@ class Left(DeferredForward):
 
 
 class Other(nn.Module):
-    """Saves a tensor while the work that was left is for another one."""
+    """Saves a tensor while the deferred forward is for another one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -279,10 +280,92 @@ class Other(nn.Module):
         return x.exp()
 
 
-def test_work_for_another_tensor_is_done_before_this_one_is_packed():
+def test_the_hook_comes_for_another_tensor_first():
     model = Other().to(DEVICE)
     model.handle = attach(model)
     for _ in range(2):
         Left.done = False
         model(photos()).sum().backward()
         assert Left.done and model.handle._capture.threads.forward.deferred is None
+
+
+# -- invariants of encke/capture/deferred.py; those above that begin with "the hook" or "packing" belong to them ------
+
+
+def conv_norm_relu() -> nn.Module:
+    return ready(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1)))
+
+
+@pytest.fixture
+def marked_memory(monkeypatch) -> None:
+    """Memory that nobody has written yet holds NaN."""
+    empty_like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **named: empty_like(*args, **named).fill_(float("nan")))
+
+
+def test_nobody_sees_the_result_before_it_is_written(worked, marked_memory):
+    model, seen = conv_norm_relu(), []
+    attach(model)
+    for layer in model[1:]:
+        layer.register_forward_pre_hook(lambda m, args: seen.append(bool(args[0].detach().isfinite().all())))
+        layer.register_forward_hook(lambda m, args, out: seen.append(bool(out.detach().isfinite().all())))
+    got = results(model, photos())
+    assert worked == ["DeferredBatchNorm encode", "DeferredRelu encode"] * 2
+    assert len(seen) == 18 and all(seen) and all(t.isfinite().all() for t in got)
+
+
+def test_the_hook_does_not_come_where_no_gradient_is_needed(worked, marked_memory):
+    model = nn.Sequential(nn.BatchNorm2d(16)).to(DEVICE).train()
+    x = torch.randn(1, 16, 16, 16, device=DEVICE).contiguous(memory_format=torch.channels_last).bfloat16()
+    handle = attach(model)
+    for _ in range(2):
+        model(x).float().square().mean().backward()
+    worked.clear()
+    for p in model.parameters():
+        p.requires_grad_(False)
+    out = model(x)
+    assert worked == ["DeferredBatchNorm run_unfused"] and not out.requires_grad
+    expected = nn.functional.batch_norm(x, None, None, model[0].weight, model[0].bias, True)
+    assert torch.allclose(out.float(), expected.float(), atol=0.05)
+    assert handle._capture.threads.forward.deferred is None
+
+
+@pytest.mark.parametrize("kind", [DeferredBatchNorm, DeferredRelu])
+def test_packing_raises_and_no_result_is_returned(kind, marked_memory, monkeypatch):
+    """As a codec does that runs out of memory."""
+    model = conv_norm_relu()
+    handle, outputs = attach(model), []
+    results(model, photos())
+    layer = model[1] if kind is DeferredBatchNorm else model[2]
+    layer.register_forward_hook(lambda m, args, out: outputs.append(out))
+
+    def broken(*args):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(kind, "encode", broken)
+    with pytest.raises(RuntimeError, match="no memory"):
+        results(model, photos(), 1)
+    assert not outputs and handle._capture.threads.forward.deferred is None and top_saved_tensors_hooks() is None
+
+
+class Hooked(nn.Module):
+    """Puts hooks of its own around what it calls."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.on = inner, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.on:
+            return self.inner(x)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t):
+            return self.inner(x)
+
+
+def test_hooks_of_others_are_on_top(worked, marked_memory):
+    model = Hooked(conv_norm_relu())
+    attach(model)
+    results(model, photos())
+    worked.clear()
+    model.on = True
+    assert all(t.isfinite().all() for t in results(model, photos(), 1)) and not worked
