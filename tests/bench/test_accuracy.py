@@ -18,7 +18,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 @pytest.fixture
 def runs(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import runs
+    import runs  # type: ignore[import-not-found]
 
     return runs
 
