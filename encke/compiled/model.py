@@ -26,6 +26,7 @@ from encke.capture.sites import Site
 from encke.codecs import GroupQuant
 from encke.codecs.algebra import satisfies, strictest
 from encke.compiled import aot, lowerings, ops, rewrites
+from encke.compiled.cut import save_instead_of_recompute
 from encke.compiled.names import is_relu, value
 from encke.compiled.pair import Pair
 from encke.compiled.writer import Form, Packing, Writer
@@ -166,7 +167,7 @@ class CompiledModel:
         if not pair.saved:
             return
         lowerings.install()
-        pair.cut()
+        save_instead_of_recompute(pair)
         packings = {node: self.choose(pair, node) for node in pair.saved if node in pair.data}
         graph = next(_graph_ids)
         writer = Writer(pair, graph, packings)

@@ -19,6 +19,7 @@ from encke.codecs.exact import Mask
 from encke.codecs.groupquant import channel_stride
 from encke.codecs.layout import Layout
 from encke.compiled import rewrites
+from encke.compiled.masks import read_mask_from_codes
 from encke.compiled.names import size_hint, value
 from encke.compiled.pair import Pair
 
@@ -110,7 +111,8 @@ class Writer:
         mask_readers = [reader for reader, site in zip(readers, packing.sites, strict=True) if site.need == "mask"]
         data, restored = self.pair.swap(node, packed, restore)
         arguments = (data, *self._layout(node), t.dtype, order, *rate)
-        self.pair.ask_for_zeros(
+        read_mask_from_codes(
+            self.pair,
             mask_readers,
             t,
             lambda: self._here(torch.ops.encke.site_mask.default, arguments),

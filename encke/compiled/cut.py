@@ -1,0 +1,107 @@
+"""Save instead of recompute: no reader of a compiled backward graph works from values recomputed from lossy ones.
+
+AOTAutograd cuts the joint graph where little has to be saved, and recomputes values in the backward graph where that is
+cheap. From lossy values that would be another gradient than that of eager mode. So what is recomputed from them is
+saved as well, and comparisons (ReLU's mask) are made in the forward graph, from exact values.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from encke.compiled.names import COMPARISONS, TRANSPARENT, is_relu, name_of, operation_of, root_of
+from encke.compiled.pair import Pair
+
+
+def save_instead_of_recompute(pair: Pair) -> None:
+    """Save what is recomputed from values that may be lossy; make comparisons in the forward graph."""
+    lossy = {pair.inputs[node.name] for node in pair.saved if pair.may_be_lossy(node)}
+    while (node := _recomputed(pair, lossy)) is not None:
+        _save_result(pair, node, lossy)
+    _compare_in_forward(pair)
+    _drop_unread(pair)
+
+
+def _recomputed(pair: Pair, lossy: set[Node]) -> Node | None:
+    """Return the first value recomputed from a lossy one for another operation than its own; None if there is none."""
+    between: dict[Node, frozenset[str]] = {node: frozenset() for node in lossy}
+    """For each value computed from a lossy one, the operations between the two."""
+    for node in pair.backward.nodes:
+        sources = [source for source in node.all_input_nodes if source in between]
+        if not sources or node in lossy:
+            continue
+        transparent = name_of(node.target) in TRANSPARENT
+        if transparent or node in pair.recomputed:
+            step = [] if transparent else [root_of(operation_of(node))]
+            between[node] = frozenset(step).union(*(between[source] for source in sources))
+            continue
+        operation = operation_of(node)
+        # Softmax from its own recomputed input would be wrong by the exponential of the error.
+        recomputes = operation.endswith(("_backward", "_backward_data")) and "softmax" not in operation
+        own = root_of(operation) if recomputes else None
+        for source in sources:
+            if between[source] and between[source] != {own}:
+                return _first_step(pair, source, own, between)
+    return None
+
+
+def _first_step(pair: Pair, node: Node, own: str | None, between: dict[Node, frozenset[str]]) -> Node:
+    """Return the value that the reader's own steps, views and casts begin with."""
+    while True:
+        transparent = name_of(node.target) in TRANSPARENT
+        if not transparent and (node not in pair.recomputed or root_of(operation_of(node)) != own):
+            return node
+        node = next(source for source in node.all_input_nodes if between.get(source))
+
+
+def _save_result(pair: Pair, node: Node, lossy: set[Node]) -> None:
+    """Save what `node` recomputes, or the result of comparing it if that is all that is read."""
+    made = pair.names[node.name]
+    readers = list(node.users)
+    if all(name_of(reader.target) in COMPARISONS for reader in readers):
+        for reader in readers:
+            _save_comparison(pair, reader, made)
+        return
+    placeholder = pair.inputs[made.name] if made in pair.saved else pair.save(made)
+    node.replace_all_uses_with(placeholder)
+    if pair.may_be_lossy(made):
+        lossy.add(placeholder)
+
+
+def _save_comparison(pair: Pair, reader: Node, made: Node) -> None:
+    """Move a comparison of what `made` computes into the forward graph, and save its result."""
+    with pair.forward.inserting_after(made):
+        compared = pair.forward.call_function(reader.target, (made, *reader.args[1:]))  # type: ignore[arg-type]
+    compared.meta = {**reader.meta}
+    pair.data.add(compared)
+    reader.replace_all_uses_with(pair.save(compared))
+    pair.backward.erase_node(reader)
+
+
+def _compare_in_forward(pair: Pair) -> None:
+    """Make comparisons with lossy values in the forward graph, unless zeros come back as zeros anyway."""
+    for made in list(pair.saved):
+        if not pair.may_be_lossy(made):
+            continue
+        readers = pair.readers_behind(pair.inputs[made.name])
+        comparisons = [node for node, _ in readers if name_of(node.target) in COMPARISONS]
+        alone = len(comparisons) == len(readers)
+        for node in comparisons:
+            keeps_zeros = is_relu(made) and name_of(node.target) in ("le", "gt") and node.args[1] == 0
+            if (alone or not keeps_zeros) and node.args[0] is pair.inputs[made.name]:
+                _save_comparison(pair, node, made)
+
+
+def _drop_unread(pair: Pair) -> None:
+    """Remove what nobody reads any more."""
+    for node in reversed(list(pair.backward.nodes)):
+        if node.op == "call_function" and not node.users and not node.is_impure():
+            pair.backward.erase_node(node)
+    for made in list(pair.saved):
+        placeholder = pair.inputs[made.name]
+        if not placeholder.users and len(pair.saved) > 1:
+            pair.saved.remove(made)
+            if placeholder is pair.first:
+                pair.first = pair.inputs[pair.saved[0].name]
+            pair.backward.erase_node(placeholder)
+            del pair.inputs[made.name]

@@ -1,0 +1,103 @@
+"""ReLU's mask from packed codes: readers that compare a restored tensor with zero ask the codes instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from encke.compiled.names import name_of, operation_of, value
+from encke.compiled.pair import Pair
+
+
+def read_mask_from_codes(
+    pair: Pair,
+    readers: Iterable[tuple[Node, Node]],
+    t: Tensor,
+    mask: Callable[[], Node],
+    gate: Callable[[Node], Node],
+) -> None:
+    """Let readers of a mask ask what is zero: a codec keeps that of ReLU's result, but not what is positive.
+
+    Args:
+        pair: The two graphs.
+        readers: (reader, what it reads) for the readers of the mask.
+        t: The saved tensor.
+        mask: Writes a node that says what of `t` is not zero.
+        gate: Writes a node that passes a gradient where `t` is not zero, and gives zero elsewhere.
+    """
+    for reader, source in readers:
+        # Behind views, the restored values are compared.
+        alike = layout(value(source)) == layout(t)
+        gated = sole_masked_where(reader) if alike else None
+        if gated is not None and is_conv_gradient_like(gated.args[2], t):
+            with pair.backward.inserting_before(gated):
+                gated.replace_all_uses_with(gate(gated.args[2]))  # type: ignore[arg-type]
+            pair.drop(gated)
+            continue
+        with pair.backward.inserting_before(reader):
+            flags = mask() if alike else _not_zero(pair, source)
+            if name_of(reader.target) == "threshold_backward":
+                _replace_threshold(pair, reader, source, flags)
+            else:
+                _replace_comparison(pair, reader, flags)
+        pair.drop(source)
+
+
+def _not_zero(pair: Pair, source: Node) -> Node:
+    flags = pair.backward.call_function(torch.ops.aten.ne.Scalar, (source, 0))
+    with value(source).fake_mode:
+        flags.meta["val"] = torch.empty_like(value(source), dtype=torch.bool)
+    return flags
+
+
+def _replace_threshold(pair: Pair, reader: Node, source: Node, flags: Node) -> None:
+    """Give `threshold_backward` ones and zeros: they are on the same sides of ReLU's threshold as the values."""
+    kind = {"dtype": value(source).dtype}
+    ones = pair.backward.call_function(torch.ops.aten._to_copy.default, (flags,), kind)
+    ones.meta = {**source.meta}
+    reader.replace_input_with(source, ones)
+
+
+def _replace_comparison(pair: Pair, reader: Node, flags: Node) -> None:
+    if name_of(reader.target) == "le":
+        zero = pair.backward.call_function(torch.ops.aten.logical_not.default, (flags,))
+        zero.meta = {**reader.meta}
+        flags = zero
+    for masked in reader.users:
+        # A gradient that waits for a residual path: inductor is to store it, and not what it is made from.
+        if any("norm" not in operation_of(user) for user in masked.users):
+            masked.meta["inductor_realize_to_strides"] = True
+    reader.replace_all_uses_with(flags)
+    pair.backward.erase_node(reader)
+
+
+def sole_masked_where(comparison: Node) -> Node | None:
+    """Return `where(comparison, 0, gradient)`, if that alone reads `comparison`."""
+    users = list(comparison.users)
+    if name_of(comparison.target) != "le" or len(users) != 1 or name_of(users[0].target) != "where":
+        return None
+    condition, zero, _ = users[0].args
+    return users[0] if condition is comparison and is_zero(zero) else None
+
+
+def is_zero(node: Any) -> bool:
+    """Return whether a node gives the constant zero."""
+    place = {"scalar_tensor": 0, "full": 1}.get(name_of(node.target)) if isinstance(node, Node) else None
+    return place is not None and node.args[place] == 0
+
+
+def is_conv_gradient_like(gradient: Any, t: Tensor) -> bool:
+    """Return whether a gradient comes from a convolution, which inductor fuses nothing with, and lies as `t` did."""
+    if not isinstance(gradient, Node) or name_of(gradient.target) != "getitem":
+        return False
+    given = value(gradient)
+    return given.dtype == t.dtype and layout(given) == layout(t) and "convolution" in operation_of(gradient)
+
+
+def layout(t: Tensor) -> list[str]:
+    """Return size and strides as texts: comparing symbols would make them constants."""
+    return [str(number) for number in (*t.shape, *t.stride())]

@@ -1,0 +1,128 @@
+"""Layout: imports go one way, files and classes stay small."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "encke"
+MAX_LINES = 500
+MAX_METHODS = 15
+
+# Lowest first: a module may import from its own level and from those before. The longest matching prefix counts.
+LEVELS: tuple[tuple[str, ...], ...] = (
+    ("encke.tools", "encke.torch_internals"),
+    ("encke.kernels",),
+    ("encke.codecs",),
+    ("encke.capture.sites", "encke.capture.needs", "encke.capture.thresholds"),
+    ("encke.policies.base",),
+    ("encke.capture",),
+    ("encke.fused", "encke.compiled", "encke.policies"),
+    ("encke.api", "encke.report", "encke"),
+    ("encke.integrations", "encke.train", "encke.bench", "encke.study", "encke.demo"),
+    ("encke.cli", "encke.__main__"),
+)
+LEVEL = {prefix: level for level, prefixes in enumerate(LEVELS) for prefix in prefixes}
+
+# Known violations, to be emptied: "module -> imported module", or a file or class that is too large.
+IMPORTS = {
+    "encke.kernels.gpu.norm_forward -> encke.codecs.groupquant",
+    "encke.kernels.gpu.norm_forward -> encke.codecs.layout",
+    "encke.kernels.gpu.rate -> encke.codecs.base",
+}
+LARGE = {
+    "encke.kernels.cpu.kernels",
+    "encke.kernels.gpu.launch",
+    "encke.kernels.gpu.norm_backward",
+    "encke.kernels.gpu.rate",
+    "encke.kernels.reference",
+}
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {name_of(path): path for path in sorted(ROOT.rglob("*.py"))}
+TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
+
+
+def level_of(module: str) -> int:
+    while module not in LEVEL:
+        module = module.rpartition(".")[0]
+    return LEVEL[module]
+
+
+def imports_of(name: str) -> set[str]:
+    """Return the modules of ours that a module imports anywhere: lazily and for type checkers as well."""
+    modules: set[str] = set()
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} has a relative import in line {node.lineno}: write the module's full name"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                modules.add(inner if inner in FILES else str(node.module))
+    return {module for module in modules if module in FILES and module != name}
+
+
+def folder_of(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+def test_imports_follow_the_order() -> None:
+    wrong = {f"{a} -> {b}" for a in FILES for b in imports_of(a) if level_of(b) > level_of(a)}
+    assert not wrong - IMPORTS
+
+
+def test_folders_have_no_cycles() -> None:
+    # capture.sites, capture.needs and policies.base are levels of their own: policies and capture share two folders.
+    leaves = {prefix for level in (3, 4) for prefix in LEVELS[level]}
+    edges: dict[str, set[str]] = {}
+    for a in FILES:
+        for b in imports_of(a):
+            ends = [end if end in leaves else folder_of(end) for end in (a, b)]
+            if ends[0] != ends[1] and "encke" not in ends and f"{a} -> {b}" not in IMPORTS:
+                edges.setdefault(ends[0], set()).add(ends[1])
+    state: dict[str, int] = {}
+
+    def visit(folder: str, path: tuple[str, ...]) -> None:
+        assert folder not in path, f"a cycle between folders: {' -> '.join((*path, folder))}"
+        if state.setdefault(folder, 0):
+            return
+        for next_folder in sorted(edges.get(folder, ())):
+            visit(next_folder, (*path, folder))
+        state[folder] = 1
+
+    for folder in edges:
+        visit(folder, ())
+
+
+def test_no_module_of_ours_is_imported_by_a_string() -> None:
+    wrong = []
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call):
+                continue
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            texts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+            if called in ("import_module", "__import__") and any(text.startswith("encke") for text in texts):
+                wrong.append(f"{name}:{node.lineno}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_and_classes_are_small(name: str) -> None:
+    large = set()
+    if len(FILES[name].read_text().splitlines()) > MAX_LINES:
+        large.add(name)
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.ClassDef):
+            methods = sum(isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) for item in node.body)
+            if methods > MAX_METHODS:
+                large.add(f"{name}.{node.name}")
+    assert not large - LARGE
