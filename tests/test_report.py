@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-
 import pytest
 
 from encke import report
@@ -32,7 +30,3 @@ from tests.codecs.common import Rounded
 )
 def test_every_codec_describes_itself(codec: Codec | str, expected: tuple[str, str]) -> None:
     assert report.describe(codec) == expected
-
-
-def test_examples_run() -> None:
-    assert doctest.testmod(report).failed == 0

@@ -175,3 +175,10 @@ def test_public_names() -> None:
     assert encke.codecs.__all__ == [
         "Codec", "DualPrecision", "ErrorBounded", "GroupQuant", "LogProb", "Lossless", "Packed"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", encke.codecs.__all__)
+def test_public_classes_have_an_example(name: str) -> None:
+    """tests/test_style.py runs them."""
+    text = getattr(encke.codecs, name).__doc__
+    assert "Example:" in text and ">>>" in text
