@@ -24,12 +24,13 @@ import torch
 from torch import nn
 
 import encke
-from encke import kernels
+from encke import Codec, Site, kernels
 from encke.capture import hooks
 from encke.fused.base import LayerForward
 from encke.fused.conv import ConvForward
 from encke.kernels import reference
 from encke.kernels.gpu import launch
+from encke.policies import Comet
 from encke.policies.comet.settings import Setting
 from encke.train.models.vision import torchvision_models
 
@@ -67,29 +68,32 @@ def leave_kernels_out() -> None:
     kernels.of = lambda device: launch  # type: ignore[assignment]
 
 
-def attached(model: nn.Module) -> encke.Handle:
-    """The model with the default policy, its layers fused as on a GPU.
+class Settling(Comet):
+    """The default policy, which here keeps its first choice for each site as its setting."""
+
+    def choose(self, site: Site) -> Codec:
+        codec = super().choose(site)
+        if site.need == "lossy":
+            self.settings.setdefault(site.place, Setting(codec))
+        return codec
+
+
+def attached(model: nn.Module, policy: Comet) -> encke.Handle:
+    """Attach the model with the policy, its layers fused as on a GPU.
 
     Of the convolutions that is every second one: the others stand for those whose inputs are not large.
     """
     LayerForward.device_type = "cpu"
     LayerForward.min_bytes = ConvForward.min_bytes = 1
-    handle = encke.attach(model, optimizer=torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
-    handle.policy.schedule.updates = 1500  # type: ignore[attr-defined]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    handle = encke.attach(model, policy, optimizer)
+    bound = handle.policy
+    assert isinstance(bound, Comet)
+    bound.schedule.updates = 1500  # no collection step is near
     convolutions = [module.forward for module in model.modules() if isinstance(module, nn.Conv2d)]
     for forward in convolutions[::2]:
         forward.min_bytes = 1 << 62  # type: ignore[attr-defined]
     return handle
-
-
-def settle(handle: encke.Handle) -> None:
-    """The policy has a setting for each site, as it has between two collection steps."""
-    policy: Any = handle.policy
-    for record in handle._capture.ledger.last:
-        for facts in {record.facts, *record.facts.sharers}:
-            site = facts.site
-            if site.need == "lossy":
-                policy.settings[site.place] = Setting(policy.choose(site))
 
 
 def step_of(model: nn.Module, x: torch.Tensor, dtype: torch.dtype) -> Callable[[], None]:
@@ -135,12 +139,15 @@ def measure(dtype: torch.dtype, count: int, profiled: bool) -> None:
     """Prints a plain and an attached step's host time, with activations of that dtype."""
     x = torch.randn(BATCH, 3, IMAGE, IMAGE).contiguous(memory_format=torch.channels_last)
     model = slim_resnet50()
-    handle = attached(model)
     steps = {"plain": step_of(slim_resnet50(), x, dtype), "attached": step_of(model, x, dtype)}
+    with attached(model, Settling()) as handle:
+        steps["attached"]()
+        state = handle.state_dict()
+    # From here on the policy is as it is between two collection steps.
+    attached(model, Comet()).load_state_dict(state)
     for step in steps.values():
         for _ in range(5):
             step()
-    settle(handle)
     times: dict[str, list[float]] = {name: [] for name in steps}
     gc.disable()
     for _ in range(count):

@@ -305,12 +305,12 @@ def attach(
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether calls of a model go to what torch.compile made: `torch.compile(model)` or `model.compile()`."""
+    """Return whether a model is compiled, by `torch.compile(model)` or `model.compile()`."""
     return "_orig_mod" in model._modules or model._compiled_call_impl is not None
 
 
 def compiled_part(model: nn.Module) -> nn.Module | None:
-    """The model itself if it is compiled, or what a DDP wraps; None if nothing is."""
+    """Return the model itself if it is compiled, or the module that a DDP wraps; None if nothing is."""
     if is_compiled(model):
         return model
     if isinstance(model, DistributedDataParallel) and is_compiled(model.module):
@@ -325,7 +325,7 @@ def compiled_part(model: nn.Module) -> nn.Module | None:
 
 
 class Around:
-    """Puts itself between a compiled model and what torch.compile made of it, until it is removed."""
+    """Stands between a compiled model and its compiled call, until it is removed."""
 
     def __init__(self, model: nn.Module, capture: Capture, left_alone: set[str]) -> None:
         # Imported late: it brings the compiler in.
@@ -345,7 +345,7 @@ class Around:
         self.watch = module.register_forward_pre_hook(WatchHook(self.compiled.watch, self.layers[0]))
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
-        """One forward pass without the compiled graphs, captured as in eager mode."""
+        """Run one forward pass without the compiled graphs, captured as in eager mode."""
         module = self.module()
         assert module is not None
         hooks = hook_layers(self.layers, self.capture.passes.enter, self.capture.passes.leave)
@@ -356,6 +356,7 @@ class Around:
                 hook.remove()
 
     def remove(self) -> None:
+        """Give the model its compiled call back."""
         self.watch.remove()
         self.compiled.detach()
         model = self.model()

@@ -20,16 +20,14 @@ FILES = {str(path.relative_to(ROOT)): path.read_text() for path in sorted((ROOT 
 # Folders and files that do not follow a rule yet. Lines may only go.
 NOT_YET = {
     "first words": (
-        "encke/api.py",
         "encke/capture",
         "encke/codecs",
         "encke/compiled",
         "encke/kernels",
-        "encke/policies",
         "encke/study/frozen.py",
         "encke/train",
     ),
-    "documented": ("encke.Site",),
+    "documented": (),
     "size": ("encke/compiled/pair.py", "encke/kernels"),
 }
 RIDDLES = ("What ", "The same", "Of ", "How ", "Whose ")

@@ -51,16 +51,16 @@ class Fixed(Policy):
 
 
 def at_attention(codec: Codec, site: Site) -> Codec:
-    """`codec`, made fine enough for attention: the softmax multiplies errors of queries and keys.
+    """Return `codec`, made fine enough for attention: the softmax multiplies errors of queries and keys.
 
-    Values and output do not pass through it, and have 4 bits; where attention is sharp that is felt (docs/comet.md).
+    Values and output do not pass through it and have 4 bits; sharp attention feels that (docs/comet.md).
     """
     linear = codec.unbiased and site.slot in ("value", "output")
     return codec.refined(min_bits=4 if linear else 8) or Keep()
 
 
 def at_logprob(codec: Codec, site: Site) -> Codec:
-    """`codec`, with an absolute error that the exponential in log-softmax's backward can bear."""
+    """Return `codec`, with an absolute error that the exponential in log-softmax's backward can bear."""
     if codec.unbiased:
         fixed_rate = LogProb(codec.seed)
         return fixed_rate if fixed_rate.takes(site.dtype) else ErrorBounded(BOUND)

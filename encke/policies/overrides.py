@@ -17,7 +17,7 @@ from encke.policies.fixed import Fixed
 from encke.policies.presets import preset
 
 Override = Codec | Policy | str | None
-"""What stands for a layer in `overrides`: a codec, a policy, a preset's name, or None to leave the layer as it is."""
+"""Value of an override: a codec, a policy, a preset's name, or None to leave the layer as it is."""
 
 
 def matches(layer: str, pattern: str) -> bool:
@@ -116,7 +116,7 @@ def shown(layers: list[str]) -> str:
 
 
 class AdaptiveLayerPolicies(LayerPolicies, AdaptivePolicy):
-    """The same with adaptive policies among them: each measures its own layers, by its own schedule."""
+    """Policies of layers, some of them adaptive: each measures its own layers, by its own schedule."""
 
     def bind(self, model: nn.Module | None, optimizer: Optimizer | None) -> AdaptiveLayerPolicies:
         """Return all policies at work in one training; see `AdaptivePolicy.bind`."""

@@ -84,7 +84,7 @@ class WeightFigures:
 
 @dataclass(slots=True)
 class NormFigures:
-    """How a batch norm propagates an error of its input, as numbers."""
+    """Error that a batch norm propagates per error of its input, as numbers."""
 
     linear: float
     quadratic: float

@@ -94,7 +94,7 @@ class ErrorProbe:
         row = flat.numel() // max(size[0], 1)
         ordered = len(size) > 1 and not layout.copied and stride[0] == row and row * size[0] == flat.numel()
         self.rows = None if whole or not ordered or flat.numel() <= PROBE else max(1, PROBE // row)
-        """How many of the first rows; None for all."""
+        """Number of rows, the first ones; None for all."""
         self.share = 1.0 if self.rows is None else self.rows / size[0]
         if self.rows is None:
             self.layout = layout
@@ -138,7 +138,7 @@ class WeightGradientSample:
         self.weight_gradient: WeightGradient | None = product.weight_gradient
         self.probe = probe
         self.uses = 1
-        """How often this weight is used in the forward pass: the errors of its gradients add up."""
+        """Uses of this weight in the forward pass: the errors of its gradients add up."""
         self.power: Tensor | None = None
         """Mean square of the output gradient."""
         self.absolute: Tensor | None = None
@@ -178,7 +178,7 @@ class NormGradientSample:
         self.linear: Tensor | None = None
         """Relative mean square error of the gradient per mean square error of the input."""
         self.quadratic: Tensor | None = None
-        """The same per square of the input's mean square error."""
+        """Relative mean square error of the gradient per square of the input's mean square error."""
 
     def measure(self, invstd: Tensor, gradients: tuple[Tensor | None, ...], g: Tensor | None) -> None:
         """Take the gradients of input, weight and bias, which backward has just computed from `g`."""

@@ -48,7 +48,7 @@ class FinishedStep:
 
 
 class MeasuringPolicy(Protocol):
-    """What the schedule asks of its policy."""
+    """Policy as the schedule sees it."""
 
     def collector(self) -> CometCollector: ...
     def observe(self, sample: FinishedStep) -> None: ...

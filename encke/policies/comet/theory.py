@@ -1,4 +1,4 @@
-"""What a lossy input does to a weight's gradient: COMET's theory, with exact norms.
+"""Error of a weight's gradient from a lossy input: COMET's theory, with exact norms.
 
 A weight gradient is a sum over positions of output gradient times input. An error in the input that is independent from
 value to value, with mean square `power`, therefore gives the gradient an error that is normal, with
@@ -7,8 +7,8 @@ value to value, with mean square `power`, therefore gives the gradient an error 
 
 `terms` is how many positions meet a kernel tap inside the image, averaged over the taps. Exact zeros carry no error, so
 `power` is the share of non-zeros times that of a single one: bound^2 / 3 for levels rounded to nearest, step^2 / 6 for
-stochastic ones. An error that is not zero on average adds what does not cancel: its mean times the sum of the output
-gradient over all positions.
+stochastic ones. A biased error adds what does not cancel: its mean times the sum of the output gradient over all
+positions.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ PAPER_A = 0.72
 
 
 def nearest_power(bound: float, share: float) -> float:
-    """Mean square error of levels rounded to nearest: uniform within the bound, none where the value is zero."""
+    """Return the mean square error of levels rounded to nearest: uniform within the bound, none for zeros."""
     return share * bound**2 / 3
 
 
 def stochastic_power(step: float, share: float) -> float:
-    """Mean square error of stochastic rounding between levels a step apart, averaged over where a value lies."""
+    """Return the mean square error of stochastic rounding between levels a step apart, averaged over all values."""
     return share * step**2 / 6
 
 
 def taps_inside(size: int, out: int, kernel: int, stride: int, padding: int, dilation: int) -> float:
-    """In one dimension: output positions whose window has a given tap inside the input, averaged over the taps."""
+    """Count output positions with a tap inside the input, in one dimension, averaged over the taps."""
     inside = 0
     for tap in range(kernel):
         first = tap * dilation - padding
@@ -43,7 +43,7 @@ def taps_inside(size: int, out: int, kernel: int, stride: int, padding: int, dil
 
 @dataclass(frozen=True)
 class Product:
-    """Which positions a weight's gradient sums over. Linear layers have neither kernel nor plane."""
+    """Positions that a weight's gradient sums over. Linear layers have neither kernel nor plane."""
 
     rows: int
     """Samples of a convolution; tokens of a linear layer."""
@@ -69,17 +69,20 @@ class Product:
 
 
 def error_std(power: float, gradient_rms: float, terms: float, coherent: float = 0.0) -> float:
-    """The standard deviation that a weight gradient's error has.
+    """Return the standard deviation of a weight gradient's error.
 
-    `power`: mean square of the input's error over all values, zeros included. `gradient_rms`: root mean square of the
-    output gradient. `coherent`: the variance that an error adds which does not cancel between positions, such as the
-    square of its mean times the output gradient's sum.
+    Args:
+        power: Mean square of the input's error over all values, zeros included.
+        gradient_rms: Root mean square of the output gradient.
+        terms: Positions that meet a tap inside the image.
+        coherent: Variance of what does not cancel between positions, such as the square of the error's mean times the
+            output gradient's sum.
     """
     return math.sqrt(power * gradient_rms**2 * terms + coherent)
 
 
 def paper_std(power: float, gradient_abs: float, positions: float) -> float:
-    """COMET's own form of it: a * bound * sqrt(share * positions) * mean absolute output gradient.
+    """Return COMET's own form of it: a * bound * sqrt(share * positions) * mean absolute output gradient.
 
     The bound is taken from the power, share * bound^2 / 3, so that the form serves every codec.
     """
@@ -88,28 +91,28 @@ def paper_std(power: float, gradient_abs: float, positions: float) -> float:
 
 @dataclass
 class Gain:
-    """How far measured errors of a weight's gradient are from predicted ones, and how that grows with the bound."""
+    """Measured over predicted error of a weight's gradient, and how that grows with the bound."""
 
     value: float = 1.0
     """Measured over predicted, the last time it was measured."""
     at: float = 0.0
     """The bound in force then; zero before the first time."""
     slope: float = 0.0
-    """The gain goes with this power of the bound: coarse levels have a mean error, which does not cancel."""
+    """Power of the bound that the gain grows with: coarse levels are biased, which does not cancel."""
 
     def learn(self, bound: float, ratio: float) -> None:
-        """Another measurement: `ratio` of measured to predicted error, at a bound."""
+        """Take a measurement: `ratio` of measured to predicted error, at a bound."""
         ratio = min(max(ratio, 0.1), 10.0)
         if self.at > 0 and bound > 0 and abs(math.log(bound / self.at)) > 0.02:
             self.slope = min(max(math.log(ratio / self.value) / math.log(bound / self.at), 0.0), 2.0)
         self.value, self.at = ratio, bound
 
     def expect(self, bound: float, unit: float) -> float:
-        """The error to expect at a bound, if theory predicts `unit` for a bound of one."""
+        """Return the error to expect at a bound, if theory predicts `unit` for a bound of one."""
         grown = (bound / self.at) ** self.slope if self.at > 0 else 1.0
         return unit * bound * self.value * grown
 
     def bound_for(self, error: float, unit: float) -> float:
-        """The bound at which that error is to be expected."""
+        """Return the bound at which that error is to be expected."""
         slope = self.slope if self.at > 0 else 0.0
         return (error / (unit * self.value) * self.at**slope) ** (1 / (1 + slope))

@@ -110,7 +110,7 @@ VERSION_1: dict[str, str] = {
         "3/0/0": {"bits": 2, "gain": {"value": 1.0, "at": 0.0, "slope": 0.0}, "values": 32768},
         "0/0/0": {"bits": 8, "gain": {"value": 1.0, "at": 0.0, "slope": 0.0}, "values": 6144},
         "1/0/0": {"bits": 4, "gain": {"value": 1.0, "at": 0.0, "slope": 0.0}, "values": 0}},
-        "history": [{"step": 3, "layer": "1", "operation": "BatchNorm", "slot": "input", "place": "1/0/0",
+        "history": [{"step": 3, "layer": "1", "operation": "NativeBatchNorm", "slot": "input", "place": "1/0/0",
         "codec": "GroupQuant", "bound": null, "bits": 4, "share": 1.0, "std": 0.5594290494918823, "gain": 1.0}],
         "turn": 0, "warned": false}}""",
     "nearest": """{"version": 1, "step": 4, "policy": {"policy": "Comet(every=3, rounding='nearest')",
@@ -122,7 +122,7 @@ VERSION_1: dict[str, str] = {
         "gain": {"value": 1.0, "at": 0.0, "slope": 0.0}, "values": 6144},
         "1/0/0": {"bound": 0.13985732197761536, "mode": "abs",
         "gain": {"value": 1.0, "at": 0.0, "slope": 0.0}, "values": 0}},
-        "history": [{"step": 3, "layer": "1", "operation": "BatchNorm", "slot": "input", "place": "1/0/0",
+        "history": [{"step": 3, "layer": "1", "operation": "NativeBatchNorm", "slot": "input", "place": "1/0/0",
         "codec": "ErrorBounded", "bound": 0.13985732197761536, "bits": null, "share": 1.0, "std": 0.5594292879104614,
         "gain": 1.0}], "turn": 0, "warned": false}}""",
 }
@@ -149,7 +149,7 @@ def test_states_of_release_0_1_are_read(rounding: str) -> None:
     kind = "{bits} bits" if rounding == "stochastic" else "{bound:.3g} abs"
     for layer in ("0", "1"):
         assert rows[layer] == kind.format(**old["policy"]["settings"][f"{layer}/0/0"])
-    assert len(settings) == 3
+    assert len(settings) == 3 and settings.keys().isdisjoint(old["policy"]["settings"])
     assert steps == [3, 6] and handle.state_dict()["version"] == 2 and handle.report().forwards == 6
 
 
