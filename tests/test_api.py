@@ -262,7 +262,7 @@ def test_log_writes_every_layer_at_every_forward_pass(tmp_path: Path) -> None:
         assert len(lossy) >= 5 and all(row["bound"] and row["ratio"] > 1 and row["layer"] for row in lossy)
         # One line a step, the bound of that step: relative before the first collection, absolute after.
         for row in lossy:
-            first = 1 if row["operation"] == "NativeBatchNorm" else 3
+            first = 1 if row["operation"] == "BatchNorm" else 3
             assert ("rel" in row["bound"]) == (line["step"] <= first)
 
 
