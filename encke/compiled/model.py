@@ -1,4 +1,4 @@
-"""Packs what a `torch.compile`d model saves, inside its forward and backward graphs.
+"""Pack what a `torch.compile`d model saves, inside its forward and backward graphs.
 
 `CompiledModel` stands around the compiled call of an attached model. The saved-tensor hooks that it puts there bring
 every pair of graphs that AOTAutograd makes to `CompiledModel.inline` (aot.py). There each saved tensor gets a form

@@ -1,4 +1,4 @@
-"""Writes encoders into a forward graph and decoders into its backward graph."""
+"""Write encoders into a forward graph and decoders into its backward graph."""
 
 from __future__ import annotations
 
