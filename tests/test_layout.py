@@ -21,7 +21,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("encke.capture",),
     ("encke.fused", "encke.compiled", "encke.policies"),
     ("encke.api", "encke.report", "encke"),
-    ("encke.integrations", "encke.train", "encke.bench", "encke.study", "encke.demo"),
+    ("encke.integrations", "encke.train", "encke.bench", "encke.study", "encke.check", "encke.demo"),
     ("encke.cli", "encke.__main__"),
 )
 LEVEL = {prefix: level for level, prefixes in enumerate(LEVELS) for prefix in prefixes}
@@ -56,10 +56,14 @@ def level_of(module: str) -> int:
     return LEVEL[module]
 
 
-def imports_of(name: str) -> set[str]:
-    """Return the modules of ours that a module imports anywhere: lazily and for type checkers as well."""
+def imports_of(name: str, typing: bool = True) -> set[str]:
+    """Return the modules of ours that a module imports anywhere, also lazily and, with `typing`, for type checkers."""
     modules: set[str] = set()
+    checks = [n for n in ast.walk(TREES[name]) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
+    skipped = set() if typing else {inner for check in checks for inner in ast.walk(check)}
     for node in ast.walk(TREES[name]):
+        if node in skipped:
+            continue
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -100,6 +104,14 @@ def test_folders_have_no_cycles() -> None:
 
     for folder in edges:
         visit(folder, ())
+
+
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
+    graph = {a: {b for b in imports_of(a, typing=False) if f"{a} -> {b}" not in IMPORTS} for a in FILES}
+    while ends := [name for name, imported in graph.items() if not imported & graph.keys()]:
+        for name in ends:
+            del graph[name]
+    assert not graph, f"these import each other, or import modules that do: {sorted(graph)}"
 
 
 def test_no_module_of_ours_is_imported_by_a_string() -> None:

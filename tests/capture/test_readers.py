@@ -1,0 +1,230 @@
+"""Readers: learnt from the graph, checked when they read, learnt again when they change."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import encke
+from encke.codecs import ErrorBounded
+from encke.policies import Fixed
+from tests.capture.common import EXACT, batch, net
+from tests.integration.test_end_to_end import saved_in
+
+
+def test_in_place_change_while_the_reader_is_still_unknown_raises() -> None:
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * self.w
+            z = y.sigmoid() * y
+            y.add_(1)
+            return z + y
+
+    model = Changing()
+    encke.attach(model, EXACT)
+    with pytest.raises(RuntimeError, match="inplace"):
+        model(batch()).sum().backward()
+
+
+def test_the_strictest_reader_decides_from_the_first_pass_on() -> None:
+    class Two(nn.Module):
+        """ReLU needs a mask, the convolution a bounded error, the power exactness: all of one tensor."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.out = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = F.relu(self.conv(x))
+            return self.out(y).sum() + y.pow(5).sum()
+
+    model = Two()
+    plain = copy.deepcopy(model)
+    x = torch.randn(8, 4, 32, 32)
+    encke.attach(model, Fixed(ErrorBounded(0.3, "rel")))
+    for _ in range(3):
+        out = model(x)
+        cells = {saved.cell for _, _, saved in saved_in(out) if saved.site and saved.site.operation == "Relu"}
+        assert [cell.packed.codec for cell in cells] == [ErrorBounded(0)]
+        del out
+    plain(x).backward()
+    model(x).backward()
+    assert torch.equal(plain.out.weight.grad, model.out.weight.grad)
+
+
+def test_what_the_last_operation_saved_is_found_in_any_output() -> None:
+    class Result:
+        def __init__(self, value: torch.Tensor) -> None:
+            self.value, self.me = [{"deep": value}], self
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> Result:
+            return Result(self.linear(x).softmax(-1))
+
+    model = Wrapped()
+    handle = encke.attach(model)
+    model(batch()).value[0]["deep"].square().sum().backward()
+    assert {row.operation for row in handle.report().sites} == {"Addmm", "Softmax"}
+
+
+def test_a_model_that_changes_its_order_is_learnt_anew() -> None:
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.first = nn.Parameter(torch.randn(128, 128)), True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            w = self.w * 1
+            return (x @ w if self.first else w @ x).tanh()
+
+    plain, model = Changing(), Changing()
+    plain.load_state_dict(model.state_dict())
+    encke.attach(model, EXACT)
+    x = torch.randn(128, 128)
+    for first in (True, False, True, False):
+        for m in (plain, model):
+            m.first = first
+            m.zero_grad()
+            m(x).sum().backward()
+        assert torch.equal(plain.w.grad, model.w.grad)
+
+
+def test_another_reader_of_what_was_kept_as_a_shape_is_an_error_once_and_then_right() -> None:
+    class Branch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.pool = nn.Parameter(torch.randn(4, 4, 3, 3)), True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = F.relu(x * 1)
+            return F.max_pool2d(y, 2).sin() if self.pool else F.conv2d(y, self.w).sin()
+
+    model = Branch()
+    plain = copy.deepcopy(model)
+    encke.attach(model, EXACT)
+    x = torch.randn(4, 4, 32, 32, requires_grad=True)
+    for _ in range(2):
+        model(x).sum().backward()
+    model.pool = plain.pool = False
+    with pytest.raises(RuntimeError, match="order of operations"):
+        model(x).sum().backward()
+    for pool in (False, True, False):
+        model.pool = plain.pool = pool
+        for m in (plain, model):
+            m.zero_grad()
+            m(x).sum().backward()
+        if not pool:
+            assert torch.equal(plain.w.grad, model.w.grad)
+
+
+def test_frozen_convolutions_keep_no_input() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1))
+    model[1].requires_grad_(False)
+    plain = copy.deepcopy(model)
+    handle = encke.attach(model, EXACT)
+    x = torch.randn(8, 4, 32, 32)
+    for _ in range(2):
+        for m in (plain, model):
+            m.zero_grad()
+            m(x).square().mean().backward()
+        assert torch.equal(plain[0].weight.grad, model[0].weight.grad)
+    rows = {row.layer: row for row in handle.report().sites}
+    assert rows["1"].codec == "shape" and rows["1"].packed_bytes == 0 and rows["0"].packed_bytes > 0
+
+
+@pytest.mark.parametrize("functional", [False, True])
+def test_a_convolution_that_is_unfrozen_gets_its_gradient_or_an_error(functional: bool) -> None:
+    class Convs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            return F.conv2d(x, self.second.weight).sin() if functional else self.second(x).sin()
+
+    model = Convs()
+    model.second.requires_grad_(False)
+    plain = copy.deepcopy(model)
+    encke.attach(model, EXACT)
+    x = torch.randn(8, 4, 32, 32)
+    for step in range(4):
+        if step == 2:
+            plain.second.requires_grad_(True)
+            model.second.requires_grad_(True)
+            if functional:
+                with pytest.raises(RuntimeError, match="what is frozen"):
+                    model(x).sum().backward()
+        for m in (plain, model):
+            m.zero_grad()
+            m(x).sum().backward()
+        assert torch.equal(plain.first.weight.grad, model.first.weight.grad)
+    assert torch.equal(plain.second.weight.grad, model.second.weight.grad)
+
+
+def test_custom_functions_and_torch_func() -> None:
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x, x.detach() * 2)
+            return x**3
+
+        @staticmethod
+        def backward(ctx, g):
+            x, twice = ctx.saved_tensors
+            return g * 3 * x * twice / 2
+
+    x = batch().requires_grad_()
+    with encke.compress(Fixed(ErrorBounded(0.1))) as handle:
+        y = Cube.apply(x * 1).sin().sum()
+    y.backward()
+    rows = {row.slot: row for row in handle.report().sites if row.operation == "Cube"}
+    assert rows["tensors0"].codec == "ErrorBounded" and rows["tensors0"].bound == "0.1 abs"
+    assert rows["tensors1"].bound == "" or rows["tensors1"].codec != "ErrorBounded"
+    model = net()
+    encke.attach(model)
+    params = dict(model.named_parameters())
+    loss = lambda p: torch.func.functional_call(model, p, (batch(),)).sum()  # noqa: E731
+    got = torch.func.grad(loss)(params)
+    assert set(got) == set(params)
+
+
+def test_a_function_may_call_an_attribute_as_we_like() -> None:
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.slots = 3
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * ctx.saved_tensors[0] * grad
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Square.apply(self.conv(x)).sum()
+
+    model = Net()
+    plain, x = copy.deepcopy(model), torch.randn(4, 3, 32, 32)
+    encke.attach(model, Fixed(ErrorBounded(0)))
+    for m in (plain, model, model):
+        m.zero_grad()
+        m(x).backward()
+    assert torch.equal(plain.conv.weight.grad, model.conv.weight.grad)
