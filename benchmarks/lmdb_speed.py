@@ -22,7 +22,7 @@ import numpy as np
 from PIL import Image
 
 from encke.tools.provenance import version, write_csv
-from encke.train.data.lmdb_tool import lmdb
+from encke.train.data.lmdb import lmdb
 
 
 def generate(root: Path, images: int, side: int, classes: int = 20) -> list[Path]:

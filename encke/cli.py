@@ -58,13 +58,13 @@ def _train() -> Function:
 
 
 def _report() -> Function:
-    from encke.train.report.page import report
+    from encke.train.report.command import report
 
     return report
 
 
 def _lmdb() -> Function:
-    from encke.train.data.lmdb_tool import lmdb
+    from encke.train.data.lmdb import lmdb
 
     return lmdb
 

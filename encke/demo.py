@@ -23,7 +23,7 @@ from encke.tools.files import write_json
 from encke.tools.provenance import provenance
 from encke.tools.terminal import note, table
 from encke.tools.units import duration, size
-from encke.train.report import page
+from encke.train.report import command
 from encke.train.report.summary import Section, Table
 
 METHODS = ("plain", "default")
@@ -58,7 +58,7 @@ def demo(image: int = 128, batch: int = 32, epochs: int = 3, seed: int = 0, out:
     for section in sections:
         show(section)
     write_json(out / "results.json", {**provenance(), "photos": photos, "digits": digits})
-    page.write([out / method for method in METHODS], out / "report.html", sections, "Encke demo")
+    command.write([out / method for method in METHODS], out / "report.html", sections, "Encke demo")
     note(
         f"\n{duration(time.monotonic() - began)}. Wrote {out / 'report.html'} (open it in a browser) and results.json."
     )

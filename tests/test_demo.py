@@ -64,4 +64,4 @@ def test_the_second_act_trains_both_on_the_same_digits(results):
 def test_the_page_shows_both_acts_and_both_runs(demo):
     page = (demo / "report.html").read_text()
     assert all(words in page for words in ("Act 1, memory", "Act 2, accuracy", "out of memory", "trains"))
-    assert (demo / "plain" / "metrics.jsonl").exists() and (demo / "default" / "layers.jsonl").exists()
+    assert (demo / "plain" / "metrics.jsonl").exists() and (demo / "default" / "sites.jsonl").exists()

@@ -1,7 +1,7 @@
 """The folder of a run: settings, environment, metrics, checkpoint, result. Only rank 0 writes.
 
-Everything is written whole or not at all; metrics grow line by line, and what a killed run wrote after its last
-checkpoint is cut off when it is resumed.
+Files are written whole or not at all. Metrics grow line by line; lines that a killed run wrote after its last
+checkpoint are removed when it is resumed.
 """
 
 from __future__ import annotations
@@ -27,19 +27,16 @@ from encke.tools.files import finite_json, write_json, write_whole
 from encke.tools.provenance import cpu_name
 from encke.train.settings import SETTINGS, Settings, fields, read, to_yaml
 
-CHECKPOINT, METRICS, LAYERS, RESULT, ENVIRONMENT = (
-    "checkpoint.pt",
-    "metrics.jsonl",
-    "layers.jsonl",
-    "result.json",
-    "environment.json",
-)
-FREE = ("data.path", "data.validation", "data.workers", "device", "out", "save", "metrics", "sites", "table")
+CHECKPOINT, RESULT, ENVIRONMENT = "checkpoint.pt", "result.json", "environment.json"
+METRICS, SITES = "metrics.jsonl", "sites.jsonl"
+OLD_SITES = "layers.jsonl"
+"""Name of sites.jsonl in release 0.1."""
+MAY_CHANGE = ("data.path", "data.validation", "data.workers", "device", "out", "save", "metrics", "sites", "table")
 """Settings that may differ when a run is resumed: its steps stay the same."""
 
 
-class Folder:
-    """A run's folder, locked for this process."""
+class RunFolder:
+    """The folder of a run, locked for this process."""
 
     def __init__(self, settings: Settings, resume: bool, overwrite: bool) -> None:
         self.path = Path(settings.out)
@@ -55,40 +52,42 @@ class Folder:
         self.checkpoint = self.path / CHECKPOINT
         if resume:
             self.check_same(settings)
+            if (self.path / OLD_SITES).exists():
+                (self.path / OLD_SITES).rename(self.path / SITES)
         elif (self.path / SETTINGS).exists() and not overwrite:
             raise UsageError(
-                f"{self.path} holds a run already: --resume goes on with it, --overwrite throws it away, "
+                f"{self.path} holds a run already: --resume goes on with it, --overwrite deletes it, "
                 "--out names another folder"
             )
         else:
-            for name in (CHECKPOINT, METRICS, LAYERS, RESULT, ENVIRONMENT):
+            for name in (CHECKPOINT, METRICS, SITES, OLD_SITES, RESULT, ENVIRONMENT):
                 (self.path / name).unlink(missing_ok=True)
         write_whole(self.path / SETTINGS, to_yaml(settings))
 
     def check_same(self, settings: Settings) -> None:
-        """Resuming with other settings would be another training."""
+        """Raise an error if the run was trained with other settings: resuming it would be another training."""
         if not (self.path / SETTINGS).exists():
             raise UsageError(f"there is no run to resume in {self.path}")
         before = read(str(self.path))
         for name in fields():
             old, new = attrgetter(name)(before), attrgetter(name)(settings)
-            if name not in FREE and old != new:
+            if name not in MAY_CHANGE and old != new:
                 raise UsageError(
                     f"{self.path} was trained with {name} {old}, not {new}: resume it as it was, or start another run "
                     "with --out"
                 )
 
-    def check_disk(self, need: int) -> None:
-        """An error if two checkpoints of `need` bytes do not fit: the last one stays until the next is complete."""
-        free = shutil.disk_usage(self.path).free
-        if free < 2 * need:
+    def check_disk(self, checkpoint_bytes: int) -> None:
+        """Raise an error if two checkpoints do not fit: the last one stays until the next is complete."""
+        free, needed = shutil.disk_usage(self.path).free, 2 * checkpoint_bytes
+        if free < needed:
             raise UsageError(
-                f"{self.path} has {units.size(free)} of disk left, two checkpoints take {units.size(2 * need)}: "
+                f"{self.path} has {units.size(free)} of disk left, two checkpoints take {units.size(needed)}: "
                 "free some, or name another folder with --out"
             )
 
     def note_start(self, facts: dict[str, Any], step: int) -> None:
-        """Where and when this process begins: in environment.json, or as a line of metrics if it resumes a run."""
+        """Write where and when this process starts: environment.json, or a line of metrics if it resumes a run."""
         here = {
             "encke": encke.__version__,
             "torch": torch.__version__,
@@ -104,22 +103,24 @@ class Folder:
             write_json(self.path / ENVIRONMENT, {**here, **facts})
 
     def append(self, name: str, line: dict[str, Any]) -> None:
+        """Append a line of JSON to a file."""
         with (self.path / name).open("a") as file:
             file.write(json.dumps(finite_json(line)) + "\n")
 
     def sizes(self) -> dict[str, int]:
-        """How long the files of lines are now, for a checkpoint."""
-        return {n: (self.path / n).stat().st_size for n in (METRICS, LAYERS) if (self.path / n).exists()}
+        """Return the lengths of the growing files, for a checkpoint."""
+        return {n: (self.path / n).stat().st_size for n in (METRICS, SITES) if (self.path / n).exists()}
 
-    def cut(self, sizes: dict[str, int]) -> None:
-        """Back to what they were at a checkpoint."""
-        for name in (METRICS, LAYERS):
+    def truncate(self, sizes: dict[str, int]) -> None:
+        """Shorten the growing files to their lengths at a checkpoint."""
+        lengths = {SITES: sizes.get(OLD_SITES, 0), **sizes}
+        for name in (METRICS, SITES):
             path = self.path / name
             if path.exists():
-                os.truncate(path, min(sizes.get(name, 0), path.stat().st_size))
+                os.truncate(path, min(lengths.get(name, 0), path.stat().st_size))
 
     def save(self, state: dict[str, Any]) -> None:
-        """The checkpoint; the one before stays until this one is on the disk."""
+        """Write the checkpoint; the one before stays until this one is on the disk."""
         draft = self.path / f"{CHECKPOINT}.part"
         try:
             with draft.open("wb") as file:
@@ -133,7 +134,7 @@ class Folder:
         draft.replace(self.checkpoint)
 
     def load(self) -> dict[str, Any] | None:
-        """The last checkpoint; None where the run was ended before its first one."""
+        """Read the last checkpoint; None if the run ended before its first one."""
         if not self.checkpoint.exists():
             return None
         try:
@@ -144,5 +145,6 @@ class Folder:
 
 
 def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -16,7 +16,7 @@ from encke.tools.errors import UsageError
 
 
 class World:
-    """Which of how many processes this is, and the device it has."""
+    """This process among those that train together, and its device."""
 
     def __init__(self, device: str) -> None:
         self.size, self.rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
@@ -34,64 +34,61 @@ class World:
 
     @property
     def cuda(self) -> bool:
+        """Whether the device is a GPU."""
         return self.device.type == "cuda"
 
     @property
     def first(self) -> bool:
-        """Whether this is the process that writes."""
+        """Whether this process writes to the folder of the run."""
         return self.rank == 0
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model, its gradients averaged over all processes."""
+        """Return the model, wrapped so that its gradients are averaged over all processes."""
         if self.size == 1:
             return model
         return DistributedDataParallel(model, device_ids=[self.device.index] if self.cuda else None)
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over all processes."""
+        """Return the sum over all processes."""
         if self.size > 1:
             values = values.clone()
             dist.all_reduce(values)
         return values
 
     def any(self, flag: bool) -> bool:
-        """Whether it holds for one of them at least."""
+        """Return whether the flag is set in any process."""
         return bool(self.sum(torch.tensor(float(flag), device=self.device)).item()) if self.size > 1 else flag
 
     def gather(self, value: Any) -> list[Any]:
-        """What each process has, on the first one."""
+        """Return the values of all processes on the first one, an empty list on the others."""
         if self.size == 1:
             return [value]
-        found: list[Any] | None = [None] * self.size if self.first else None
-        dist.gather_object(value, found)
-        return found or []
-
-    def wait(self) -> None:
-        """Until all have come here."""
-        if self.size > 1:
-            dist.barrier()
+        values: list[Any] | None = [None] * self.size if self.first else None
+        dist.gather_object(value, values)
+        return values or []
 
     def leave(self) -> None:
+        """Leave the process group."""
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
 
-class Stop:
-    """Notes Ctrl-C and a request to end, so that the step at work is finished and saved; a second one ends at once."""
+class StopSignal:
+    """Catches Ctrl-C and SIGTERM, so that the current step is finished and saved; a second one ends at once."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.received = False
         self.before: dict[int, Any] = {}
 
-    def __enter__(self) -> Stop:
+    def __enter__(self) -> StopSignal:
         for number in (signal.SIGINT, signal.SIGTERM):
-            self.before[number] = signal.signal(number, self._note)
+            self.before[number] = signal.signal(number, self._receive)
         return self
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.received:
             raise KeyboardInterrupt
-        self.asked = True
+        self.received = True
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self.before.items():

@@ -1,126 +1,351 @@
-"""Sums of loss and accuracy that stay on the device, and the lines of metrics made of them without waiting for it."""
+"""Metrics of a training: sums on the device, times, memory, and the log that writes and shows them."""
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from encke.report import Report
+from encke.tools.errors import UsageError
+from encke.tools.files import write_json
 from encke.tools.process import ALLOCATOR, forget_peak, memory
+from encke.tools.units import duration, size
+from encke.train.checkpoint import METRICS, RESULT, SITES, RunFolder
+from encke.train.display import Display
+
+if TYPE_CHECKING:
+    from encke.train.run import Run
 
 
 class Meter:
-    """Loss, right answers and samples: of the epoch, and since the last line."""
+    """Sums of loss, right answers and samples on the device: of the epoch, and since the last line of metrics."""
 
     def __init__(self, device: torch.device, images: bool) -> None:
         self.images = images
         self.epoch = torch.zeros(3, dtype=torch.float64, device=device)
-        self.part = torch.zeros(3, dtype=torch.float64, device=device)
+        self.recent = torch.zeros(3, dtype=torch.float64, device=device)
         self.one = torch.ones((), dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def add(self, loss: Tensor, output: Tensor, target: Tensor) -> None:
-        """One forward pass; `loss` is the mean over its samples."""
+        """Add one forward pass; `loss` is the mean over its samples."""
         count = len(target) if self.images else target.numel()
         right = (output.argmax(1) == target).sum() if self.images else self.one * 0
-        self.part += torch.stack([loss * count, right, self.one * count])
+        self.recent += torch.stack([loss * count, right, self.one * count])
 
     def take(self) -> Tensor:
-        """The sums since the last time this was asked; they go into the epoch's."""
-        found = self.part.clone()
-        self.epoch += found
-        self.part.zero_()
-        return found
+        """Return the sums since the last call, and add them to those of the epoch."""
+        sums = self.recent.clone()
+        self.epoch += sums
+        self.recent.zero_()
+        return sums
 
     def mean(self, sums: Tensor) -> tuple[float, float | None]:
-        """Mean loss and accuracy."""
+        """Return mean loss and accuracy."""
         loss, right, count = sums.tolist()
         if not count:
             return float("nan"), None
         return loss / count, right / count if self.images else None
 
 
-class Later:
-    """Figures on their way from the device: what is to be done with them happens when they have arrived."""
+class DeferredMetrics:
+    """Sums on their way from the GPU: they are handled when the copy has arrived, without waiting for it."""
 
     def __init__(self) -> None:
-        self.waiting: tuple[Tensor, Any, Callable[[Tensor], None]] | None = None
+        self.pending: tuple[Tensor, Any, Callable[[Tensor], None]] | None = None
 
-    def put(self, sums: Tensor, then: Callable[[Tensor], None]) -> None:
-        """Starts the copy; the one before has arrived long ago."""
+    def put(self, sums: Tensor, handle: Callable[[Tensor], None]) -> None:
+        """Start a copy to the host. The one before has arrived long ago and is handled now."""
         self.flush()
         if sums.device.type != "cuda":
-            then(sums)
+            handle(sums)
             return
         copy = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
         copy.copy_(sums, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self.waiting = (copy, event, then)
+        self.pending = (copy, event, handle)
 
     def flush(self) -> None:
-        if self.waiting is not None:
-            copy, event, then = self.waiting
-            self.waiting = None
+        """Wait for the pending copy and handle it."""
+        if self.pending is not None:
+            copy, event, handle = self.pending
+            self.pending = None
             event.synchronize()
-            then(copy)
+            handle(copy)
 
 
-class Watch:
-    """The time of steps, without what happens between them: validation, checkpoints."""
+class StepTimer:
+    """Times of steps, without validation and checkpoints between them."""
 
     def __init__(self) -> None:
-        self.begin = time.perf_counter()
+        self.start = time.perf_counter()
         self.steps = 0
-        self.each: list[float] = []
+        self.means: list[float] = []
 
     def reset(self) -> None:
-        self.begin, self.steps = time.perf_counter(), 0
+        """Start again, without the time since the last lap."""
+        self.start, self.steps = time.perf_counter(), 0
 
     def lap(self) -> float:
-        """Seconds of a step since the last lap."""
+        """Return the mean seconds of a step since the last lap."""
         now = time.perf_counter()
-        mean = (now - self.begin) / max(self.steps, 1)
+        mean = (now - self.start) / max(self.steps, 1)
         if self.steps:
-            self.each.append(mean)
-        self.begin, self.steps = now, 0
+            self.means.append(mean)
+        self.start, self.steps = now, 0
         return mean
 
     @property
     def median(self) -> float | None:
-        return statistics.median(self.each) if self.each else None
+        """Median seconds of a step."""
+        return statistics.median(self.means) if self.means else None
 
 
 def memory_now(device: torch.device) -> int | None:
-    """Bytes allocated on the GPU, or resident in this process."""
+    """Return the bytes allocated on the GPU, or resident in this process."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else memory("VmRSS")
 
 
-def telling(device: torch.device) -> bool:
-    """Whether memory goes down when it is freed: on the CPU only if the allocator was told so (`ALLOCATOR`)."""
+def memory_is_exact(device: torch.device) -> bool:
+    """Return whether freed memory goes back at once: on the CPU only with the allocator settings `ALLOCATOR`."""
     return device.type == "cuda" or all(name in os.environ for name in ALLOCATOR)
 
 
 def memory_held(device: torch.device) -> int | None:
-    """The memory now, where differences of it mean something."""
-    return memory_now(device) if telling(device) else None
+    """Return the memory now, where differences of it mean something."""
+    return memory_now(device) if memory_is_exact(device) else None
 
 
 def memory_peak(device: torch.device) -> int | None:
-    """The largest since `forget_memory_peak`, where that means something."""
-    if not telling(device):
+    """Return the largest memory since `reset_memory_peak`, where that means something."""
+    if not memory_is_exact(device):
         return None
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else memory("VmHWM")
 
 
-def forget_memory_peak(device: torch.device) -> None:
-    """The peak starts again from the memory in use now."""
+def reset_memory_peak(device: torch.device) -> None:
+    """Let the peak start again from the memory in use now."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
         forget_peak()
+
+
+class Log:
+    """Everything that a training writes and shows: metrics, sites, checkpoints, the result.
+
+    Every process has one; only that of the first process has a folder and a display that is not quiet.
+    """
+
+    def __init__(self, run: Run, folder: RunFolder | None) -> None:
+        self.run, self.folder = run, folder
+        self.display = Display(
+            run.total_steps,
+            run.total_steps / run.steps_per_epoch,
+            "images" if run.images else "tokens",
+            quiet=folder is None,
+        )
+        self.deferred, self.timer = DeferredMetrics(), StepTimer()
+        self.started = time.perf_counter() - run.progress.seconds
+        save = run.settings.save
+        self.save_every = max(1, round(save * run.steps_per_epoch)) if save else run.total_steps
+        self.display.say(opening(run))
+
+    def __enter__(self) -> Log:
+        device, progress = self.run.world.device, self.run.progress
+        reset_memory_peak(device)
+        if progress.memory_before_bytes is None:
+            progress.memory_before_bytes = memory_held(device)
+        self.timer.reset()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.display.close()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the training so far, also of the processes before this one."""
+        return time.perf_counter() - self.started
+
+    def due(self, step: int) -> bool:
+        """Return whether the step writes a line of metrics."""
+        return step % self.run.settings.metrics == 0 or step == self.run.total_steps
+
+    def step(self) -> None:
+        """Write and show what is due after a step."""
+        run = self.run
+        self.timer.steps += 1
+        if self.due(run.progress.step):
+            run.progress.note_peak(memory_peak(run.world.device))
+            line = step_line(run, self.timer.lap(), self.seconds)
+            self.deferred.put(run.world.sum(run.meter.take()), partial(self._write_step, line))
+        self._write_sites()
+
+    def _write_step(self, line: dict[str, Any], sums: Tensor) -> None:
+        loss, accuracy = self.run.meter.mean(sums)
+        check_loss(loss, self.run)
+        line = {**line, "loss": loss, "accuracy": accuracy}
+        if self.folder is not None:
+            self.folder.append(METRICS, line)
+        self.display.step(line, line["step_seconds"] * (self.run.total_steps - line["step"]))
+
+    def _write_sites(self) -> None:
+        """Write ratio and bound of every site to the folder and the screen, if it is time."""
+        step, settings = self.run.progress.step, self.run.settings
+        written, shown = (every > 0 and step % every == 0 for every in (settings.sites, settings.table))
+        written |= settings.sites > 0 and step == 1
+        if self.run.handle is None or self.folder is None or not (written or shown):
+            return
+        report = self.run.handle.report()
+        if written:
+            self.folder.append(SITES, {"step": step, **byte_counts(report), "sites": report.to_dict()["sites"]})
+        if shown:
+            self.display.say(str(report))
+
+    def epoch(self, validate: Callable[[Run], tuple[float | None, float | None]]) -> None:
+        """Validate, and write and show the line of an epoch."""
+        run, progress, device = self.run, self.run.progress, self.run.world.device
+        self.deferred.flush()
+        run.meter.take()
+        progress.train_loss, accuracy = run.meter.mean(run.world.sum(run.meter.epoch))
+        check_loss(progress.train_loss, run)
+        run.meter.epoch.zero_()
+        progress.note_peak(memory_peak(device))
+        progress.note_validation(*validate(run))
+        reset_memory_peak(device)  # validation does not count
+        line = epoch_line(run, accuracy, self.seconds)
+        if self.folder is not None:
+            self.folder.append(METRICS, line)
+        self.display.epoch(line)
+        self.timer.reset()
+
+    def save(self, stopped: bool) -> None:
+        """Write a checkpoint if one is due after this step. A collective call."""
+        run, step = self.run, self.run.progress.step
+        if run.settings.save is None or not (stopped or step == run.total_steps or step % self.save_every == 0):
+            return
+        self.deferred.flush()
+        run.progress.seconds = self.seconds
+        snapshot = run.snapshot()
+        if self.folder is not None:
+            self.folder.save({**snapshot, "sizes": self.folder.sizes()})
+        self.timer.reset()
+
+    def finish(self, stopped: bool) -> dict[str, Any]:
+        """Write and return the result."""
+        result = result_of(self.run, self.timer.median, self.seconds, stopped)
+        if self.folder is not None:
+            write_json(self.folder.path / RESULT, result)
+        self.display.say(closing(result, self.run.settings.out))
+        return result
+
+
+def opening(run: Run) -> str:
+    """Return the first line that a training shows."""
+    settings, total = run.settings, run.total_steps
+    count = sum(p.numel() for p in run.model.parameters()) / 1e6
+    processes = f"{run.world.size} processes, " if run.world.size > 1 else ""
+    text = (
+        f"{settings.model.name} ({count:.1f} M parameters) on {settings.data.kind}, {len(run.data.train):,} samples: "
+        f"{total / run.steps_per_epoch:.4g} epochs, {total:,} steps of {settings.batch}, {processes}"
+        f"policy {settings.policy.name}, into {settings.out}"
+    )
+    return text + (f"; goes on after step {run.progress.step}" if run.progress.step else "")
+
+
+def facts(run: Run) -> dict[str, Any]:
+    """Return what environment.json says about the model and the data."""
+    return {
+        "cuda": run.world.cuda,
+        "world": run.world.size,
+        "parameters": sum(p.numel() for p in run.model.parameters()),
+        "train_samples": len(run.data.train),
+        "validation_samples": len(run.data.validation),
+        "kind": run.data.kind,
+        "classes": run.data.classes,
+    }
+
+
+def step_line(run: Run, step_seconds: float, seconds: float) -> dict[str, Any]:
+    """Return a line of metrics without loss and accuracy, which are still on the device."""
+    return {
+        "event": "step",
+        "step": run.progress.step,
+        "epoch": run.epoch,
+        "lr": run.optimizer.param_groups[0]["lr"],
+        "per_second": run.items_per_step / step_seconds,
+        "step_seconds": step_seconds,
+        "memory_bytes": memory_now(run.world.device),
+        "peak_bytes": run.progress.peak_bytes,
+        **byte_counts(run.handle.report() if run.handle is not None else None),
+        "seconds": seconds,
+    }
+
+
+def epoch_line(run: Run, train_accuracy: float | None, seconds: float) -> dict[str, Any]:
+    """Return the line of an epoch."""
+    names = ("train_loss", "validation_loss", "validation_accuracy", "peak_bytes", "held_bytes", "memory_before_bytes")
+    head = {"event": "epoch", "step": run.progress.step, "epoch": run.epoch, "seconds": seconds}
+    return {**head, "train_accuracy": train_accuracy, **{name: getattr(run.progress, name) for name in names}}
+
+
+def byte_counts(report: Report | None) -> dict[str, Any]:
+    """Return the bytes that Encke counts."""
+    if report is None:
+        return {"saved_bytes": None, "packed_bytes": None, "ratio": None}
+    return {"saved_bytes": report.saved_bytes, "packed_bytes": report.packed_bytes, "ratio": report.ratio}
+
+
+def result_of(run: Run, step_seconds: float | None, seconds: float, stopped: bool) -> dict[str, Any]:
+    """Return the content of result.json."""
+    report = run.handle.report() if run.handle is not None else None
+    progress, peak, before = run.progress, run.progress.peak_bytes, run.progress.memory_before_bytes
+    return {
+        "finished": not stopped,
+        "reason": "interrupted" if stopped else "done",
+        "steps": progress.step,
+        "epochs": run.epoch,
+        **{name: value for name, value in asdict(progress).items() if name not in ("step", "seconds")},
+        "seconds": seconds,
+        "step_seconds": step_seconds,
+        "per_second": run.items_per_step / step_seconds if step_seconds else None,
+        "peak_above_bytes": peak - before if peak is not None and before is not None else None,
+        **byte_counts(report),
+        "report": report.to_dict() if report is not None else None,
+    }
+
+
+def closing(result: dict[str, Any], out: str) -> str:
+    """Return the last line that a training shows."""
+    if not result["finished"]:
+        return f"interrupted after step {result['steps']}, and saved. Go on with: encke train {out} --resume"
+    words = []
+    if result["validation_accuracy"] is not None:
+        words.append(f"validation accuracy {100 * result['validation_accuracy']:.2f} %")
+    elif result["validation_loss"] is not None:
+        words.append(f"validation loss {result['validation_loss']:.4f}")
+    words.append(duration(result["seconds"]))
+    if result["peak_bytes"] is not None:
+        words.append(f"peak {size(result['peak_bytes'])}")
+    if result["ratio"] is not None:
+        words.append(f"saved tensors {result['ratio']:.1f}x smaller")
+    return f"done: {', '.join(words)}. To see it: encke report {out}"
+
+
+def check_loss(loss: float, run: Run) -> None:
+    """Raise an error with the way out if the loss is not finite."""
+    if not math.isfinite(loss):
+        raise UsageError(
+            f"the loss is {loss} near step {run.progress.step}: this training has diverged. A smaller --optimizer.lr, "
+            "--optimizer.clip 1 or --schedule.warmup 1 may help"
+        )

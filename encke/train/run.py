@@ -1,4 +1,4 @@
-"""What a training consists of, made from its settings; what a checkpoint takes of it and gives back."""
+"""The state of a training: made from the settings, saved to a checkpoint and restored from one."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import nn
 import encke
 from encke.api import Handle
 from encke.tools.errors import UsageError
-from encke.train.checkpoint import Folder
-from encke.train.data.order import steps as batches_in
-from encke.train.data.sources import Sets, load
+from encke.train.checkpoint import RunFolder
+from encke.train.data.order import batches_per_epoch
+from encke.train.data.sources import Datasets, load
 from encke.train.distributed import World
 from encke.train.factories import optimizer_for, policy_for
 from encke.train.metrics import Meter
@@ -23,7 +23,7 @@ from encke.train.settings import Settings
 
 @dataclass
 class Progress:
-    """How far a training is, and the figures that go on from one process to the one that resumes it."""
+    """Position and figures of a training, which a resumed process takes over."""
 
     step: int = 0
     seconds: float = 0.0
@@ -36,10 +36,19 @@ class Progress:
     best_validation_loss: float | None = None
     best_validation_accuracy: float | None = None
 
-    def note_peak(self, found: int | None) -> None:
-        """The peak of all steps so far, without validation."""
-        if found is not None:
-            self.peak_bytes = max(self.peak_bytes or 0, found)
+    def note_peak(self, peak: int | None) -> None:
+        """Keep the largest peak of all steps so far, without validation."""
+        if peak is not None:
+            self.peak_bytes = max(self.peak_bytes or 0, peak)
+
+    def note_validation(self, loss: float | None, accuracy: float | None) -> None:
+        """Keep the last and the best result of validation."""
+        self.validation_loss, self.validation_accuracy = loss, accuracy
+        if loss is not None:
+            best = self.best_validation_loss
+            self.best_validation_loss = loss if best is None else min(loss, best)
+        if accuracy is not None:
+            self.best_validation_accuracy = max(accuracy, self.best_validation_accuracy or 0.0)
 
 
 @dataclass
@@ -48,11 +57,11 @@ class Run:
 
     settings: Settings
     world: World
-    sets: Sets
-    raw: nn.Module
-    """The model itself."""
+    data: Datasets
     model: nn.Module
-    """What is called: the model, compiled and wrapped as the settings say."""
+    """The bare model."""
+    wrapped: nn.Module
+    """The model that is called in training: compiled and distributed as the settings say."""
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     handle: Handle | None
@@ -61,71 +70,72 @@ class Run:
 
     @classmethod
     def make(cls, settings: Settings, world: World) -> Run:
-        """Everything as it is before the first step; the same weights in every process."""
-        sets = load(settings.data, settings.seed, settings.model.context if settings.model.name == "gpt" else None)
-        images = sets.kind == "images"
+        """Make everything as it is before the first step, with the same weights in every process."""
+        data = load(settings.data, settings.seed, settings.model.context if settings.model.name == "gpt" else None)
+        images = data.kind == "images"
         torch.manual_seed(settings.seed)
-        channels, side = sets.shape[:2] if images else (3, None)
-        raw = build(settings.model, sets.classes, channels, side, tokens=not images).to(world.device)
+        channels, side = data.shape[:2] if images else (3, None)
+        model = build(settings.model, data.classes, channels, side, tokens=not images).to(world.device)
         if settings.channels_last:
-            raw = raw.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        optimizer = optimizer_for(raw, settings.optimizer, fused=world.cuda)
-        model = world.wrap(torch.compile(raw) if settings.compile else raw)  # type: ignore[arg-type]
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        optimizer = optimizer_for(model, settings.optimizer, fused=world.cuda)
+        wrapped = world.wrap(torch.compile(model) if settings.compile else model)  # type: ignore[arg-type]
         policy = policy_for(settings.policy, settings.seed)
-        handle = encke.attach(model, policy, optimizer) if policy is not None else None
+        handle = encke.attach(wrapped, policy, optimizer) if policy is not None else None
         scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "fp16")
         torch.manual_seed(settings.seed + 1 + world.rank)
-        return cls(settings, world, sets, raw, model, optimizer, scaler, handle, Meter(world.device, images))
+        return cls(settings, world, data, model, wrapped, optimizer, scaler, handle, Meter(world.device, images))
 
     @property
     def images(self) -> bool:
-        """Whether it is trained with images, not with tokens."""
-        return self.sets.kind == "images"
+        """Whether the data are images, not tokens."""
+        return self.data.kind == "images"
 
     @property
-    def an_epoch(self) -> int:
+    def steps_per_epoch(self) -> int:
         """Steps in an epoch."""
-        return batches_in(len(self.sets.train), self.settings.batch)
+        return batches_per_epoch(len(self.data.train), self.settings.batch)
 
     @property
-    def total(self) -> int:
+    def total_steps(self) -> int:
         """Steps of the whole training."""
-        return self.settings.steps or max(1, round(self.settings.epochs * self.an_epoch))
+        return self.settings.steps or max(1, round(self.settings.epochs * self.steps_per_epoch))
 
     @property
     def epoch(self) -> float:
-        return self.progress.step / self.an_epoch
+        """Epochs that are done."""
+        return self.progress.step / self.steps_per_epoch
 
     @property
-    def units(self) -> int:
+    def items_per_step(self) -> int:
         """Images or tokens in a step."""
         return self.settings.batch * (1 if self.images else self.settings.model.context)
 
     @property
     def checkpoint_bytes(self) -> int:
-        """About how large a checkpoint is: weights and the optimizer's state."""
+        """Size of a checkpoint, about: weights and the optimizer's state."""
         copies = {"sgd": 2, "adam": 3, "adamw": 3}[self.settings.optimizer.name]
-        return copies * sum(p.nbytes for p in self.raw.parameters()) + sum(b.nbytes for b in self.raw.buffers())
+        return copies * sum(p.nbytes for p in self.model.parameters()) + sum(b.nbytes for b in self.model.buffers())
 
     def snapshot(self) -> dict[str, Any]:
-        """All that a resumed training needs to go on as if nothing had happened. Every process takes part."""
+        """Return the state of a checkpoint, with which a resumed training gives the same result. A collective call."""
         world = self.world
-        chance = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state() if world.cuda else None}
+        generators = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state() if world.cuda else None}
         return {
             "version": 1,
-            "model": self.raw.state_dict(),
+            "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "policy": self.handle.state_dict() if self.handle is not None else None,
             "progress": asdict(self.progress),
-            "processes": world.gather({**chance, "epoch": self.meter.epoch.cpu(), "part": self.meter.part.cpu()}),
+            "processes": world.gather({**generators, "epoch": self.meter.epoch.cpu(), "part": self.meter.recent.cpu()}),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Everything as it was when the snapshot was taken."""
+        """Restore the state of a snapshot."""
         if len(state["processes"]) != self.world.size:
             raise UsageError(f"this run was trained by {len(state['processes'])} processes: resume it with as many")
-        self.raw.load_state_dict(state["model"])
+        self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
@@ -134,14 +144,14 @@ class Run:
         self.progress = Progress(**state["progress"])
         mine = state["processes"][self.world.rank]
         self.meter.epoch.copy_(mine["epoch"])
-        self.meter.part.copy_(mine["part"])
+        self.meter.recent.copy_(mine["part"])
         torch.set_rng_state(mine["cpu"])
         if self.world.cuda and mine["cuda"] is not None:
             torch.cuda.set_rng_state(mine["cuda"])
 
 
-def shared_state(folder: Folder | None, world: World) -> dict[str, Any] | None:
-    """The last checkpoint, for every process; None if there is none yet."""
+def shared_state(folder: RunFolder | None, world: World) -> dict[str, Any] | None:
+    """Read the last checkpoint and give it to every process; None if there is none yet."""
     state = [folder.load() if folder is not None else None]
     if world.size > 1:
         torch.distributed.broadcast_object_list(state)

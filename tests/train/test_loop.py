@@ -76,7 +76,7 @@ def test_a_run_learns_and_its_folder_tells_what_happened(tmp_path):
     assert epochs[-1]["validation_accuracy"] > 0.8
     assert steps[-1]["ratio"] == pytest.approx(steps[-1]["saved_bytes"] / steps[-1]["packed_bytes"])
     assert steps[-1]["ratio"] > 3 and result["ratio"] == steps[-1]["ratio"]
-    assert [line["step"] for line in lines(out, "layers.jsonl")] == [1, *range(3, 49, 3)]
+    assert [line["step"] for line in lines(out, "sites.jsonl")] == [1, *range(3, 49, 3)]
     environment = json.loads((out / "environment.json").read_text())
     assert environment["train_samples"] == 96 and environment["validation_samples"] == 12
     assert environment["torch"] == torch.__version__ and environment["world"] == 1
@@ -102,7 +102,7 @@ def test_the_same_settings_give_the_same_run(tmp_path):
 def test_plain_training_is_the_baseline_of_the_same_recipe(tmp_path):
     result = train(settings(tmp_path / "plain", "--policy", "none"))
     assert result["ratio"] is None and result["report"] is None
-    assert not (tmp_path / "plain" / "layers.jsonl").exists()
+    assert not (tmp_path / "plain" / "sites.jsonl").exists()
 
 
 @pytest.mark.parametrize("number", [1, 5, 6, 11])
@@ -115,7 +115,7 @@ def test_ctrl_c_saves_and_the_resumed_run_ends_bit_for_bit_as_if_nothing_had_hap
     assert train(settings(tmp_path / "part"), resume=True)["finished"]
     assert same_weights(tmp_path / "whole", tmp_path / "part")
     assert repeatable(tmp_path / "whole") == repeatable(tmp_path / "part")
-    assert lines(tmp_path / "whole", "layers.jsonl") == lines(tmp_path / "part", "layers.jsonl")
+    assert lines(tmp_path / "whole", "sites.jsonl") == lines(tmp_path / "part", "sites.jsonl")
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What is done to images on the device: moved, mirrored, cut out, scaled and normalised, a whole batch at a time."""
+"""Augmentation and normalisation of images on the device, a whole batch at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 Augment = Literal["none", "flip", "crop", "resized"]
 
 DRAWS = 5
-"""Random numbers for an image: across, down, mirrored, area, ratio."""
+"""Random numbers of an image: across, down, mirrored, area, ratio."""
 AREA = (0.08, 1.0)
 RATIO = (3 / 4, 4 / 3)
 MIDDLE = 0.875
@@ -23,7 +23,7 @@ MIDDLE = 0.875
 
 @dataclass(frozen=True)
 class View:
-    """How images are shown to the model."""
+    """How images are presented to the model."""
 
     augment: Augment
     size: tuple[int, int]
@@ -31,12 +31,12 @@ class View:
     std: tuple[float, ...]
 
     def normalise(self, images: Tensor) -> Tensor:
-        """Images of 0 to 255, (N, C, H, W), as float32 of mean 0 and deviation 1."""
+        """Turn images of 0 to 255, (N, C, H, W), into float32 of mean 0 and deviation 1."""
         mean, scale = on_device(self.mean, self.std, images.device)
         return (images - mean).mul_(scale)
 
     def show(self, images: Tensor, draws: Tensor | None) -> Tensor:
-        """Images as they are stored, augmented by their rows of `draws` (None in validation), scaled, normalised."""
+        """Augment stored images by their rows of `draws` (None in validation), scale and normalise them."""
         if self.augment == "resized":
             boxes = middle(images) if draws is None else random_boxes(draws)
             return self.normalise(cut(images, boxes, None if draws is None else draws[:, 2] < 0.5, self.size))
@@ -51,13 +51,13 @@ class View:
 
 @lru_cache
 def on_device(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """What is subtracted and what is multiplied with; kept, because a copy to the device makes it wait."""
+    """Return offset and factor on the device; cached, because a copy to the device makes it wait."""
     constants = torch.tensor([[255 * m for m in mean], [1 / (255 * s) for s in std]], device=device)
     return constants[0].view(1, -1, 1, 1), constants[1].view(1, -1, 1, 1)
 
 
 def moved(images: Tensor, draws: Tensor) -> Tensor:
-    """Images moved by up to an eighth of their sides and mirrored or not; black comes in from outside."""
+    """Move images by up to an eighth of their sides, with black behind them, and mirror some."""
     height, width = images.shape[2:]
     down, across = height // 8, width // 8
     columns = (draws[:, :1] * (2 * across + 1)).long() + torch.arange(width, device=images.device)
@@ -67,14 +67,14 @@ def moved(images: Tensor, draws: Tensor) -> Tensor:
 
 
 def pick(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Rows and columns of each image by their numbers."""
+    """Return the given rows and columns of each image."""
     _, channels, _, width = images.shape
     images = images.gather(2, rows[:, None, :, None].expand(-1, channels, -1, width))
     return images.gather(3, columns[:, None, None, :].expand(-1, channels, rows.shape[1], -1))
 
 
 def random_boxes(draws: Tensor) -> Tensor:
-    """A random part of each image: left, top, width and height as shares of the sides."""
+    """Return a random part of each image: left, top, width and height as shares of the sides."""
     area = AREA[0] + (AREA[1] - AREA[0]) * draws[:, 3]
     # In float64: a float32 exp may differ in its last bit from place to place in a batch.
     ratio = (RATIO[0] * (math.log(RATIO[1] / RATIO[0]) * draws[:, 4].double()).exp()).float()
@@ -83,13 +83,13 @@ def random_boxes(draws: Tensor) -> Tensor:
 
 
 def middle(images: Tensor) -> Tensor:
-    """The middle of each image."""
+    """Return the middle of each image as a box."""
     place, side = (torch.full((len(images), 2), value, device=images.device) for value in ((1 - MIDDLE) / 2, MIDDLE))
     return torch.cat([place, side], 1)
 
 
 def cut(images: Tensor, boxes: Tensor, mirrored: Tensor | None, size: tuple[int, int]) -> Tensor:
-    """The parts of the images that are in the boxes, scaled to one size."""
+    """Return the parts of the images that are in the boxes, scaled to one size."""
     height, width = size
     across = (torch.arange(width, device=images.device) + 0.5) / width
     down = (torch.arange(height, device=images.device) + 0.5) / height
@@ -102,19 +102,19 @@ def cut(images: Tensor, boxes: Tensor, mirrored: Tensor | None, size: tuple[int,
 
 
 def statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel of images of 0 to 255, in shares of 255."""
+    """Return mean and standard deviation of each channel of images of 0 to 255, as shares of 255."""
     count = images.numel() // images.shape[1]
     total = torch.zeros(images.shape[1], dtype=torch.int64)
     squares = torch.zeros_like(total)
-    for part in images.split(4096):
-        wide = part.int()
-        total += wide.sum((0, 2, 3))
-        squares += wide.square().sum((0, 2, 3))
+    for chunk in images.split(4096):
+        values = chunk.int()
+        total += values.sum((0, 2, 3))
+        squares += values.square().sum((0, 2, 3))
     return from_sums(total.tolist(), squares.tolist(), count)
 
 
 def from_sums(total: list[int], squares: list[int], count: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation from whole sums, in shares of 255; a channel of one value gets one level."""
+    """Return mean and standard deviation from integer sums; the deviation of a constant channel is one level."""
     mean = tuple(t / count / 255 for t in total)
     # Whole numbers as long as possible: no digits are lost in the difference.
     variance = [(count * s - t * t) / (count * count) for t, s in zip(total, squares, strict=True)]

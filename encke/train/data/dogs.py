@@ -17,11 +17,11 @@ from encke.tools.progress import progress
 from encke.tools.terminal import note
 from encke.train.data import seeded
 from encke.train.data.readers import classes_of, list_images
-from encke.train.data.seeded import Use
+from encke.train.data.seeded import Purpose
 from encke.train.data.verify import Brightness, Wanted, checks, worker_count
 
 ABOUT = "split.json"
-"""What a folder was made from: written first, so that the same command may go on."""
+"""Description of how a folder was made: written first, so that the same command may go on."""
 
 Listed = list[tuple[str, int]]
 """Files with the number of their class."""
@@ -82,7 +82,7 @@ def dogs(
 
 
 def official(root: Path, classes: Sequence[str]) -> dict[str, Listed]:
-    """The archive's own split."""
+    """Return the archive's own split."""
     places = (root.parent / "lists", root.parent, root / "lists")
     lists = next((place for place in places if (place / "train_list.mat").is_file()), None)
     if lists is None:
@@ -108,7 +108,7 @@ def official(root: Path, classes: Sequence[str]) -> dict[str, Listed]:
 
 
 def read_list(file: Path) -> list[str]:
-    """The paths in one of the archive's MATLAB files."""
+    """Read the paths in one of the archive's MATLAB files."""
     try:
         from scipy.io import loadmat
     except ModuleNotFoundError:
@@ -125,7 +125,7 @@ def read_list(file: Path) -> list[str]:
 
 
 def random(root: Path, classes: Sequence[str], fraction: float, seed: int) -> dict[str, Listed]:
-    """A part of each breed for validation, at least one image, and the rest for training."""
+    """Hold out a part of each breed, at least one image, for validation."""
     found: dict[str, Listed] = {"train": [], "val": []}
     files = list_images(root, classes)
     for label, name in enumerate(classes):
@@ -133,14 +133,14 @@ def random(root: Path, classes: Sequence[str], fraction: float, seed: int) -> di
         if len(mine) < 2:
             raise UsageError(f"{root / name}: {len(mine)} image cannot be split: add some or remove the folder")
         held_out = min(max(1, round(fraction * len(mine))), len(mine) - 1)
-        order = seeded.permutation(len(mine), seed, label, Use.HELD_OUT).tolist()
+        order = seeded.permutation(len(mine), seed, label, Purpose.HELD_OUT).tolist()
         found["val"] += [mine[place] for place in sorted(order[:held_out])]
         found["train"] += [mine[place] for place in sorted(order[held_out:])]
     return found
 
 
 def start(dst: Path, about: dict[str, str]) -> None:
-    """Makes the folder, or goes on with one that was made from the same."""
+    """Make the folder, or go on with one that was made in the same way."""
     try:
         dst.mkdir(parents=True, exist_ok=True)
         inside = [each.name for each in dst.iterdir()]
@@ -154,7 +154,7 @@ def start(dst: Path, about: dict[str, str]) -> None:
 
 
 def checked(root: Path, files: Listed, name: str, workers: int) -> tuple[Listed, list[str], Brightness]:
-    """The files that can be decoded, lines about those that cannot, and how bright the good ones are."""
+    """Return the files that can be decoded, lines about those that cannot, and the brightness of the good ones."""
     good, broken, brightness = [], [], Brightness()
     paths = [os.path.join(root, path) for path, _ in files]
     sizes = [os.stat(path).st_size for path in paths]
@@ -173,7 +173,7 @@ def checked(root: Path, files: Listed, name: str, workers: int) -> tuple[Listed,
 
 
 def link(file: Path, place: Path) -> None:
-    """Puts a file at another place: the same file if that can be, else a link, else a copy."""
+    """Make a hard link to a file, or a symbolic link, or a copy, whichever is possible first."""
     if place.exists():
         return
     place.parent.mkdir(parents=True, exist_ok=True)

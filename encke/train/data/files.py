@@ -21,7 +21,7 @@ from encke.tools.errors import UsageError
 from encke.torch_internals import shutdown_workers
 from encke.train.data import records
 from encke.train.data.augment import DRAWS, View
-from encke.train.data.order import Batch, Plan
+from encke.train.data.order import Batch, BatchOrder
 from encke.train.data.pictures import complaint, shown
 from encke.train.data.readers import Reader
 
@@ -31,14 +31,14 @@ Request = tuple[np.ndarray, np.ndarray | None]
 
 @dataclass(frozen=True)
 class Failure:
-    """What a worker sends instead of a batch; raised in the worker it would arrive as a page of traceback."""
+    """An error that a worker sends instead of a batch: raised there, it would arrive as a page of traceback."""
 
     message: str
 
 
 @dataclass
 class Requests:
-    """What the workers are to read next."""
+    """The batches that the workers are to read next."""
 
     now: list[Request] = field(default_factory=list)
 
@@ -49,8 +49,8 @@ class Requests:
         return len(self.now)
 
 
-class Loading:
-    """What a worker does: reads and decodes a batch."""
+class BatchReader:
+    """Reads and decodes a batch in a worker process."""
 
     def __init__(self, reader: Reader, view: View, scale: bool) -> None:
         self.reader, self.view, self.scale = reader, view, scale
@@ -68,23 +68,23 @@ class Loading:
         return torch.from_numpy(pixels), torch.from_numpy(self.reader.labels[index])
 
 
-class Files:
+class FileSource:
     """A source of images in files. Workers start with the first batches and stay for the next epochs."""
 
-    def __init__(self, reader: Reader, chosen: np.ndarray | None, view: View, scale: bool, workers: int | None) -> None:
-        self.reader, self.chosen, self.view, self.scale = reader, chosen, view, scale
+    def __init__(self, reader: Reader, subset: np.ndarray | None, view: View, scale: bool, workers: int | None) -> None:
+        self.reader, self.subset, self.view, self.scale = reader, subset, view, scale
         self.workers = default_workers() if workers is None else workers
         self.requests = Requests()
         self.loader: DataLoader[Any] | None = None
         self.turn = 0
 
     def __len__(self) -> int:
-        return len(self.reader.labels) if self.chosen is None else len(self.chosen)
+        return len(self.reader.labels) if self.subset is None else len(self.subset)
 
     def start(self, device: torch.device) -> DataLoader[Any]:
         records.close()
         return DataLoader(
-            Loading(self.reader, self.view, self.scale),  # type: ignore[arg-type]
+            BatchReader(self.reader, self.view, self.scale),  # type: ignore[arg-type]
             batch_size=None,
             sampler=self.requests,
             num_workers=self.workers,
@@ -93,9 +93,9 @@ class Files:
             worker_init_fn=be_quiet,
         )
 
-    def batches(self, plan: Plan, device: torch.device) -> Iterator[Batch]:
+    def batches(self, order: BatchOrder, device: torch.device) -> Iterator[Batch]:
         self.turn += 1
-        self.requests.now = self.requested(plan)
+        self.requests.now = self.requested(order)
         first = self.loader is None
         if self.loader is None:
             self.loader = self.start(device)
@@ -104,39 +104,42 @@ class Files:
             atexit.register(weakref.finalize(self, end_workers, loaded))
         return self.received(loaded, self.turn, device)
 
-    def requested(self, plan: Plan) -> list[Request]:
-        order = plan.order.numpy() if self.chosen is None else self.chosen[plan.order.numpy()]
-        index = plan.split(torch.from_numpy(order))
-        if not plan.train or self.view.augment == "none":
+    def requested(self, order: BatchOrder) -> list[Request]:
+        samples = order.index.numpy() if self.subset is None else self.subset[order.index.numpy()]
+        index = order.split(torch.from_numpy(samples))
+        if not order.train or self.view.augment == "none":
             return [(each.numpy(), None) for each in index]
-        draws = plan.split(plan.draws(DRAWS, torch.device("cpu")))
+        draws = order.split(order.draws(DRAWS, torch.device("cpu")))
         return [(each.numpy(), some.numpy()) for each, some in zip(index, draws, strict=True)]
 
     def received(self, loaded: Iterator[Batch | Failure], turn: int, device: torch.device) -> Iterator[Batch]:
-        for found in loaded:
+        for batch in loaded:
             if turn != self.turn:
                 raise RuntimeError("these batches have ended: others of the same source were started")
-            if isinstance(found, Failure):
-                raise UsageError(found.message)
-            pixels, labels = (each.to(device, non_blocking=True) for each in found)
+            if isinstance(batch, Failure):
+                raise UsageError(batch.message)
+            pixels, labels = (each.to(device, non_blocking=True) for each in batch)
             yield self.view.normalise(pixels.permute(0, 3, 1, 2).contiguous()), labels
 
 
 def end_workers(loaded: Any) -> None:
-    """When their source goes, or the program ends. Whoever calls this keeps `loaded` alive until then: were it
-    collected in a cycle with its queues, these would close first and no worker would hear that it is to end; the
-    collector would wait for each, and multiprocessing, whose SIGTERM they ignore, for ever."""
+    """End the workers when their source is collected, or when the program ends.
+
+    The caller keeps `loaded` alive until then. Collected in a cycle with its queues, these would close first and no
+    worker would be told to end; the collector would wait for each, and multiprocessing, whose SIGTERM they ignore,
+    would wait forever.
+    """
     shutdown_workers(loaded)
 
 
 def be_quiet(_: int) -> None:
-    """Ctrl-C and SIGTERM are the training's to handle: a worker ends with it. Pillow's warnings are nobody's."""
+    """Leave Ctrl-C and SIGTERM to the training, with which a worker ends, and hide warnings of Pillow."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     warnings.simplefilter("ignore")
 
 
 def default_workers() -> int:
-    """The cores that this process may use less one, 8 at most."""
+    """Return the number of cores that this process may use, less one, 8 at most."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(max(cores - 1, 0), 8)

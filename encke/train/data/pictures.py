@@ -1,4 +1,4 @@
-"""One image at a time, with Pillow: opened, converted to RGB, cut, scaled and mirrored as the model is to see it."""
+"""Decoding, cropping, scaling and mirroring one image with Pillow."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from encke.tools.errors import UsageError
 from encke.train.data.augment import AREA, MIDDLE, RATIO, Augment
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-"""What the names of image files end in."""
+"""Endings of the names of image files."""
 
 Box = tuple[float, float, float, float]
 
 
 def rgb(image: Image.Image) -> Image.Image:
-    """The image, decoded, in RGB with 8 bits; transparency is dropped."""
+    """Decode an image to RGB with 8 bits; transparency is dropped."""
     if image.mode.startswith("I"):
         # Pillow would cut 16 bits off at 255 instead of scaling them. Mode I is 32 bits wide and may hold fewer.
         values = np.asarray(image)
@@ -35,7 +35,7 @@ def rgb(image: Image.Image) -> Image.Image:
 def shown(
     image: Image.Image, augment: Augment, shape: tuple[int, int], scale: bool, draws: Sequence[float] | None
 ) -> np.ndarray:
-    """The image as the model is to see it, (H, W, 3), augmented by the random numbers `draws` (None in validation).
+    """Return the image as the model sees it, (H, W, 3), augmented by the random numbers `draws` (None in validation).
 
     With `scale` the middle square (resized: a part) is scaled to `shape`; without it images have that shape already.
     """
@@ -65,7 +65,7 @@ def shown(
 
 
 def centred(size: tuple[int, int], share: float, shape: tuple[int, int]) -> Box:
-    """The largest box in the middle with the sides' ratio of `shape`, less what `share` leaves out."""
+    """Return the largest box in the middle with the aspect ratio of `shape`, times `share`."""
     fit = min(size[0] / shape[1], size[1] / shape[0]) * share
     width, height = shape[1] * fit, shape[0] * fit
     left, top = (size[0] - width) / 2, (size[1] - height) / 2
@@ -73,7 +73,7 @@ def centred(size: tuple[int, int], share: float, shape: tuple[int, int]) -> Box:
 
 
 def random_box(size: tuple[int, int], draws: Sequence[float]) -> Box:
-    """A part of an image: 8 to 100 % of its area, up to a third wider or higher than square, anywhere."""
+    """Return a random part of an image: 8 to 100 % of its area, with an aspect ratio of 3/4 to 4/3."""
     area = (AREA[0] + (AREA[1] - AREA[0]) * draws[3]) * size[0] * size[1]
     ratio = RATIO[0] * (RATIO[1] / RATIO[0]) ** draws[4]
     width, height = min(math.sqrt(area * ratio), size[0]), min(math.sqrt(area / ratio), size[1])
@@ -82,7 +82,7 @@ def random_box(size: tuple[int, int], draws: Sequence[float]) -> Box:
 
 
 def draft(image: Image.Image, box: Box, shape: tuple[int, int]) -> Box:
-    """Tells a JPEG that it may be decoded at a half, quarter or eighth where that is enough for the box at `shape`.
+    """Let a JPEG be decoded at a half, quarter or eighth where that is enough for the box at `shape`.
 
     Returns the box in the image that will be decoded.
     """
@@ -96,7 +96,7 @@ def draft(image: Image.Image, box: Box, shape: tuple[int, int]) -> Box:
 
 
 def complaint(name: str, error: Exception) -> str:
-    """One line about an image that cannot be used."""
+    """Return one line about an image that cannot be used."""
     if isinstance(error, UsageError):
         return f"{name}: {error}"
     if isinstance(error, FileNotFoundError):
@@ -105,7 +105,7 @@ def complaint(name: str, error: Exception) -> str:
 
 
 def error_line(error: Exception) -> str:
-    """What went wrong, in one line."""
+    """Return an error in one line."""
     if isinstance(error, Image.UnidentifiedImageError):
         return "not an image"
     return (str(error).splitlines() or [type(error).__name__])[0]

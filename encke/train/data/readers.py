@@ -1,4 +1,4 @@
-"""Files of images: where they are, of which class, and how bright. What is in them is read by number."""
+"""Files of images in folders or an LMDB: their classes, sizes and brightness. Contents are read by number."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Reader(Protocol):
     def name(self, index: int) -> str: ...
 
 
-class Folder:
+class ImageFolder:
     """The images of a folder with one folder for each class."""
 
     def __init__(self, root: Path, listed: Sequence[tuple[str, int]]) -> None:
@@ -47,7 +47,7 @@ class Folder:
 
 
 def classes_of(root: Path, what: str = "data.path") -> tuple[str, ...]:
-    """The folders of a folder, sorted: one for each class."""
+    """Return the names of the folders in a folder, sorted: one for each class."""
     if not root.is_dir():
         state = "is a file" if root.exists() else "is not there"
         raise UsageError(f"{what} {root} {state}; it must be a folder with one folder of images for each class")
@@ -59,7 +59,7 @@ def classes_of(root: Path, what: str = "data.path") -> tuple[str, ...]:
 
 
 def list_images(root: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
-    """The images below each class's folder, as paths from `root` with the class's number, sorted."""
+    """Return the images of all classes, sorted: paths relative to `root`, and the number of the class."""
     found: list[tuple[str, int]] = []
     for label, name in enumerate(classes):
         before = len(found)
@@ -75,7 +75,7 @@ def list_images(root: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def open_sets(kind: str, path: Path, validation: Path | None) -> tuple[Reader, Reader | None, tuple[str, ...]]:
-    """The images to train with, those for validation if they are apart, and the classes."""
+    """Open training images, validation images if they are separate, and return them with the classes."""
     inside = path / "train"
     if (inside / "data.mdb").is_file() if kind == "lmdb" else is_split(inside):
         path = inside
@@ -92,7 +92,7 @@ def open_sets(kind: str, path: Path, validation: Path | None) -> tuple[Reader, R
             classes.append(tuple(found.meta["classes"]))
         else:
             classes.append(classes_of(place, what))
-            readers.append(Folder(place, list_images(place, classes[-1])))
+            readers.append(ImageFolder(place, list_images(place, classes[-1])))
     if len(readers) == 1:
         return readers[0], None, classes[0]
     if classes[0] != classes[1]:
@@ -105,15 +105,15 @@ def open_sets(kind: str, path: Path, validation: Path | None) -> tuple[Reader, R
 
 
 def is_split(path: Path) -> bool:
-    """Whether a folder holds folders: then it is a set of classes and not a class."""
+    """Return whether a folder holds folders: then it is a set of classes and not a class."""
     return path.is_dir() and any(each.is_dir() for each in path.iterdir())
 
 
 def mean_and_std(reader: Reader, scale: bool, size: tuple[int, int]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Of each channel: as the LMDB says, or mean.json beside the folder, or as some of the images are."""
+    """Return mean and deviation of each channel, from the LMDB, from mean.json beside the folder, or from a sample."""
     if isinstance(reader, Records):
         return tuple(reader.meta["mean"]), tuple(reader.meta["std"])
-    assert isinstance(reader, Folder)
+    assert isinstance(reader, ImageFolder)
     file = reader.root.parent / "mean.json"
     if not file.is_file():
         return statistics(sampled(reader, scale, size))
@@ -128,7 +128,7 @@ def mean_and_std(reader: Reader, scale: bool, size: tuple[int, int]) -> tuple[tu
 
 
 def sampled(reader: Reader, scale: bool, size: tuple[int, int], most: int = 512) -> Tensor:
-    """Some images spread over all, (N, 3, H, W), as the model will see them; broken ones are left to the training."""
+    """Return some images spread over all, (N, 3, H, W), as the model will see them; broken ones are skipped."""
     count = len(reader.labels)
     found = []
     for number in np.linspace(0, count - 1, min(most, count)).astype(int).tolist():
@@ -145,7 +145,7 @@ def sampled(reader: Reader, scale: bool, size: tuple[int, int], most: int = 512)
 
 
 def first_size(reader: Reader) -> tuple[int, int]:
-    """Height and width of the first image that can be read."""
+    """Return height and width of the first image that can be read."""
     for number in range(len(reader.labels)):
         try:
             with Image.open(io.BytesIO(reader.read(number))) as image:

@@ -1,4 +1,4 @@
-"""The LMDB that `encke data lmdb` makes, as it is read.
+"""Reading the LMDB that `encke data lmdb` makes.
 
 Image number 17 is the bytes of its file under the key `00000017`. Beside them are `.labels` (uint32, one for each
 image), `.names` (JSON: the files they came from) and `.meta` (JSON: classes, count, mean, std and how it was made),
@@ -16,6 +16,8 @@ import numpy as np
 from encke.tools.errors import UsageError
 
 FORMAT = "encke images 1"
+OLD_FORMAT = "halley images 1"
+"""Format of release 0.1: the same under the name that the package had."""
 META, LABELS, NAMES, PROGRESS = b".meta", b".labels", b".names", b".progress"
 """They sort before all numbers, so that images are always added at the end."""
 WAY_OUT = "make one with encke data lmdb SRC DST"
@@ -23,11 +25,12 @@ _open: dict[Path, Any] = {}
 
 
 def key(number: int) -> bytes:
+    """Return the key of an image."""
     return b"%08d" % number
 
 
 def library() -> Any:
-    """The lmdb package."""
+    """Import the lmdb package."""
     try:
         import lmdb
     except ModuleNotFoundError:
@@ -36,7 +39,7 @@ def library() -> Any:
 
 
 def get(path: Path, name: bytes) -> bytes | None:
-    """A value of the LMDB, which stays open in this process."""
+    """Return a value of the LMDB, which stays open in this process."""
     lmdb = library()
     if path not in _open:
         try:
@@ -51,12 +54,12 @@ def get(path: Path, name: bytes) -> bytes | None:
 
 
 def reason(error: Exception) -> str:
-    """What LMDB says, without the path in front of it."""
+    """Return LMDB's own message, without the path in front of it."""
     return str(error).rpartition(": ")[2]
 
 
 def close() -> None:
-    """Closes what this process has open: LMDB must not be open across a fork."""
+    """Close all LMDBs of this process: none may be open across a fork."""
     while _open:
         _open.popitem()[1].close()
 
@@ -66,7 +69,7 @@ def read_meta(text: bytes, path: Path) -> dict[str, Any]:
     try:
         meta = json.loads(text)
         form = meta.get("format")
-        if form == FORMAT:
+        if form in (FORMAT, OLD_FORMAT):
             mean, std = ([float(value) for value in meta[name]] for name in ("mean", "std"))
             if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
                 raise ValueError("mean and std must be three numbers each, std above 0")
@@ -74,7 +77,7 @@ def read_meta(text: bytes, path: Path) -> dict[str, Any]:
                 raise ValueError("classes must be names and count a number")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UsageError(f"{path}: its record {META.decode()} cannot be read ({error}): {WAY_OUT}") from None
-    if form != FORMAT:
+    if form not in (FORMAT, OLD_FORMAT):
         raise UsageError(f"{path}: format {form!r} is not {FORMAT!r}: {WAY_OUT}")
     return meta
 
@@ -100,15 +103,16 @@ class Records:
         self.labels = np.frombuffer(labels, dtype="<u4").astype(np.int64)
 
     def value(self, name: bytes) -> bytes:
+        """Return a value that must be there."""
         found = get(self.path, name)
         if found is None:
             raise UsageError(f"{self.path}: {name.decode()} is missing: {WAY_OUT}")
         return found
 
     def read(self, index: int) -> bytes:
-        """The bytes of an image's file."""
+        """Return the bytes of an image's file."""
         return self.value(key(index))
 
     def name(self, index: int) -> str:
-        """An image in words."""
+        """Return a name of the image for messages."""
         return f"{self.path}: key {key(index).decode()} ({json.loads(self.value(NAMES))[index]})"

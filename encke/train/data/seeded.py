@@ -1,6 +1,6 @@
-"""Random numbers that depend on what they are for and on nothing else: seed, epoch and sample.
+"""Random numbers that depend on seed, epoch, sample and purpose only.
 
-Workers, processes and the step at which a training goes on do not change them.
+The number of workers and processes, and the step at which a training is resumed, do not change them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ MASK = 0xFFFFFFFF
 Bits = TypeVar("Bits", int, Tensor)
 
 
-class Use(IntEnum):
-    """What random numbers are for: no two uses share them."""
+class Purpose(IntEnum):
+    """The purpose of random numbers: no two purposes share them."""
 
     ORDER = auto()
     AUGMENT = auto()
@@ -30,14 +30,14 @@ class Use(IntEnum):
 
 
 def scramble(bits: Bits) -> Bits:
-    """A hash of 32 bits, of an int or of each value of an int64 tensor."""
+    """Return a 32-bit hash of an int, or of each value of an int64 tensor."""
     bits = (bits ^ bits >> 16) * 0x7FEB352D & MASK
     bits = (bits ^ bits >> 15) * 0x846CA68B & MASK
     return bits ^ bits >> 16
 
 
 def key_of(*numbers: int) -> int:
-    """32 bits that depend on all of the numbers and on their order."""
+    """Return 32 bits that depend on all of the numbers and on their order."""
     key = 0
     for number in numbers:
         for part in (number & MASK, number >> 32 & MASK):
@@ -46,21 +46,21 @@ def key_of(*numbers: int) -> int:
 
 
 def bits(index: Tensor, *key: int) -> Tensor:
-    """32 random bits for each index, as int64."""
+    """Return 32 random bits for each index, as int64."""
     return scramble(scramble(index & MASK) + key_of(*key) & MASK)
 
 
 def uniform(index: Tensor, columns: int, *key: int) -> Tensor:
-    """A row of `columns` random numbers from 0 up to 1 for each index."""
+    """Return a row of `columns` random numbers in [0, 1) for each index."""
     places = index[:, None] * columns + torch.arange(columns, device=index.device)
     return (bits(places, *key) >> 8).float() * 2.0**-24
 
 
 def below(index: Tensor, end: int, *key: int) -> Tensor:
-    """A random whole number from 0 up to `end` for each index; `end` has at most 31 bits."""
+    """Return a random integer in [0, end) for each index; `end` has at most 31 bits."""
     return bits(index, *key) * end >> 32
 
 
 def permutation(count: int, *key: int) -> Tensor:
-    """The numbers from 0 up to `count` in random order, on the CPU: the same whatever the device."""
+    """Return a random permutation of [0, count), on the CPU, so that it is the same for every device."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(key_of(*key)))

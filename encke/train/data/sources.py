@@ -1,7 +1,7 @@
-"""The data of a training: `load` finds and reads them, `batches` gives them in order.
+"""The data of a training: `load` opens them, `batches` gives them in order.
 
-The same seed gives the same batches, bit for bit, whatever the number of workers and processes and wherever a
-training goes on.
+The same seed gives the same batches, bit for bit, whatever the number of workers and processes, and wherever a training
+is resumed.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from torch import Tensor
 from encke.tools.errors import UsageError
 from encke.train.data import formats, seeded, text
 from encke.train.data.augment import View, statistics
-from encke.train.data.in_memory import Images, Store
-from encke.train.data.in_memory import made as made_images
-from encke.train.data.order import Batch, Source, plan
-from encke.train.data.seeded import Use
+from encke.train.data.in_memory import ImageStore, MemorySource, synthetic_images
+from encke.train.data.order import Batch, Source, batch_order
+from encke.train.data.seeded import Purpose
 from encke.train.settings import Data
 
 SIDE = 32
-"""Pixels along a side of made-up images, unless data.size says otherwise."""
+"""Pixels along a side of synthetic images, unless data.size says otherwise."""
 
 
 @dataclass(frozen=True)
-class Sets:
-    """What a training reads."""
+class Datasets:
+    """Training and validation data."""
 
     train: Source
     validation: Source
@@ -40,16 +39,20 @@ class Sets:
     shape: tuple[int, ...]
     """(channels, height, width) of an image, or (context,)."""
     mean: tuple[float, ...] = ()
-    """Of each channel, in shares of the largest value: what images are normalised with."""
+    """Mean of each channel, as a share of the largest value; images are normalised with it."""
     std: tuple[float, ...] = ()
+    """Standard deviation of each channel, as a share of the largest value."""
     names: tuple[str, ...] = ()
-    """Of the classes; of a text its characters. Made-up data have none."""
+    """Names of the classes, or the characters of a text; synthetic data have none."""
 
 
-def load(data: Data, seed: int, context: int | None = None) -> Sets:
-    """Finds and reads the data; files of `folder` and `lmdb` are read later, by `batches`.
+def load(data: Data, seed: int, context: int | None = None) -> Datasets:
+    """Open the data; small sets are read now, files of `folder` and `lmdb` by `batches`.
 
-    `seed` decides what is held out and what is made up, `context` is the length of a sequence of tokens.
+    Args:
+        data: What to open.
+        seed: Seed of synthetic data and of what is held out.
+        context: Length of a sequence of tokens.
     """
     if data.validation and data.kind not in ("folder", "lmdb", "text"):
         raise UsageError(f"data.validation {data.validation}: {data.kind} has its own validation data; leave it empty")
@@ -61,23 +64,26 @@ def load(data: Data, seed: int, context: int | None = None) -> Sets:
 
 
 def place(path: str) -> Path:
+    """Return a path with `~` replaced."""
     return Path(path).expanduser()
 
 
-def tokens(data: Data, seed: int, context: int) -> Sets:
+def tokens(data: Data, seed: int, context: int) -> Datasets:
+    """Open data of tokens."""
     train: Source
     validation: Source
     if data.kind == "synthetic":
-        train, validation = text.sequences(data.samples, context, seed)
-        return Sets(train, validation, "tokens", text.KINDS, (context,))
+        train, validation = text.synthetic_sequences(data.samples, context, seed)
+        return Datasets(train, validation, "tokens", text.VOCABULARY, (context,))
     other = place(data.validation) if data.validation else None
     train, validation, names = text.text(place(data.path), other, context)
-    return Sets(train, validation, "tokens", len(names), (context,), names=names)
+    return Datasets(train, validation, "tokens", len(names), (context,), names=names)
 
 
-def in_memory(data: Data, seed: int) -> Sets:
+def in_memory(data: Data, seed: int) -> Datasets:
+    """Read images that fit in memory."""
     if data.kind == "synthetic":
-        made = made_images(data.classes, data.samples, data.channels, data.size or SIDE, seed)
+        made = synthetic_images(data.classes, data.samples, data.channels, data.size or SIDE, seed)
         # All images are alike: a few tell mean and deviation.
         return images(data, *made, made[0].take(torch.arange(min(256, data.samples)))[0], ())
     if data.kind == "digits":
@@ -89,42 +95,52 @@ def in_memory(data: Data, seed: int) -> Sets:
     return images(data, train, validation, train.images, names)
 
 
-def images(data: Data, train: Store, validation: Store, sample: Tensor, names: tuple[str, ...]) -> Sets:
-    """Sets of images in memory that are normalised as `sample` says."""
+def images(data: Data, train: ImageStore, validation: ImageStore, sample: Tensor, names: tuple[str, ...]) -> Datasets:
+    """Return images in memory, normalised with mean and deviation of `sample`."""
     mean, std = statistics(sample)
     channels, height, width = sample.shape[1:]
     size = (data.size, data.size) if data.size else (height, width)
     view = View(data.augment, size, mean, std)
     classes = len(names) or data.classes
-    return Sets(Images(train, view), Images(validation, view), "images", classes, (channels, *size), mean, std, names)
+    return Datasets(
+        MemorySource(train, view),
+        MemorySource(validation, view),
+        "images",
+        classes,
+        (channels, *size),
+        mean,
+        std,
+        names,
+    )
 
 
-def in_files(data: Data, seed: int) -> Sets:
+def in_files(data: Data, seed: int) -> Datasets:
+    """Open images that are read when they are needed."""
     # Pillow and lmdb are needed for these alone.
-    from encke.train.data.files import Files
+    from encke.train.data.files import FileSource
     from encke.train.data.readers import first_size, mean_and_std, open_sets
 
     train, validation, names = open_sets(
         data.kind, place(data.path), place(data.validation) if data.validation else None
     )
-    chosen: tuple[np.ndarray | None, np.ndarray | None] = None, None
+    subset: tuple[np.ndarray | None, np.ndarray | None] = None, None
     if validation is None:
-        validation, chosen = train, held_out(len(train.labels), seed, data.path)
+        validation, subset = train, held_out(len(train.labels), seed, data.path)
     size = (data.size, data.size) if data.size else first_size(train)
     mean, std = mean_and_std(train, data.size is not None, size)
     view = View(data.augment, size, mean, std)
     first, second = (
-        Files(reader, some, view, data.size is not None, data.workers)
-        for reader, some in zip((train, validation), chosen, strict=True)
+        FileSource(reader, some, view, data.size is not None, data.workers)
+        for reader, some in zip((train, validation), subset, strict=True)
     )
-    return Sets(first, second, "images", len(names), (3, *size), mean, std, names)
+    return Datasets(first, second, "images", len(names), (3, *size), mean, std, names)
 
 
 def held_out(samples: int, seed: int, path: str) -> tuple[np.ndarray, np.ndarray]:
-    """The samples to train with, and a tenth for validation."""
+    """Return the samples for training, and a tenth for validation."""
     if samples < 2:
         raise UsageError(f"data.path {path}: {samples} image cannot be both trained with and held out: add some")
-    order = seeded.permutation(samples, seed, Use.HELD_OUT).numpy()
+    order = seeded.permutation(samples, seed, Purpose.HELD_OUT).numpy()
     tenth = max(1, samples // 10)
     return np.sort(order[tenth:]), np.sort(order[:tenth])
 
@@ -141,12 +157,21 @@ def batches(
     start: int = 0,
     device: torch.device | str = "cpu",
 ) -> Iterator[Batch]:
-    """The batches of an epoch on `device`: normalised float32 images and their labels, or tokens and what follows each.
+    """Give the batches of an epoch: normalised float32 images and their labels, or tokens and their successors.
 
-    `batch` counts the samples of all processes; this one, `rank` of `world`, gets its share of each batch. In training
-    the epoch has an order of its own and a last batch that is not full is left out; in validation each sample comes
-    once, in order (a process may get nothing of a last batch with fewer samples than processes). `start` is the first
-    batch wanted: those before it are not read.
+    In training the epoch has its own order, and a last batch that is not full is left out. In validation each sample
+    comes once, in order; a process may get nothing of a last batch with fewer samples than processes.
+
+    Args:
+        source: The data.
+        batch: Samples in a batch, of all processes together.
+        seed: Seed of order and augmentation.
+        epoch: Number of the epoch.
+        train: Whether the data are for training.
+        rank: Number of this process.
+        world: Number of processes.
+        start: First batch; those before it are not read.
+        device: Device of the batches.
     """
-    mine = plan(len(source), batch, seed=seed, epoch=epoch, train=train, rank=rank, world=world, start=start)
+    mine = batch_order(len(source), batch, seed=seed, epoch=epoch, train=train, rank=rank, world=world, start=start)
     return source.batches(mine, torch.device(device))

@@ -1,4 +1,4 @@
-"""Tokens for a language model: the characters of a text, or sequences that are made up."""
+"""Tokens for a language model: the characters of a text, or synthetic sequences."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from encke.tools.errors import UsageError
 from encke.train.data import seeded
-from encke.train.data.order import Batch, Plan
-from encke.train.data.seeded import Use
+from encke.train.data.order import Batch, BatchOrder
+from encke.train.data.seeded import Purpose
 
-KINDS = 256
-"""Different tokens of made-up sequences."""
+VOCABULARY = 256
+"""Different tokens of synthetic sequences."""
 
 
-class Text:
+class TextSource:
     """A text in windows of `context` tokens: at random places in training, side by side in validation."""
 
     def __init__(self, tokens: Tensor, context: int) -> None:
@@ -30,58 +30,62 @@ class Text:
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.context
 
-    def batches(self, plan: Plan, device: torch.device) -> Iterator[Batch]:
+    def batches(self, order: BatchOrder, device: torch.device) -> Iterator[Batch]:
         if self.there is None or self.there[0] != device:
             self.there = device, self.tokens.to(device)
-        tokens, order = self.there[1], plan.order.to(device)
-        if plan.train:
-            places = seeded.below(order, len(tokens) - self.context, plan.seed, plan.epoch, Use.WINDOW)
+        tokens, index = self.there[1], order.index.to(device)
+        if order.train:
+            places = seeded.below(index, len(tokens) - self.context, order.seed, order.epoch, Purpose.WINDOW)
         else:
-            places = order * self.context
+            places = index * self.context
         window = torch.arange(self.context + 1, device=device)
-        for first in plan.split(places):
+        for first in order.split(places):
             yield targets(tokens[first[:, None] + window])
 
 
-class Sequences:
-    """Made-up sequences: each counts up by a step of its own in a hidden order of the tokens, with some at random.
+class SyntheticSequences:
+    """Synthetic sequences: each counts up by its own step in a hidden order of the tokens, with some random tokens.
 
-    Two tokens tell the next one.
+    Two tokens determine the next one.
     """
 
     def __init__(self, samples: int, first: int, context: int, seed: int) -> None:
         self.samples, self.first, self.context, self.seed = samples, first, context, seed
-        self.hidden = seeded.permutation(KINDS, seed, Use.VOCABULARY)
+        self.hidden = seeded.permutation(VOCABULARY, seed, Purpose.VOCABULARY)
 
     def __len__(self) -> int:
         return self.samples
 
-    def batches(self, plan: Plan, device: torch.device) -> Iterator[Batch]:
+    def batches(self, order: BatchOrder, device: torch.device) -> Iterator[Batch]:
         hidden = self.hidden.to(device)
         place = torch.arange(self.context + 1, device=device)
-        for index in plan.split(plan.order.to(device) + self.first):
-            draws = seeded.uniform(index, 2 + 2 * len(place), self.seed, Use.SEQUENCE)
-            begin, step = (draws[:, :1] * KINDS).long(), 1 + (draws[:, 1:2] * 8).long()
+        for index in order.split(order.index.to(device) + self.first):
+            draws = seeded.uniform(index, 2 + 2 * len(place), self.seed, Purpose.SEQUENCE)
+            begin, step = (draws[:, :1] * VOCABULARY).long(), 1 + (draws[:, 1:2] * 8).long()
             stray, instead = draws[:, 2:].chunk(2, 1)
-            tokens = torch.where(stray < 0.1, (instead * KINDS).long(), hidden[(begin + step * place) % KINDS])
+            tokens = torch.where(
+                stray < 0.1, (instead * VOCABULARY).long(), hidden[(begin + step * place) % VOCABULARY]
+            )
             yield targets(tokens)
 
 
 def targets(tokens: Tensor) -> Batch:
-    """Tokens as int64, and for each the one that follows."""
+    """Split sequences into tokens and, for each token, the one that follows."""
     tokens = tokens.long()
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def sequences(samples: int, context: int, seed: int) -> tuple[Sequences, Sequences]:
-    """Made-up sequences to train with, and an eighth as many for validation."""
-    return Sequences(samples, 0, context, seed), Sequences(max(1, samples // 8), samples, context, seed)
+def synthetic_sequences(samples: int, context: int, seed: int) -> tuple[SyntheticSequences, SyntheticSequences]:
+    """Make synthetic sequences for training, and an eighth as many for validation."""
+    return SyntheticSequences(samples, 0, context, seed), SyntheticSequences(
+        max(1, samples // 8), samples, context, seed
+    )
 
 
-def read(path: Path, what: str) -> str:
-    """A text file, or all files of a folder in the order of their names."""
+def read(path: Path, setting: str) -> str:
+    """Read a text file, or all files of a folder in the order of their names."""
     if not path.exists():
-        raise UsageError(f"{what} {path}: no such file or folder; kind text reads a text file or a folder of them")
+        raise UsageError(f"{setting} {path}: no such file or folder; kind text reads a text file or a folder of them")
     files = [path]
     if path.is_dir():
         inside = (Path(folder) / name for folder, _, names in os.walk(path) for name in names if name[0] != ".")
@@ -95,8 +99,8 @@ def read(path: Path, what: str) -> str:
     return "".join(parts)
 
 
-def text(path: Path, validation: Path | None, context: int) -> tuple[Text, Text, tuple[str, ...]]:
-    """Training text, validation text and their characters, sorted; without `validation` the last tenth is held out."""
+def text(path: Path, validation: Path | None, context: int) -> tuple[TextSource, TextSource, tuple[str, ...]]:
+    """Return training text, validation text and their characters; without `validation` a tenth is held out."""
     train = characters(read(path, "data.path"))
     if validation is None:
         end = len(train) * 9 // 10
@@ -113,10 +117,10 @@ def text(path: Path, validation: Path | None, context: int) -> tuple[Text, Text,
     known[train] = known[held_out] = True
     number = (np.cumsum(known) - 1).astype(np.uint8 if known.sum() <= 256 else np.int32)
     names = tuple(map(chr, np.flatnonzero(known).tolist()))
-    first, second = (Text(torch.from_numpy(number[part]), context) for part in (train, held_out))
+    first, second = (TextSource(torch.from_numpy(number[part]), context) for part in (train, held_out))
     return first, second, names
 
 
 def characters(string: str) -> np.ndarray:
-    """The code points of a text."""
+    """Return the code points of a text."""
     return np.frombuffer(string.encode("utf-32-le"), dtype=np.uint32)

@@ -1,4 +1,4 @@
-"""Decodes image files in worker processes: which of them are broken, and how bright they are."""
+"""Decoding image files in worker processes, to find broken ones and to measure brightness."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from encke.train.data.augment import from_sums
 from encke.train.data.pictures import error_line, rgb
 
 FILES, BYTES = 64, 4_000_000
-"""The most that a worker takes at a time."""
+"""Largest portion of a worker."""
 COUNTED, GRID = 1024, 32
-"""How bright images are is counted for at least so many of them, or all, at so many pixels down and across."""
+"""Brightness is measured on at least this many images, or all, at this many pixels down and across."""
 LEVELS = np.arange(256)
 
 
 @dataclass
 class Brightness:
-    """Sums over pixels of images: whole numbers, so that their order does not matter."""
+    """Sums over pixels of images: integers, so that their order does not matter."""
 
     total: list[int] = field(default_factory=lambda: [0, 0, 0])
     squares: list[int] = field(default_factory=lambda: [0, 0, 0])
@@ -51,28 +51,28 @@ class Brightness:
 
 @dataclass(frozen=True)
 class Checked:
-    """What a worker found out about some files, in their order."""
+    """Result of a worker for some files, in their order."""
 
     problems: list[str]
-    """For each file what is wrong with it; empty if it can be used."""
+    """The error of each file; empty if it can be used."""
     contents: list[bytes]
-    """For each file its bytes, or those of the scaled image; empty where they are not asked for."""
+    """The bytes of each file, or of the scaled image; empty if they are not wanted."""
     brightness: Brightness
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is done with each file besides decoding it."""
+    """Results that are wanted besides decoding each file."""
 
     contents: bool
     size: int | None = None
     """Pixels of the shorter side to which larger images are scaled."""
     quality: int = 95
-    """Of a scaled image's JPEG."""
+    """JPEG quality of a scaled image."""
 
 
 def check(paths: Sequence[str], wanted: Wanted, counted: Container[int]) -> Checked:
-    """Decodes the files; those at the places in `counted` are counted for the brightness."""
+    """Decode the files; those at the places in `counted` are counted for the brightness."""
     problems, contents, grids = [], [], []
     for place, path in enumerate(paths):
         content, problem = b"", ""
@@ -93,7 +93,7 @@ def check(paths: Sequence[str], wanted: Wanted, counted: Container[int]) -> Chec
 
 
 def brightness(pixels: bytes) -> Brightness:
-    """Of RGB pixels; by Pillow's histogram, which is several times faster than sums of whole numbers in numpy."""
+    """Return the sums of RGB pixels, by Pillow's histogram: several times faster than integer sums in numpy."""
     if not pixels:
         return Brightness()
     counted = Image.frombytes("RGB", (len(pixels) // 3, 1), pixels).histogram()
@@ -102,14 +102,14 @@ def brightness(pixels: bytes) -> Brightness:
 
 
 def grid(picture: Image.Image) -> bytes:
-    """Pixels all over an image, at most GRID in each direction: images large and small count about the same."""
+    """Return pixels all over an image, at most GRID in each direction, so that large images do not count more."""
     if max(picture.size) > GRID:
         picture = picture.resize((min(picture.width, GRID), min(picture.height, GRID)), Image.Resampling.NEAREST)
     return picture.tobytes()
 
 
 def scaled(picture: Image.Image, size: int, quality: int) -> tuple[Image.Image, bytes]:
-    """The image with `size` pixels along its shorter side, and that as JPEG."""
+    """Scale an image to `size` pixels along its shorter side; return it, and its JPEG."""
     share = size / min(picture.size)
     width, height = (max(size, round(side * share)) for side in picture.size)
     picture = picture.resize((width, height), Image.Resampling.BICUBIC)
@@ -119,7 +119,7 @@ def scaled(picture: Image.Image, size: int, quality: int) -> tuple[Image.Image, 
 
 
 def portions(sizes: Sequence[int], begin: int = 0) -> Iterator[slice]:
-    """Runs of files from `begin` on that a worker takes at a time."""
+    """Split the files from `begin` on into portions for workers."""
     held = 0
     for place, size in enumerate(sizes[begin:], begin):
         if place > begin and (place - begin == FILES or held + size > BYTES):
@@ -134,7 +134,7 @@ def portions(sizes: Sequence[int], begin: int = 0) -> Iterator[slice]:
 def checks(
     paths: Sequence[str], sizes: Sequence[int], workers: int, wanted: Wanted, done: int = 0
 ) -> Iterator[Iterator[Checked]]:
-    """Checks the files from `done` on in order, some in each worker at a time and a few ahead of what is taken.
+    """Check the files from `done` on in order, with a few portions ahead of what is taken.
 
     All workers have started when the context is entered.
     """
@@ -166,7 +166,7 @@ def checks(
 
 
 def watch_parent(parent: int) -> None:
-    """Ends this worker when its parent was killed, and leaves Ctrl-C to the parent."""
+    """End this worker when its parent was killed, and leave Ctrl-C to the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warnings.simplefilter("ignore")  # of Pillow, about an odd image
     gc.freeze()  # looking for garbage in what the parent has would copy it
@@ -180,7 +180,7 @@ def watch_parent(parent: int) -> None:
 
 
 def worker_count(workers: int | None) -> int:
-    """The number of worker processes that was asked for; by default one for each core."""
+    """Return the number of worker processes; by default one for each core."""
     if workers is None:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if workers < 1:

@@ -1,4 +1,4 @@
-"""What the charts of a report are drawn from: curves, memory by layer, and every site over time."""
+"""Data of the charts: curves, memory by layer, and every site over time."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from encke.train.report.runs import Run, number
 
 MOST_POINTS = 400
-"""Of a curve; longer ones are averaged."""
+"""Points of a curve; longer ones are averaged."""
 Site = tuple[str, str, str, int]
-"""Layer, operation, slot, and which one of those with the same three."""
+"""Layer, operation, slot, and a count of those with the same three."""
 
 
 def chart_data(run: Run) -> dict[str, Any]:
-    """What the charts of a run are drawn from."""
+    """Return the data of the charts of a run."""
     steps = run.steps or [
         {**line, "loss": line.get("train_loss"), "accuracy": line.get("train_accuracy")} for line in run.epochs
     ]
@@ -32,16 +32,16 @@ def chart_data(run: Run) -> dict[str, Any]:
 
 
 def thinned(lines: Sequence[dict[str, Any]], axes: Sequence[str], values: Sequence[str]) -> dict[str, list[Any]]:
-    """Columns of the lines; of many lines the averages over equal parts."""
+    """Return columns of the lines; many lines are averaged in groups."""
     size = math.ceil(len(lines) / MOST_POINTS) or 1
-    parts = [lines[i : i + size] for i in range(0, len(lines), size)]
+    groups = [lines[i : i + size] for i in range(0, len(lines), size)]
 
-    def mean(part: Sequence[dict[str, Any]], key: str) -> float | None:
-        known = [value for line in part if (value := number(line.get(key))) is not None]
+    def mean(group: Sequence[dict[str, Any]], key: str) -> float | None:
+        known = [value for line in group if (value := number(line.get(key))) is not None]
         return rounded(sum(known) / len(known)) if known else None
 
-    columns: dict[str, list[Any]] = {key: [number(part[-1].get(key)) for part in parts] for key in axes}
-    return columns | {key: [mean(part, key) for part in parts] for key in values} | {"each": [size]}
+    columns: dict[str, list[Any]] = {key: [number(group[-1].get(key)) for group in groups] for key in axes}
+    return columns | {key: [mean(group, key) for group in groups] for key in values} | {"each": [size]}
 
 
 def rounded(value: float | None) -> float | None:
@@ -59,7 +59,7 @@ def memory_by_layer(run: Run) -> list[dict[str, Any]]:
 
 
 def history(run: Run) -> dict[str, Any] | None:
-    """Ratio and setting of every site that was packed, forward pass by forward pass."""
+    """Return ratio and setting of every packed site, forward pass by forward pass."""
     settings: dict[tuple[str, str], int] = {}
     columns: list[dict[Site, tuple[float | None, int]]] = []
     sites: dict[Site, float] = {}
@@ -95,7 +95,7 @@ def history(run: Run) -> dict[str, Any] | None:
 
 
 def site_name(key: Site, crowded: bool) -> str:
-    """The layer alone where it has one site, else with operation and slot."""
+    """Return the layer, with operation and slot if it has several sites."""
     layer, operation, slot, nth = key
     name = layer or "–"
     if crowded or not layer:
@@ -104,6 +104,6 @@ def site_name(key: Site, crowded: bool) -> str:
 
 
 def parsed(bound: str) -> dict[str, float]:
-    """The numbers of a bound as the report writes it: `0.01 abs, 0.1 rel`, or `2 bits`."""
+    """Read the numbers of a bound as the report writes it: `0.01 abs, 0.1 rel`, or `2 bits`."""
     found = re.findall(r"([\d.]+(?:e[+-]?\d+)?) (bits|abs|rel)\b", bound)
     return {unit: float(value) for value, unit in found}

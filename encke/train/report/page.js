@@ -399,7 +399,7 @@
     const map = html("div");
     const one = html("div", { class: "grid bare" });
     const place = figure.querySelector(".place");
-    const labels = [html("label", {}, "show", viewChoice), html("label", {}, "layer", siteChoice)];
+    const labels = [html("label", {}, "show", viewChoice), html("label", {}, "site", siteChoice)];
     place.before(html("div", { class: "controls" }, ...labels));
     place.replaceChildren(map, one);
     const again = responsive(figure, (_, width) => {
@@ -502,7 +502,7 @@
       ramp.style.background = `linear-gradient(to right in oklab, ${shade(0)}, ${shade(1)})`;
       const lowest = `${VIEWS[view]} ${significant(low, 3)}`;
       const range = low === high ? [`${lowest} everywhere`] : [lowest, ramp, significant(high, 3)];
-      const hint = html("span", {}, "A click chooses a layer.");
+      const hint = html("span", {}, "A click chooses a site.");
       const legend = html("div", { class: "legend" }, html("span", {}, ...range), hint);
       place.replaceChildren(legend, html("div", { class: "scroll" }, svg));
     }

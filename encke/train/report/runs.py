@@ -1,4 +1,4 @@
-"""Run folders as `encke train` writes them, read also while a training still runs or after it was killed."""
+"""Reading run folders, also while a training still runs or after it was killed."""
 
 from __future__ import annotations
 
@@ -8,36 +8,38 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from encke.tools.errors import UsageError
 from encke.train import settings
+from encke.train.checkpoint import ENVIRONMENT, METRICS, OLD_SITES, RESULT, SITES
 
 A_RUN_FOLDER = "a run folder is what `encke train` writes: settings.yaml, metrics.jsonl and more"
 MOST_FORWARDS = 100
-"""At least so many forward passes of a long layers.jsonl are kept, and at most twice as many."""
+"""Forward passes of a long sites.jsonl that are kept: at least this many, at most twice as many."""
 POLICY = ("sigma", "rounding", "bits", "block", "bound", "mode")
 """Settings of a policy, in the order in which they are shown."""
-NOT_THE_DATA = ("data.path", "data.validation", "data.workers", "data.augment")
-"""Where the data are and how they are read: the same data may come from elsewhere."""
-OF_NO_MATTER = ("out", "device", "save", "metrics", "sites", "table", "data.workers")
-"""Settings that do not change what is learnt; the device itself is in environment.json."""
+DATA_LOCATION = ("data.path", "data.validation", "data.workers", "data.augment")
+"""Settings in which runs on the same data may differ: location and reading."""
+NOT_COMPARED = ("out", "device", "save", "metrics", "sites", "table", "data.workers")
+"""Settings that do not change the training; the device itself is in environment.json."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training: its settings, what was measured, and what is wrong with it."""
+    """One training: its settings, its figures, and warnings about it."""
 
     name: str
     folder: Path
     settings: dict[str, Any]
-    """By dotted name."""
+    """Settings by dotted name."""
     environment: dict[str, Any]
     steps: list[dict[str, Any]]
     epochs: list[dict[str, Any]]
     forwards: list[dict[str, Any]]
-    """Lines of layers.jsonl, evenly thinned where there are very many."""
+    """Lines of sites.jsonl, evenly thinned if there are very many."""
     result: dict[str, Any]
     resumed: int = 0
     warnings: list[str] = field(default_factory=list)
@@ -48,7 +50,7 @@ class Run:
 
     @property
     def ended(self) -> bool:
-        """Whether it was trained to the end."""
+        """Whether the training reached its end."""
         return self.result.get("finished") is True and self.result.get("reason", "done") == "done"
 
     @property
@@ -58,7 +60,7 @@ class Run:
 
     @property
     def unit(self) -> str:
-        """What is counted by the second."""
+        """Unit of the throughput."""
         kind = self.environment.get("kind")
         return kind if kind in ("images", "tokens") else "samples"
 
@@ -86,7 +88,7 @@ class Run:
 
     @property
     def sites(self) -> list[dict[str, Any]]:
-        """What the last forward pass saved: rows of the report, or of the last line of layers.jsonl."""
+        """Sites of the last forward pass: rows of the report, or of the last line of sites.jsonl."""
         report = self.result.get("report")
         # Runs of release 0.1 have them under "layers".
         rows = report.get("sites", report.get("layers")) if isinstance(report, dict) else None
@@ -96,17 +98,17 @@ class Run:
 
     @cached_property
     def figures(self) -> dict[str, float | None]:
-        """The figures of result.json; those of an unfinished run come from the lines that it has written."""
+        """Figures of result.json; those of an unfinished run come from the lines that it has written."""
         last: dict[str, Any] = {}
-        for line in sorted([*self.steps, *self.epochs], key=step_of):
+        for line in sorted([*self.steps, *self.epochs], key=itemgetter("step")):
             last |= {key: value for key, value in line.items() if value is not None}
         found: dict[str, Any] = {
             "steps": last.get("step"),
             "epochs": last.get("epoch"),
             "validation_accuracy": last.get("validation_accuracy"),
-            "best_validation_accuracy": best(self.epochs, "validation_accuracy", max),
+            "best_validation_accuracy": max(known(self.epochs, "validation_accuracy"), default=None),
             "validation_loss": last.get("validation_loss"),
-            "best_validation_loss": best(self.epochs, "validation_loss", min),
+            "best_validation_loss": min(known(self.epochs, "validation_loss"), default=None),
             "train_loss": last.get("train_loss", last.get("loss")),
             "seconds": last.get("seconds"),
             "step_seconds": median(self.steps, "step_seconds"),
@@ -133,11 +135,11 @@ class Pair:
     plain: Run
     compressed: Run
     differences: tuple[str, ...]
-    """What differs beside the policy, in words."""
+    """Differences besides the policy, in words."""
 
 
 def read_all(folders: Sequence[Path]) -> list[Run]:
-    """The runs in the given order, each once, under names that tell them apart."""
+    """Read the runs in the given order, each once, under names that tell them apart."""
     once: dict[Path, Path] = {}
     for folder in folders:
         once.setdefault(folder.resolve(), folder)
@@ -154,19 +156,19 @@ def read_all(folders: Sequence[Path]) -> list[Run]:
 
 
 def read(folder: Path, name: str) -> Run:
-    """A run folder; UsageError where it is none, or where a file in it is broken."""
+    """Read a run folder; UsageError if it is none, or if a file in it is broken."""
     check_folder(folder)
     cut: list[str] = []
-    steps, epochs, resumed = read_metrics(folder / "metrics.jsonl", cut)
+    steps, epochs, resumed = read_metrics(folder / METRICS, cut)
     run = Run(
         name=name,
         folder=folder,
         settings=settings.load(folder / settings.SETTINGS),
-        environment=read_object(folder / "environment.json"),
+        environment=read_environment(folder / ENVIRONMENT),
         steps=steps,
         epochs=epochs,
-        forwards=read_forwards(folder / "layers.jsonl", cut),
-        result=read_object(folder / "result.json"),
+        forwards=read_forwards(folder / (SITES if (folder / SITES).exists() else OLD_SITES), cut),
+        result=read_object(folder / RESULT),
         resumed=resumed,
     )
     run.warnings.extend(complaints(run))
@@ -186,8 +188,14 @@ def check_folder(folder: Path) -> None:
             raise UsageError(f"{folder} is no run folder: it has no {needed}{hint}; {A_RUN_FOLDER}")
 
 
+def read_environment(path: Path) -> dict[str, Any]:
+    """Read environment.json; in runs of release 0.1 the package is called halley."""
+    found = read_object(path)
+    return {"encke" if name == "halley" else name: value for name, value in found.items()}
+
+
 def read_object(path: Path) -> dict[str, Any]:
-    """A file with one JSON object; empty if there is no such file."""
+    """Read a file with one JSON object; empty if there is no such file."""
     if not path.exists():
         return {}
     try:
@@ -202,7 +210,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path, cut: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Number and object of each line of JSON. A broken one is an error, or noted in `cut` if it is the last."""
+    """Give number and object of each line of JSON. A broken one is an error, or noted in `cut` if it is the last."""
     broken: tuple[int, str] | None = None
     with path.open("rb") as file:
         for count, line in enumerate(file, start=1):
@@ -224,7 +232,7 @@ def read_lines(path: Path, cut: list[str]) -> Iterator[tuple[int, dict[str, Any]
 
 
 def read_metrics(path: Path, cut: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:
-    """Lines of steps, lines of epochs, and how often the training was resumed."""
+    """Return lines of steps, lines of epochs, and how often the training was resumed."""
     steps: list[dict[str, Any]] = []
     epochs: list[dict[str, Any]] = []
     resumed = 0
@@ -244,7 +252,7 @@ def read_metrics(path: Path, cut: list[str]) -> tuple[list[dict[str, Any]], list
 
 
 def read_forwards(path: Path, cut: list[str]) -> list[dict[str, Any]]:
-    """The lines of layers.jsonl; of very many every second, fourth, ... and the last."""
+    """Read the lines of sites.jsonl; of very many every second, fourth, ... and the last."""
     kept: list[dict[str, Any]] = []
     last: dict[str, Any] | None = None
     every = 1
@@ -264,13 +272,13 @@ def read_forwards(path: Path, cut: list[str]) -> list[dict[str, Any]]:
 
 
 def drop_from(lines: list[dict[str, Any]], step: float) -> None:
-    """Takes the lines of a step and all later ones off the end: what a resumed training does again."""
+    """Remove the lines of a step and all later ones, which a resumed training writes again."""
     while lines and lines[-1]["step"] >= step:
         lines.pop()
 
 
 def complaints(run: Run) -> Iterator[str]:
-    """What a reader must know before believing the figures."""
+    """Give warnings that a reader needs before believing the figures."""
     figures = run.figures
     total = number(run.settings.get("epochs"))
     where = f"step {figures['steps'] or 0:g}"
@@ -296,11 +304,11 @@ def complaints(run: Run) -> Iterator[str]:
     if not run.environment:
         yield "There is no environment.json: device, versions and the number of validation samples are not known."
     if not run.plain and not run.forwards and run.settings.get("sites") != 0:
-        yield "There is no layers.jsonl: ratio and bound over time are not known."
+        yield "There is no sites.jsonl: ratio and bound over time are not known."
 
 
 def pairs(runs: Sequence[Run]) -> list[Pair]:
-    """Each compressed run beside the plain one of the same model and data that differs least in other settings."""
+    """Return each compressed run with the plain run of the same model and data that differs least in other settings."""
     found = []
     for run in runs:
         mates = [other for other in runs if other.plain and same_experiment(run, other)]
@@ -312,21 +320,21 @@ def pairs(runs: Sequence[Run]) -> list[Pair]:
 
 
 def same_experiment(one: Run, other: Run) -> bool:
-    """Whether two runs have the same model and data."""
+    """Return whether two runs have the same model and data."""
 
     def identity(run: Run) -> dict[str, Any]:
         parts = {key: value for key, value in run.settings.items() if key.startswith(("model.", "data."))}
-        return {key: value for key, value in parts.items() if key not in NOT_THE_DATA} | {"data": run.data}
+        return {key: value for key, value in parts.items() if key not in DATA_LOCATION} | {"data": run.data}
 
     return identity(one) == identity(other)
 
 
 def differences(plain: Run, compressed: Run) -> list[str]:
-    """What differs between two runs beside the policy and where they were written."""
+    """Return the differences between two runs besides the policy and the folder."""
     found = []
     for name in dict.fromkeys((*plain.settings, *compressed.settings)):
         one, other = plain.settings.get(name), compressed.settings.get(name)
-        if one != other and name not in OF_NO_MATTER and not name.startswith("policy."):
+        if one != other and name not in NOT_COMPARED and not name.startswith("policy."):
             found.append(f"{name} ({shown(one)}, {shown(other)})")
     for name in ("device", "world", "threads", "torch", "train_samples", "validation_samples"):
         a, b = plain.environment.get(name), compressed.environment.get(name)
@@ -336,7 +344,7 @@ def differences(plain: Run, compressed: Run) -> list[str]:
 
 
 def shown(value: Any) -> str:
-    """A setting as it is written in YAML, more or less."""
+    """Return a setting about as it is written in YAML."""
     if isinstance(value, list | tuple):
         return ", ".join(map(shown, value))
     if isinstance(value, bool) or value is None:
@@ -344,8 +352,8 @@ def shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def chance(one: float, other: float, samples: float) -> float:
-    """How far apart two accuracies may come to lie by chance alone: two standard deviations of their difference.
+def margin_of_error(one: float, other: float, samples: float) -> float:
+    """Return two standard deviations of the difference of two accuracies.
 
     One right and one wrong answer are added to each (Agresti and Caffo), so that 100 % has a margin too.
     """
@@ -358,10 +366,12 @@ def chance(one: float, other: float, samples: float) -> float:
 
 
 def is_number(value: Any) -> bool:
+    """Return whether a value is a number and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def is_finite(value: Any) -> bool:
+    """Return whether a value is a finite number."""
     try:
         return is_number(value) and math.isfinite(value)
     except OverflowError:
@@ -369,19 +379,15 @@ def is_finite(value: Any) -> bool:
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or None for anything else."""
+    """Return a finite number, or None for anything else."""
     return value if is_finite(value) else None
 
 
-def step_of(line: Mapping[str, Any]) -> float:
-    return line["step"]
-
-
-def best(lines: Sequence[Mapping[str, Any]], key: str, which: Any) -> float | None:
-    found = [value for line in lines if (value := number(line.get(key))) is not None]
-    return which(found) if found else None
+def known(lines: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    """Return the finite values of a figure."""
+    return [value for line in lines if (value := number(line.get(key))) is not None]
 
 
 def median(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    found = [value for line in lines if (value := number(line.get(key))) is not None]
-    return statistics.median(found) if found else None
+    """Return the median of a figure."""
+    return statistics.median(known(lines, key)) if known(lines, key) else None

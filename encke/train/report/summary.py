@@ -1,13 +1,14 @@
-"""What a report says about runs, in words and tables, whatever the format."""
+"""Words and tables of a report, for every format."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from encke.tools import units
-from encke.train.report.runs import Pair, Run, chance, number, pairs, shown
+from encke.train.report.runs import Pair, Run, margin_of_error, number, pairs, shown
 
 UNKNOWN = "–"
 ONLY_PLAIN = "All runs are plain (policy.name none): there is nothing compressed to compare."
@@ -26,7 +27,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the report: paragraphs, then tables."""
+    """A section of the report: paragraphs, then tables."""
 
     title: str
     paragraphs: tuple[str, ...] = ()
@@ -35,7 +36,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Tile:
-    """One figure that is to be seen first."""
+    """One figure at the head of a comparison."""
 
     name: str
     value: str
@@ -43,7 +44,7 @@ class Tile:
 
 
 def size(value: float | None) -> str:
-    """Bytes with a unit, if they are known."""
+    """Return bytes with a unit, if they are known."""
     return UNKNOWN if value is None else units.size(value)
 
 
@@ -68,17 +69,17 @@ def rate(value: float | None) -> str:
 
 
 def step_time(value: float | None) -> str:
-    """Seconds of a step."""
+    """Return the seconds of a step."""
     return UNKNOWN if value is None else f"{value:.3f} s" if value >= 0.1 else f"{1000 * value:.3g} ms"
 
 
 def duration(value: float | None) -> str:
-    """Seconds of a training, if they are known."""
+    """Return a duration, if it is known."""
     return UNKNOWN if value is None else units.duration(value)
 
 
 def smaller(plain: float | None, compressed: float | None) -> str:
-    """How many times less, or more."""
+    """Return how many times less, or more."""
     if plain is None or compressed is None or plain <= 0 or compressed <= 0:
         return ""
     less = plain / compressed
@@ -89,13 +90,18 @@ def smaller(plain: float | None, compressed: float | None) -> str:
     return f"{less:.1f}x less" if less >= 2 else f"{less:.2f}x less"
 
 
+def is_figure(cells: Iterable[str]) -> bool:
+    """Return whether a column holds figures, which are aligned to the right."""
+    return all(re.match(r"[+-]?[\d.]|–$|$", cell) for cell in cells)
+
+
 def plural(n: int, one: str, several: str = "") -> str:
     return f"{n:,} {one if n == 1 else several or one + 's'}"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What compression saved, what it cost in time and what it did to the accuracy, for one pair of runs."""
+    """Memory, time and accuracy of a compressed run against a plain one."""
 
     pair: Pair
 
@@ -110,26 +116,26 @@ class Comparison:
 
     @property
     def peak(self) -> str:
-        """Of a process on the CPU only what comes on top of interpreter and libraries says something."""
-        above = self.pair.plain.on_cpu and None not in self.of("peak_above_bytes")
+        """Figure of the peak. On the CPU it is the peak above interpreter and libraries."""
+        above = self.pair.plain.on_cpu and None not in self.both("peak_above_bytes")
         return "peak_above_bytes" if above else "peak_bytes"
 
-    def of(self, key: str) -> tuple[float | None, float | None]:
+    def both(self, key: str) -> tuple[float | None, float | None]:
         return self.pair.plain.figures[key], self.pair.compressed.figures[key]
 
     @property
     def epoch(self) -> float | None:
-        """The epoch at which they are compared where one of them has not ended; None compares their ends."""
+        """The epoch of the comparison if one of the runs has not ended; None compares their ends."""
         if self.pair.plain.ended and self.pair.compressed.ended:
             return None
         a, b = ([number(line.get("epoch")) for line in run.epochs] for run in (self.pair.plain, self.pair.compressed))
         return max((epoch for epoch in a if epoch is not None and epoch in b), default=0.0)
 
-    def learnt(self, key: str) -> tuple[float | None, float | None]:
-        """A figure of the validation, of both runs at the same time."""
+    def validated(self, key: str) -> tuple[float | None, float | None]:
+        """Return a figure of the validation of both runs, at the same epoch."""
         at = self.epoch
         if at is None:
-            return self.of(key)
+            return self.both(key)
         lines = [
             next((line for line in run.epochs if line.get("epoch") == at), {})
             for run in (self.pair.plain, self.pair.compressed)
@@ -142,19 +148,19 @@ class Comparison:
 
     @property
     def samples(self) -> float:
-        """How many samples both were validated with; 0 if that is not known."""
+        """Validation samples of both runs; 0 if not known."""
         both = (number(run.environment.get("validation_samples")) for run in (self.pair.plain, self.pair.compressed))
         return min((samples for samples in both if samples is not None), default=0)
 
     @property
     def margin(self) -> float | None:
-        """How far apart the accuracies may be by chance."""
-        a, b = self.learnt("validation_accuracy")
-        return None if a is None or b is None or not self.samples else chance(a, b, self.samples)
+        """Difference of the accuracies that randomness alone explains."""
+        a, b = self.validated("validation_accuracy")
+        return None if a is None or b is None or not self.samples else margin_of_error(a, b, self.samples)
 
     def verdict(self) -> str:
-        """The difference of the accuracies beside chance."""
-        a, b = self.learnt("validation_accuracy")
+        """Return the difference of the accuracies, compared with the margin."""
+        a, b = self.validated("validation_accuracy")
         if a is None or b is None:
             return ""
         gain = f"{100 * (b - a):+.2f} points"
@@ -171,16 +177,16 @@ class Comparison:
                 f" ({smaller(saved, packed)}, counted by Encke)."
             )
         if self.same_machine:
-            held = self.of("held_bytes")
+            held = self.both("held_bytes")
             if smaller(*held):
                 yield f"Held after forward, measured: {size(held[1])} instead of {size(held[0])} ({smaller(*held)})."
-            peak = self.of(self.peak)
+            peak = self.both(self.peak)
             if smaller(*peak):
                 above = " above the memory before the first step" if self.peak == "peak_above_bytes" else ""
                 yield f"The measured peak{above} is {size(peak[1])} instead of {size(peak[0])} ({smaller(*peak)})."
                 if self.pair.plain.on_cpu:
                     yield "On the CPU that is the memory of the process, compiled kernels included."
-            a, b = self.of("step_seconds")
+            a, b = self.both("step_seconds")
             if a and b:
                 yield f"A step takes {step_time(b)} instead of {step_time(a)} ({b / a:.2f}x the time)."
         else:
@@ -190,7 +196,7 @@ class Comparison:
             yield f"Beside the policy they differ in {'; '.join(self.pair.differences)}."
 
     def accuracy(self) -> Iterator[str]:
-        a, b = self.learnt("validation_accuracy")
+        a, b = self.validated("validation_accuracy")
         if a is not None and b is not None:
             yield f"Validation accuracy{self.when} is {percent(b)} against {percent(a)}: {100 * (b - a):+.2f} points."
             if self.margin is None:
@@ -198,7 +204,7 @@ class Comparison:
             judged = "this is more than" if abs(b - a) > self.margin else "this is within"
             yield f"With {count(self.samples)} validation samples, {judged} chance ({100 * self.margin:.2f} points)."
             return
-        a, b = self.learnt("validation_loss")
+        a, b = self.validated("validation_loss")
         if a and b is not None:
             yield (
                 f"Validation loss{self.when} is {loss(b)} against {loss(a)} ({100 * (b / a - 1):+.2f} %);"
@@ -211,19 +217,19 @@ class Comparison:
         saved, packed = self.pair.compressed.figures["saved_bytes"], self.pair.compressed.figures["packed_bytes"]
         if saved and packed:
             yield Tile("saved tensors, counted", smaller(saved, packed), f"{size(saved)} → {size(packed)}")
-        peak = self.of(self.peak)
+        peak = self.both(self.peak)
         if self.same_machine and smaller(*peak):
             yield Tile("peak memory, measured", smaller(*peak), f"{size(peak[0])} → {size(peak[1])}")
-        a, b = self.of("step_seconds")
+        a, b = self.both("step_seconds")
         if self.same_machine and a and b:
             yield Tile("time of a step", f"{b / a:.2f}x", f"{step_time(a)} → {step_time(b)}")
-        a, b = self.learnt("validation_accuracy")
+        a, b = self.validated("validation_accuracy")
         if a is not None and b is not None:
             _, _, judged = self.verdict().partition(", ")
             note = f"{percent(a)} → {percent(b)}" + (f", {judged} ({100 * self.margin:.2f})" if self.margin else "")
             yield Tile(f"validation accuracy{self.when}", f"{100 * (b - a):+.2f} points", note)
             return
-        a, b = self.learnt("validation_loss")
+        a, b = self.validated("validation_loss")
         if a and b is not None:
             yield Tile(f"validation loss{self.when}", f"{100 * (b / a - 1):+.2f} %", f"{loss(a)} → {loss(b)}")
 
@@ -237,12 +243,12 @@ class Comparison:
             "peak_bytes": f"peak {memory}",
             "peak_above_bytes": "peak above memory before step 1",
         }.items():
-            a, b = self.of(key)
+            a, b = self.both(key)
             rows.append((name, size(a), size(b), smaller(a, b) if self.same_machine else ""))
 
         def slower(key: str) -> str:
-            a, b = self.of(key)
-            alike = key != "seconds" or len({*self.of("steps")}) == 1
+            a, b = self.both(key)
+            alike = key != "seconds" or len({*self.both("steps")}) == 1
             return f"{b / a:.2f}x" if self.same_machine and alike and a and b else ""
 
         for key, name, write in (
@@ -250,12 +256,12 @@ class Comparison:
             ("per_second", f"{compressed.unit} in a second", rate),
             ("seconds", "time of the training", duration),
         ):
-            a, b = self.of(key)
+            a, b = self.both(key)
             rows.append((name, write(a), write(b), slower(key)))
-        a, b = self.learnt("validation_accuracy")
+        a, b = self.validated("validation_accuracy")
         if (a, b) != (None, None):
             rows.append((f"validation accuracy{self.when}", percent(a), percent(b), self.verdict()))
-        a, b = self.learnt("validation_loss")
+        a, b = self.validated("validation_loss")
         change = f"{100 * (b / a - 1):+.2f} %" if a and b is not None else ""
         rows.append((f"validation loss{self.when}", loss(a), loss(b), change))
         kept = tuple(row for row in rows if row[1:3] != (UNKNOWN, UNKNOWN))
@@ -263,7 +269,7 @@ class Comparison:
 
 
 def alone(run: Run) -> str:
-    """What can be said of a compressed run without a plain one."""
+    """Describe a compressed run without a plain one."""
     figures = run.figures
     saved, packed = figures["saved_bytes"], figures["packed_bytes"]
     words = f"{run.name} ({run.model} on {run.data}, policy {run.policy}): "
@@ -278,7 +284,7 @@ def alone(run: Run) -> str:
 
 
 def summary(runs: Sequence[Run]) -> Section:
-    """Plain words for every compressed run."""
+    """Describe every compressed run."""
     found = pairs(runs)
     paired = {id(pair.compressed) for pair in found}
     words = []
@@ -295,7 +301,7 @@ def warnings(runs: Sequence[Run]) -> Section:
 
 
 def run_table(runs: Sequence[Run]) -> Table:
-    """One row for each run."""
+    """Return a table with one row for each run."""
     columns: dict[str, Callable[[Run], str]] = {
         "run": lambda run: run.name,
         "model": lambda run: run.model,
@@ -328,7 +334,7 @@ def shown_epochs(run: Run) -> str:
 
 
 def epoch_table(runs: Sequence[Run], most: int | None = None) -> Table | None:
-    """Losses and accuracies at the end of each epoch; of more than `most` some."""
+    """Return losses and accuracies at the end of each epoch, thinned to `most` rows."""
     epochs = sorted({epoch for run in runs for line in run.epochs if (epoch := number(line.get("epoch"))) is not None})
     if most is not None and len(epochs) > most:
         epochs = [epochs[round(i * (len(epochs) - 1) / (most - 1))] for i in range(most)]
@@ -356,7 +362,7 @@ def epoch_table(runs: Sequence[Run], most: int | None = None) -> Table | None:
 
 
 def site_table(run: Run) -> Table:
-    """What the last forward pass saved, site by site, as `handle.report()` shows it."""
+    """Return the sites of the last forward pass, as `handle.report()` shows them."""
     rows = tuple(
         (
             str(row.get("layer") or "–"),
@@ -374,7 +380,7 @@ def site_table(run: Run) -> Table:
 
 
 def setting_tables(runs: Sequence[Run]) -> list[Table]:
-    """Settings and environment: what differs between the runs, marked, then what is the same."""
+    """Return settings and environment: differences between the runs, marked, then what they share."""
 
     def split(of: Sequence[Mapping[str, Any]], differing: bool) -> list[tuple[str, ...]]:
         names = dict.fromkeys(name for each in of for name in each)

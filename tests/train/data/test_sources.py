@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from encke.tools.errors import UsageError
 from encke.train.data import augment, files
-from encke.train.data.in_memory import Images, Stored
-from encke.train.data.order import plan, steps
+from encke.train.data.in_memory import MemorySource, StoredImages
+from encke.train.data.index import batch_order, batches_per_epoch
 from encke.train.data.readers import list_images
-from encke.train.data.sources import Sets, batches, load
+from encke.train.data.sources import Datasets, batches, load
 from encke.train.settings import Data
 
 AUGMENTS = ("none", "flip", "crop", "resized")
@@ -55,7 +55,7 @@ def image_folder(root: Path, classes: str = "ab", count: int = 9, ending: str = 
     return root
 
 
-def folder_sets(path: Path, **settings) -> Sets:
+def folder_sets(path: Path, **settings) -> Datasets:
     return load(Data(**{"kind": "folder", "path": str(path), "workers": 0, **settings}), 0)
 
 
@@ -67,7 +67,7 @@ def places(tmp_path_factory) -> Path:
     return image_folder(tmp_path_factory.mktemp("images") / "all", count=16)
 
 
-def make(kind: str, places: Path, mode: str = "crop") -> Sets:
+def make(kind: str, places: Path, mode: str = "crop") -> Datasets:
     if kind == "folder":
         return folder_sets(places, size=16, augment=mode)
     if kind == "tokens":
@@ -84,7 +84,7 @@ def make(kind: str, places: Path, mode: str = "crop") -> Sets:
 def test_processes_share_each_batch_and_a_resumed_epoch_is_its_rest(kind, mode, places):
     sets = make(kind, places, mode)
     whole = taken(sets.train, 8, epoch=2)
-    assert len(whole) == steps(len(sets.train), 8) >= 3
+    assert len(whole) == batches_per_epoch(len(sets.train), 8) >= 3
     shares = [taken(sets.train, 8, epoch=2, rank=rank, world=4) for rank in range(4)]
     joined = [tuple(torch.cat(parts) for parts in zip(*each, strict=True)) for each in zip(*shares, strict=True)]
     assert same(joined, whole)
@@ -106,10 +106,10 @@ def test_tokens_are_shared_and_resumed_the_same_way(kind, places):
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_validation_takes_every_sample_once_in_order(world):
-    parts = [plan(23, 8, seed=0, epoch=0, train=False, rank=rank, world=world) for rank in range(world)]
-    assert sorted(torch.cat([part.order for part in parts]).tolist()) == list(range(23))
+    parts = [batch_order(23, 8, seed=0, epoch=0, train=False, rank=rank, world=world) for rank in range(world)]
+    assert sorted(torch.cat([part.index for part in parts]).tolist()) == list(range(23))
     if world == 1:
-        assert parts[0].order.tolist() == list(range(23)) and parts[0].sizes == (8, 8, 7)
+        assert parts[0].index.tolist() == list(range(23)) and parts[0].sizes == (8, 8, 7)
     assert max(sum(part.sizes) for part in parts) - min(sum(part.sizes) for part in parts) <= 3
 
 
@@ -121,9 +121,9 @@ def test_validation_is_not_augmented_and_the_same_in_every_epoch():
 
 
 def test_an_epoch_has_each_sample_once_and_drops_what_does_not_fill_a_batch():
-    mine = plan(21, 4, seed=1, epoch=0, train=True)
-    assert len(mine.order.unique()) == len(mine.order) == 20
-    assert not torch.equal(mine.order, plan(21, 4, seed=1, epoch=1, train=True).order)
+    mine = batch_order(21, 4, seed=1, epoch=0, train=True)
+    assert len(mine.index.unique()) == len(mine.order) == 20
+    assert not torch.equal(mine.index, batch_order(21, 4, seed=1, epoch=1, train=True).order)
 
 
 def test_batches_that_cannot_be_are_refused_at_once():
@@ -178,7 +178,7 @@ def test_files_are_moved_and_mirrored_as_images_in_memory_are():
 
 def test_what_is_done_to_a_sample_depends_on_the_epoch_and_not_on_its_batch():
     view = augment.View("crop", (16, 16), (0.5,) * 3, (0.2,) * 3)
-    source = Images(Stored(numbered(60), torch.arange(60)), view)
+    source = MemorySource(StoredImages(numbered(60), torch.arange(60)), view)
 
     def by_sample(batch: int, epoch: int) -> Tensor:
         images, labels = (torch.cat(parts) for parts in zip(*taken(source, batch, epoch=epoch), strict=True))
@@ -240,7 +240,7 @@ def test_a_batch_in_memory_is_few_operations_and_none_that_waits_for_the_device(
     pixels = torch.randint(0, 256, (64, 3, 32, 32), dtype=torch.uint8)
     for mode, most in (("none", 6), ("flip", 15), ("crop", 30), ("resized", 60)):
         view = augment.View(mode, (32, 32), (0.5,) * 3, (0.2,) * 3)
-        rest = batches(Images(Stored(pixels, torch.zeros(64, dtype=torch.long)), view), 16, seed=0)
+        rest = batches(MemorySource(StoredImages(pixels, torch.zeros(64, dtype=torch.long)), view), 16, seed=0)
         next(rest)
         seen: list[str] = []
         with Counting():
@@ -249,7 +249,7 @@ def test_a_batch_in_memory_is_few_operations_and_none_that_waits_for_the_device(
         assert not any("_local_scalar_dense" in name or "nonzero" in name for name in seen)
 
 
-# Made-up data.
+# SyntheticImages-up data.
 
 
 def test_made_up_images_are_normalised_and_depend_on_the_seed_alone():

@@ -95,7 +95,7 @@ def test_a_long_log_of_layers_is_thinned_evenly_and_keeps_its_end(tmp_path):
     folder = write(tmp_path / "a", [step(10)])
     row = {"layer": "x", "codec": "GroupQuant", "saved_bytes": 8, "packed_bytes": 1, "ratio": 8.0}
     lines = [{"step": n, "saved_bytes": 8, "packed_bytes": 1, "layers": [row]} for n in range(1, 1001)]
-    (folder / "layers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "sites.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     steps = [line["step"] for line in only(folder).forwards]
     assert runs.MOST_FORWARDS <= len(steps) <= 2 * runs.MOST_FORWARDS + 1
     assert steps[0] == 1 and steps[-1] == 1000
@@ -166,6 +166,6 @@ def test_a_compressed_run_is_paired_with_the_plain_one_that_differs_least(tmp_pa
 
 
 def test_chance_shrinks_with_samples_and_is_not_zero_for_perfect_runs():
-    assert runs.chance(0.978, 0.979, 1000) == pytest.approx(2 * (2 * 0.978 * 0.022 / 1000) ** 0.5, rel=0.03)
-    assert runs.chance(1.0, 1.0, 100) > 0
-    assert runs.chance(0.9, 0.9, 10000) < runs.chance(0.9, 0.9, 100) / 9
+    assert runs.margin_of_error(0.978, 0.979, 1000) == pytest.approx(2 * (2 * 0.978 * 0.022 / 1000) ** 0.5, rel=0.03)
+    assert runs.margin_of_error(1.0, 1.0, 100) > 0
+    assert runs.margin_of_error(0.9, 0.9, 10000) < runs.margin_of_error(0.9, 0.9, 100) / 9

@@ -19,7 +19,8 @@ from torch import nn
 
 import encke
 from encke.tools.errors import UsageError
-from encke.train.report import page
+from encke.train.report import command
+from encke.train.report.summary import Section, Table
 from encke.train.settings import Data, Model, Policy, Settings, to_yaml
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -45,7 +46,7 @@ def train(folder: Path, policy: str, seed: int = 0, name: str = "small") -> Path
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     handle = encke.attach(model, optimizer=optimizer) if policy != "none" else None
     if handle:
-        handle.log(folder / "layers.jsonl", every=2)
+        handle.log(folder / "sites.jsonl", every=2)
     lines: list[dict] = []
     memory = {"peak_bytes": 50_000_000 if handle else 90_000_000, "memory_before_bytes": 40_000_000}
     for step in range(1, 13):
@@ -155,7 +156,7 @@ def with_script(source: Path, script: str) -> Path:
 
 
 def write(runs: tuple[Path, ...], folder: Path) -> Path:
-    page.report(runs, folder / "report.html")
+    command.report(runs, folder / "report.html")
     return folder / "report.html"
 
 
@@ -298,10 +299,8 @@ def test_a_broken_page_would_be_noticed(runs, tmp_path):
 @in_a_browser
 def test_names_cannot_break_out_and_odd_values_break_nothing(tmp_path):
     odd = train(tmp_path / NASTY.replace("/", "∕"), "comet", name=NASTY)
-    text = (odd / "layers.jsonl").read_text()
-    (odd / "layers.jsonl").write_text(
-        text.replace('"layer": "0"', '"layer": ' + json.dumps(NASTY)) + '{"step": 99, "la'
-    )
+    text = (odd / "sites.jsonl").read_text()
+    (odd / "sites.jsonl").write_text(text.replace('"layer": "0"', '"layer": ' + json.dumps(NASTY)) + '{"step": 99, "la')
     lines = [json.loads(line) for line in (odd / "metrics.jsonl").read_text().splitlines()]
     for line, gap in zip(lines, GAPS, strict=False):
         line.update(gap)
@@ -317,7 +316,7 @@ def test_names_cannot_break_out_and_odd_values_break_nothing(tmp_path):
     rows = parsed.rows_by_name("Counted bytes and measured peak")
     assert rows[odd.name]["model"] == NASTY
     assert "still running, or killed" in dom and "not finite from step 1 on" in dom
-    assert "last line of layers.jsonl" in dom
+    assert "last line of sites.jsonl" in dom
 
 
 @in_a_browser
@@ -330,7 +329,7 @@ def test_any_number_of_layers_can_be_drawn(tmp_path, layers):
         for i in range(layers)
     ]
     lines = [{"step": n, "ratio": 8, "saved_bytes": 1, "packed_bytes": 1, "layers": rows} for n in (1, 2)]
-    (run / "layers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "sites.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     result = result_of(run)
     result["report"]["sites"] = rows
     (run / "result.json").write_text(json.dumps(result))
@@ -341,14 +340,14 @@ def test_any_number_of_layers_can_be_drawn(tmp_path, layers):
 
 
 def test_the_page_is_written_into_the_first_run_by_default(runs, capsys):
-    page.report(runs)
+    command.report(runs)
     target = runs[0] / "report.html"
     assert capsys.readouterr().out == f"wrote {target}\n" and target.read_text().startswith("<!doctype html>")
     target.unlink()
 
 
 def test_markdown_has_the_same_figures_and_goes_to_the_terminal(runs, capsys):
-    page.report(runs, format="md")
+    command.report(runs, format="md")
     text = capsys.readouterr().out
     row = next(line for line in text.splitlines() if line.startswith("| comet | small | synthetic | comet |"))
     result = result_of(runs[1])
@@ -359,7 +358,7 @@ def test_markdown_has_the_same_figures_and_goes_to_the_terminal(runs, capsys):
 
 
 def test_markdown_takes_names_as_they_are(tmp_path, capsys):
-    page.report((train(tmp_path / "a|b", "none", name=NASTY),), format="md")
+    command.report((train(tmp_path / "a|b", "none", name=NASTY),), format="md")
     text = capsys.readouterr().out
     assert "<script" not in text and "<img" not in text and "a\\|b" in text
 
@@ -369,7 +368,7 @@ def test_json_is_strict_and_holds_every_line(runs, tmp_path, capsys):
     folder = tmp_path / "nan"
     shutil.copytree(runs[1], folder)
     (folder / "metrics.jsonl").write_text("\n".join([lines[0].replace('"loss": ', '"loss": NaN, "old": '), *lines[1:]]))
-    page.report((runs[0], folder), tmp_path / "report.json", format="json")
+    command.report((runs[0], folder), tmp_path / "report.json", format="json")
     assert "wrote" in capsys.readouterr().out
 
     def fail(word: str) -> None:
@@ -383,13 +382,13 @@ def test_json_is_strict_and_holds_every_line(runs, tmp_path, capsys):
 
 
 def test_sections_of_ones_own_come_first(runs, tmp_path):
-    table = page.Table("What <it> cost", ("", "plain"), (("time", "3 s"),))
-    page.write(runs, tmp_path / "x.html", extra=[page.Section("The demo", ("Some & words.",), (table,))], title="Demo")
+    table = Table("What <it> cost", ("", "plain"), (("time", "3 s"),))
+    command.write(runs, tmp_path / "x.html", extra=[Section("The demo", ("Some & words.",), (table,))], title="Demo")
     text = (tmp_path / "x.html").read_text()
     assert "<title>Demo</title>" in text
     assert text.index("The demo</h2><p>Some &amp; words.</p>") < text.index("Summary</h2>")
     assert Tables(text).found["What <it> cost"] == [["", "plain"], ["time", "3 s"]]
-    page.write((), tmp_path / "x.html", extra=[page.Section("Alone", ("Words.",))])
+    command.write((), tmp_path / "x.html", extra=[Section("Alone", ("Words.",))])
     assert "Alone</h2>" in (tmp_path / "x.html").read_text()
 
 
@@ -397,7 +396,7 @@ def test_what_was_measured_as_nothing_is_not_compared(runs, tmp_path, capsys):
     for run, figures in zip(runs, ({"held_bytes": 5000}, {"held_bytes": 0, "peak_above_bytes": -4096}), strict=True):
         shutil.copytree(run, tmp_path / run.name)
         (tmp_path / run.name / "result.json").write_text(json.dumps({**result_of(run), **figures}))
-    page.report((tmp_path / "plain", tmp_path / "comet"), format="md")
+    command.report((tmp_path / "plain", tmp_path / "comet"), format="md")
     text = capsys.readouterr().out
     assert "| process memory held after forward | 5.0 kB | 0 B |  |" in text
     assert "()" not in text and "Held after" not in text and "measured peak" not in text.partition("## Runs")[0]
@@ -407,7 +406,7 @@ def test_different_machines_are_not_compared(runs, tmp_path, capsys):
     folder = tmp_path / "gpu"
     shutil.copytree(runs[1], folder)
     (folder / "environment.json").write_text(json.dumps({"device": "NVIDIA H200", "validation_samples": 400}))
-    page.report((runs[0], folder), format="md")
+    command.report((runs[0], folder), format="md")
     text = capsys.readouterr().out
     assert "different machines" in text and "x the time" not in text
 
@@ -420,21 +419,21 @@ def test_runs_of_tokens_are_compared_by_loss(runs, tmp_path, capsys):
         for name in ("metrics.jsonl", "result.json"):
             text = (run / name).read_text()
             (folders[-1] / name).write_text(re.sub(r'("\w*accuracy"): [\d.]+', r"\1: null", text))
-    page.report(tuple(folders), format="md")
+    command.report(tuple(folders), format="md")
     text = capsys.readouterr().out
     assert "Validation loss is" in text and "more seeds" in text and "accuracy" not in text
 
 
 @pytest.mark.parametrize("policy", ["none", "comet"])
 def test_a_single_run_says_what_is_missing_for_a_comparison(runs, policy, capsys):
-    page.report((runs[policy == "comet"],), format="md")
+    command.report((runs[policy == "comet"],), format="md")
     assert ("All runs are plain" if policy == "none" else "Without a plain run") in capsys.readouterr().out
 
 
 def test_what_cannot_be_written_is_one_line(runs, tmp_path):
     for out in (tmp_path, tmp_path / "none" / "x.html"):
         with pytest.raises(UsageError, match="cannot write") as caught:
-            page.report(runs, out)
+            command.report(runs, out)
         assert str(out) in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises(UsageError, match="at least one run"):
-        page.report(())
+        command.report(())

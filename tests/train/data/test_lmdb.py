@@ -20,9 +20,10 @@ from PIL import Image
 
 from encke.tools import progress
 from encke.tools.errors import UsageError
-from encke.train.data import lmdb_tool, records, verify
-from encke.train.data.lmdb_tool import lmdb
-from encke.train.data.sources import Sets, batches, load
+from encke.train.data import lmdb as lmdb_command
+from encke.train.data import records, verify
+from encke.train.data.lmdb import lmdb
+from encke.train.data.sources import Datasets, batches, load
 from encke.train.settings import Data
 
 
@@ -46,7 +47,7 @@ def contents(path: Path) -> dict[bytes, bytes]:
         return {bytes(key): bytes(value) for key, value in transaction.cursor()}
 
 
-def sets_of(path: Path, **settings) -> Sets:
+def sets_of(path: Path, **settings) -> Datasets:
     return load(Data(**{"kind": "lmdb", "path": str(path), "workers": 0, **settings}), 0)
 
 
@@ -77,7 +78,7 @@ def test_an_lmdb_trains_like_the_folder_it_was_made_from(tmp_path):
     folder = load(Data(kind="folder", path=str(src), workers=0, **settings), 0)
     assert (packed.names, packed.shape, len(packed.train), len(packed.validation)) == (("a", "b"), (3, 16, 16), 20, 4)
 
-    def restored(sets: Sets) -> list[torch.Tensor]:
+    def restored(sets: Datasets) -> list[torch.Tensor]:
         std, mean = (torch.tensor(values).view(3, 1, 1) for values in (sets.std, sets.mean))
         train = [x * std + mean for epoch in range(2) for x, _ in batches(sets.train, 5, seed=1, epoch=epoch)]
         return train + [x * std + mean for x, _ in batches(sets.validation, 3, seed=1, train=False)]
@@ -156,7 +157,7 @@ def test_after_kill_9_at_any_moment_the_same_command_goes_on_to_the_same_result(
         (src / "b" / f"{i:05}.{'jpg' if i % 2 else 'png'}").write_bytes(b"broken")
     monkeypatch.setattr(verify, "COUNTED", 100)
     lmdb(src, tmp_path / "whole")
-    monkeypatch.setattr(lmdb_tool, "COMMIT_SECONDS", 0.0)
+    monkeypatch.setattr(lmdb_command, "COMMIT_SECONDS", 0.0)
     monkeypatch.setattr(verify, "FILES", 4)
     moments, stopped = np.random.default_rng(0).uniform(0.02, 0.25, 12), [0]
     while stopped[-1] < 300 and len(stopped) < 200:
@@ -280,8 +281,8 @@ def test_bad_sources_and_options_are_named(tmp_path):
 
 def test_too_little_space_is_said_before_anything_is_written(tmp_path, monkeypatch):
     src = image_folder(tmp_path / "src")
-    usage = lmdb_tool.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(lmdb_tool.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    usage = lmdb_command.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(lmdb_command.shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(UsageError, match=r"needs about [0-9.]+ kB, 1.0 kB are free: make room there"):
         lmdb(src, tmp_path / "dst")
     assert not (tmp_path / "dst").exists()
@@ -290,15 +291,15 @@ def test_too_little_space_is_said_before_anything_is_written(tmp_path, monkeypat
 FULL = """
 import resource, sys
 from pathlib import Path
-from encke.train.data import lmdb_tool
+from encke.train.data import lmdb as lmdb_command
 from encke.tools import progress
 from encke.train.data import records
 from encke.train.data import verify
-lmdb_tool.COMMIT_SECONDS, verify.FILES = 0.0, 4
+lmdb_command.COMMIT_SECONDS, verify.FILES = 0.0, 4
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
-    lmdb_tool.lmdb(Path(sys.argv[1]), Path(sys.argv[2]), workers=1)
-except lmdb_tool.UsageError as error:
+    lmdb_command.lmdb(Path(sys.argv[1]), Path(sys.argv[2]), workers=1)
+except lmdb_command.UsageError as error:
     print(error)
 """
 

@@ -1,7 +1,7 @@
 """`encke data lmdb`: a folder of images as one LMDB, checked image by image.
 
-Images, sums and how far it is are written in the same transaction: whenever the process is killed, the next one goes
-on behind the last transaction and the result is the same.
+Images, sums and progress are written in the same transaction: whenever the process is killed, the next one goes on
+after the last transaction, and the result is the same.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from encke.train.data.verify import Brightness, Checked, Wanted, checks, worker_
 SPLITS = ("train", "val", "test")
 PAGE = 4096
 COMMIT_BYTES, COMMIT_SECONDS = 64_000_000, 2.0
-"""What is lost at most when the process is killed."""
+"""Size and age of a transaction: the most that is lost when the process is killed."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +45,19 @@ class Source:
     sizes: list[int]
 
     def fingerprint(self, wanted: Wanted) -> str:
-        """Changes with the files and with what is to be done with them."""
+        """Return a hash of the files and of the processing."""
         made = [wanted.size, wanted.quality] if wanted.size is not None else None
         content = json.dumps([self.classes, self.names, self.sizes, made])
         return hashlib.sha256(content.encode()).hexdigest()
 
     def space(self, done: int) -> int:
-        """Bytes that the files from `done` on will about take."""
+        """Return about how many bytes the files from `done` on will take."""
         return sum(-(-(size + 32) // PAGE) * PAGE if size > PAGE // 3 else size + 32 for size in self.sizes[done:])
 
 
 @dataclass
 class State:
-    """How far an LMDB is."""
+    """Progress of an LMDB."""
 
     fingerprint: str
     done: int = 0
@@ -83,8 +83,8 @@ def lmdb(src: Path, dst: Path, workers: int | None = None, size: int | None = No
         src: The folder of images.
         dst: The folder to make.
         workers: Processes that decode; by default one for each core.
-        size: Scales the shorter side of larger images down to so many pixels, stored as JPEG.
-        quality: Of the JPEG of scaled images, 1 to 100.
+        size: Scale the shorter side of larger images down to this many pixels, stored as JPEG.
+        quality: JPEG quality of scaled images, 1 to 100.
     """
     if size is not None and size < 1:
         raise UsageError(f"--size must be at least 1, got {size}")
@@ -96,10 +96,10 @@ def lmdb(src: Path, dst: Path, workers: int | None = None, size: int | None = No
     processes, wanted = worker_count(workers), Wanted(True, size, quality)
     found = find(src)
     if "" not in found:
-        no_strangers(dst, {*SPLITS, "broken.txt"})
+        refuse_other_files(dst, {*SPLITS, "broken.txt"})
     sources = {dst / name: source for name, source in found.items()}
-    states = {place: begun(place, source, wanted) for place, source in sources.items()}
-    enough_space(dst, sum(source.space(states[place].done) for place, source in sources.items()))
+    states = {place: progress_of(place, source, wanted) for place, source in sources.items()}
+    check_space(dst, sum(source.space(states[place].done) for place, source in sources.items()))
     begin = time.monotonic()
     for place, source in sources.items():
         states[place] = pack(source, place, wanted, processes)
@@ -107,7 +107,7 @@ def lmdb(src: Path, dst: Path, workers: int | None = None, size: int | None = No
 
 
 def find(src: Path) -> dict[str, Source]:
-    """What there is to pack: the folder itself, or its parts called train, val and test."""
+    """Return the folders to pack: the folder itself, or those in it called train, val and test."""
     parts = [name for name in SPLITS if is_split(src / name)]
     if "train" not in parts:
         return {"": listed(src)}
@@ -130,7 +130,7 @@ def listed(root: Path) -> Source:
 
 @contextmanager
 def opened(place: Path, space: int = 0) -> Iterator[Any]:
-    """An LMDB to write, with LMDB's errors as lines in words."""
+    """Open an LMDB for writing; its errors become one line."""
     package = library()
     try:
         place.mkdir(parents=True, exist_ok=True)
@@ -148,10 +148,10 @@ def opened(place: Path, space: int = 0) -> Iterator[Any]:
         ) from None
 
 
-def begun(place: Path, source: Source, wanted: Wanted) -> State:
-    """How far the LMDB at `place` is, if this is what it is made from."""
+def progress_of(place: Path, source: Source, wanted: Wanted) -> State:
+    """Return the progress of the LMDB at `place`; an error if it was made from something else."""
     fingerprint = source.fingerprint(wanted)
-    no_strangers(place, {"data.mdb", "lock.mdb", "broken.txt"})
+    refuse_other_files(place, {"data.mdb", "lock.mdb", "broken.txt"})
     if not (place / "data.mdb").exists():
         return State(fingerprint)
     with opened(place) as environment, environment.begin() as transaction:
@@ -164,8 +164,8 @@ def begun(place: Path, source: Source, wanted: Wanted) -> State:
     return state
 
 
-def no_strangers(place: Path, ours: set[str]) -> None:
-    """Refuses a folder with anything in it that this tool does not make."""
+def refuse_other_files(place: Path, ours: set[str]) -> None:
+    """Raise an error if the folder holds anything that this command does not make."""
     if place.is_file():
         raise UsageError(f"DST {place} is a file: name a folder")
     others = sorted({each.name for each in place.iterdir()} - ours) if place.exists() else []
@@ -174,14 +174,14 @@ def no_strangers(place: Path, ours: set[str]) -> None:
 
 
 def state_of(text: bytes, files: int) -> State:
-    """From the record of a finished LMDB, or of one that is not."""
+    """Read the progress from the record of a finished or unfinished LMDB."""
     found = json.loads(text)
     if "format" not in found:
         return State.read(text)
     return State(found["fingerprint"], files, found["count"], broken=found["broken"], finished=True)
 
 
-def enough_space(dst: Path, needed: int) -> None:
+def check_space(dst: Path, needed: int) -> None:
     place = next(each for each in (dst, *dst.absolute().parents) if each.exists())
     free = shutil.disk_usage(place).free
     if needed > free:
@@ -189,8 +189,8 @@ def enough_space(dst: Path, needed: int) -> None:
 
 
 def pack(source: Source, place: Path, wanted: Wanted, workers: int) -> State:
-    """Writes what the LMDB does not have yet."""
-    state = begun(place, source, wanted)
+    """Write the images that the LMDB does not have yet."""
+    state = progress_of(place, source, wanted)
     if state.done:
         note(f"{place}: {state.done:,} of {len(source.names):,} images are done already")
     if state.finished:
@@ -216,7 +216,7 @@ def pack(source: Source, place: Path, wanted: Wanted, workers: int) -> State:
 
 
 def write(environment: Any, source: Source, state: State, waiting: list[Checked]) -> None:
-    """One transaction: images, and how far it is with them. A map that is too small grows."""
+    """Write images and progress in one transaction. A map that is too small grows."""
     full = library().MapFullError
     while True:
         new = deepcopy(state)
@@ -247,7 +247,7 @@ def add(transaction: Any, source: Source, state: State, found: Checked) -> None:
 
 
 def finish(environment: Any, source: Source, state: State) -> None:
-    """Writes what belongs to all images; from then on the LMDB is complete."""
+    """Write labels, names and description; from then on the LMDB is complete."""
     if not state.good:
         raise UsageError(f"SRC {source.root}: none of {len(source.names):,} images can be decoded; see its files")
     broken = {name for name, _ in state.broken}
@@ -271,7 +271,7 @@ def finish(environment: Any, source: Source, state: State) -> None:
 
 
 def report(dst: Path, sources: dict[Path, Source], states: dict[Path, State], seconds: float) -> None:
-    """Says what was made, and lists broken images in DST/broken.txt."""
+    """Print what was made, and list broken images in DST/broken.txt."""
     listing = dst / "broken.txt"
     lines = [
         f"{source.root / name}\t{problem}\n"
