@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from encke.tools.errors import UsageError
 from encke.train.data import augment, files
 from encke.train.data.in_memory import MemorySource, StoredImages
-from encke.train.data.index import batch_order, batches_per_epoch
+from encke.train.data.order import batch_order, batches_per_epoch
 from encke.train.data.readers import list_images
 from encke.train.data.sources import Datasets, batches, load
 from encke.train.settings import Data
@@ -122,8 +122,8 @@ def test_validation_is_not_augmented_and_the_same_in_every_epoch():
 
 def test_an_epoch_has_each_sample_once_and_drops_what_does_not_fill_a_batch():
     mine = batch_order(21, 4, seed=1, epoch=0, train=True)
-    assert len(mine.index.unique()) == len(mine.order) == 20
-    assert not torch.equal(mine.index, batch_order(21, 4, seed=1, epoch=1, train=True).order)
+    assert len(mine.index.unique()) == len(mine.index) == 20
+    assert not torch.equal(mine.index, batch_order(21, 4, seed=1, epoch=1, train=True).index)
 
 
 def test_batches_that_cannot_be_are_refused_at_once():
