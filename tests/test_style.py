@@ -25,7 +25,6 @@ NOT_YET = {
         "encke/compiled",
         "encke/kernels",
         "encke/study/frozen.py",
-        "encke/train",
     ),
     "documented": (),
     "size": ("encke/compiled/pair.py", "encke/kernels"),

@@ -17,21 +17,14 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import encke
 from encke.api import Handle
-from encke.codecs import ErrorBounded, GroupQuant
-from encke.policies import Fixed, Policy
-from encke.policies.presets import PRESETS
+from encke.policies import Policy
+from encke.policies.presets import FIXED, PRESETS
 from encke.torch_internals import set_activation_memory_budget
 from encke.train.models.registry import blocks
 
 OFFLOADERS = {"torchtune": "torchtune.training", "trl": "trl.models.activation_offloading"}
 """Packages with a streamed offload, and the module that has their `OffloadActivations`."""
-POLICIES: dict[str, Policy] = {
-    **PRESETS,
-    "group2": Fixed(GroupQuant(bits=2)),
-    "group4": Fixed(GroupQuant(bits=4)),
-    "group8": Fixed(GroupQuant(bits=8)),
-    "bounded": Fixed(ErrorBounded(0.01, "rel")),
-}
+POLICIES = PRESETS | FIXED
 """Encke's policies by name: the presets, and codecs with one setting for all sites."""
 
 

@@ -23,7 +23,7 @@ def figures(line: dict[str, Any], unit: str) -> str:
 
 
 class Display:
-    """What rank 0 shows of a training; the other processes have one that is `quiet`."""
+    """Lines of a training in the terminal. Only rank 0 shows them; the others are `quiet`."""
 
     def __init__(self, steps: int, epochs: float, unit: str, quiet: bool) -> None:
         self.steps, self.epochs, self.unit, self.quiet = steps, epochs, unit, quiet

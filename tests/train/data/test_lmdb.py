@@ -344,7 +344,7 @@ def test_a_broken_image_in_an_lmdb_is_named_by_its_key(tmp_path):
     with library.open(str(tmp_path / "dst")) as environment, environment.begin(write=True) as transaction:
         transaction.put(b"00000004", b"broken")
     sets = sets_of(tmp_path / "dst", size=16, workers=1)
-    chosen = (sets.train, True) if 4 in sets.train.chosen else (sets.validation, False)
+    chosen = (sets.train, True) if 4 in sets.train.subset else (sets.validation, False)
     with pytest.raises(UsageError, match=r"key 00000004 \(a/00004.png\): a broken image \(not an image\)"):
         list(batches(chosen[0], 1, seed=0, train=chosen[1]))
 
@@ -373,3 +373,12 @@ def test_without_a_terminal_plain_lines_say_how_far_it_is(tmp_path, monkeypatch,
     monkeypatch.setattr(verify, "FILES", 4)
     lmdb(image_folder(tmp_path / "src"), tmp_path / "dst")
     assert "dst: 4 of 12 images, about 0 s left\ndst: 8 of 12 images" in capsys.readouterr().out
+
+
+def test_an_lmdb_of_release_0_1_is_read(tmp_path):
+    lmdb(image_folder(tmp_path / "src"), tmp_path / "dst")
+    with library.open(str(tmp_path / "dst")) as environment, environment.begin(write=True) as transaction:
+        meta = json.loads(transaction.get(b".meta"))
+        transaction.put(b".meta", json.dumps({**meta, "format": "halley images 1"}).encode())
+    assert len(sets_of(tmp_path / "dst", size=16).train) == 11
+    lmdb(tmp_path / "src", tmp_path / "dst")  # it is complete: nothing is written again
