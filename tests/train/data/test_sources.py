@@ -525,7 +525,7 @@ def test_without_validation_a_tenth_is_held_out(tmp_path):
     assert (len(sets.train), len(sets.validation)) == (36, 4)
     assert not set(sets.train.subset) & set(sets.validation.subset)
     other = load(Data(kind="folder", path=str(root), workers=0), 1)
-    assert set(other.validation.subset) != set(sets.validation.chosen)
+    assert set(other.validation.subset) != set(sets.validation.subset)
 
 
 def test_mean_and_std_come_from_the_images_or_from_mean_json(tmp_path):
