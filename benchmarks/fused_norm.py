@@ -56,7 +56,8 @@ def measure(batch: int, bits: int, channels: int, side: int, dtype: torch.dtype,
     )
     packed = GroupQuant(bits=bits).encode(x)
     data, seed, nbytes = packed.buffers[0], packed.seed, x.nbytes
-    assert norm_backward.supported(tuple(x.shape), packed.stride, last, bits, packed.codec.group, dtype)
+    plan = norm_backward.norm_plan(x.shape, packed.plan.format, last, weight.dtype, x.device)
+    assert plan is not None
 
     def plain(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.ops.aten._batch_norm_impl_index_backward(
@@ -64,7 +65,7 @@ def measure(batch: int, bits: int, channels: int, side: int, dtype: torch.dtype,
         )
 
     def fused(apply: bool = True) -> tuple[torch.Tensor | None, ...]:
-        return norm_backward.norm_backward(grad, data, mean, invstd, weight, bits, seed, last, apply)
+        return norm_backward.norm_backward(grad, data, mean, invstd, weight, plan, seed, apply)
 
     errors = [error(a, b) for a, b in zip(fused(), plain(packed.decode()), strict=True)]
     row: Row = {

@@ -28,7 +28,7 @@ from encke import Codec, Site, kernels
 from encke.capture import hooks
 from encke.fused.base import LayerForward
 from encke.fused.conv import ConvForward
-from encke.kernels import reference
+from encke.kernels import gpu, reference
 from encke.kernels.gpu import launch
 from encke.policies import Comet
 from encke.policies.comet.settings import Setting
@@ -60,12 +60,12 @@ def leave_kernels_out() -> None:
     """CPU tensors go to the code for GPUs, up to the launch. What stands for CUDA's functions is built in as well."""
     nothing = "".format
     hooks.SMALL = SMALLEST
-    torch._C._cuda_getDevice = itertools.repeat(-1).__next__  # type: ignore[attr-defined]
-    torch._C._cuda_getCurrentRawStream = abs  # type: ignore[attr-defined]
-    launch._launch = lambda *arguments, **more: (nothing, ())  # type: ignore[assignment]
+    launch.current_cuda_device = itertools.repeat(-1).__next__
+    launch.current_cuda_stream = abs
+    launch.launch_kernel = lambda *arguments, **more: (nothing, ())  # type: ignore[assignment]
     # Max-pool's backward writes where its indices point to: they have to be right.
-    launch.bits_encode, launch.bits_decode = reference.bits_encode, reference.bits_decode
-    kernels.of = lambda device: launch  # type: ignore[assignment]
+    gpu.bits_encode, gpu.bits_decode = reference.bits_encode, reference.bits_decode
+    kernels.backend_for = lambda device: gpu  # type: ignore[assignment]
 
 
 class Settling(Comet):

@@ -16,8 +16,7 @@ import torch
 from triton.testing import do_bench
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from encke.kernels import reference
-from encke.kernels.gpu import launch  # noqa: E402
+from encke.kernels import BoundedFormat, GroupFormat, gpu, reference  # noqa: E402
 
 INF = float("inf")
 SEED = 0x1234567890ABCDEF
@@ -50,26 +49,28 @@ def check(dtype: torch.dtype) -> Iterator[str]:
     for bitmap in (False, True):
         for stochastic in (False, True):
             for bound, rel in ((0.02, INF), (INF, 1e-4), (0.0, INF)):
-                args = (x, bound, rel, stochastic, SEED, bitmap, -1)
-                (meta, payload), (gpu_meta, gpu_payload) = reference.eb_encode(*args), launch.eb_encode(*args)
-                expected = reference.eb_decode(meta, payload, numel, dtype, False)
-                mask = launch.eb_decode(gpu_meta, gpu_payload, numel, dtype, True)
+                format = BoundedFormat(bound, rel, stochastic, bitmap, dtype)
+                meta, payload = reference.bounded_encode(x, format, SEED, -1)
+                gpu_meta, gpu_payload = gpu.bounded_encode(x, format, SEED, -1)
+                expected = reference.bounded_decode(meta, payload, format, numel, False)
+                mask = gpu.bounded_decode(gpu_meta, gpu_payload, format, numel, True)
                 good = len(payload) == len(gpu_payload) and torch.equal(mask, expected != 0)
-                good &= same(launch.eb_decode(meta, payload, numel, dtype, False), expected)
-                if not (good and same(launch.eb_decode(gpu_meta, gpu_payload, numel, dtype, False), expected)):
+                good &= same(gpu.bounded_decode(meta, payload, format, numel, False), expected)
+                if not (good and same(gpu.bounded_decode(gpu_meta, gpu_payload, format, numel, False), expected)):
                     yield f"eb {dtype} bitmap={bitmap} stochastic={stochastic} bound={bound} rel={rel}"
     for bits, stride in ((b, s) for b in (2, 4, 8) for s in (1, 3, 24, 192)):
         part = x[: numel // stride * stride]
-        settings = (len(part), bits, 128, dtype, False, SEED, stride)
-        data = reference.gq_encode(part, bits, 128, SEED, stride)
-        expected = reference.gq_decode(data, *settings)
-        for kept in (data, launch.gq_encode(part, bits, 128, SEED, stride)):
-            if not torch.equal(launch.gq_decode(kept, *settings).nan_to_num(7.0), expected.nan_to_num(7.0)):
+        format = GroupFormat(bits, 128, dtype, stride)
+        theirs, ours = (backend.group_plan(format, len(part), x.device) for backend in (reference, gpu))
+        data = theirs.encode(part, SEED)
+        expected = theirs.decode(data, SEED)
+        for kept in (data, ours.encode(part, SEED)):
+            if not torch.equal(ours.decode(kept, SEED).nan_to_num(7.0), expected.nan_to_num(7.0)):
                 yield f"gq {dtype} {bits} bits, stride {stride}"
     for bits in (1, 2, 4):
         small = torch.randint(0, 1 << bits, (numel,), dtype=torch.uint8, device="cuda")
-        data = launch.bits_encode(small, bits)
-        if not (same(data, reference.bits_encode(small, bits)) and same(launch.bits_decode(data, bits, numel), small)):
+        data = gpu.bits_encode(small, bits)
+        if not (same(data, reference.bits_encode(small, bits)) and same(gpu.bits_decode(data, bits, numel), small)):
             yield f"bits {bits}"
 
 
@@ -84,49 +85,52 @@ def eb_rows(x: torch.Tensor, kind: str) -> Iterator[tuple[str, float, int, Calla
     settings += [("abs", False, True)] if kind == "relu" else []
     for mode, stochastic, bitmap in settings:
         bound, rel = (0.01 * spread, INF) if mode == "abs" else (INF, 0.01)
-        meta, payload = launch.eb_encode(x, bound, rel, stochastic, SEED, bitmap, -1)
+        format = BoundedFormat(bound, rel, stochastic, bitmap, x.dtype)
+        meta, payload = gpu.bounded_encode(x, format, SEED, -1)
         capacity, size = len(payload) + 1024, len(meta) + len(payload)
         name = f"eb {mode} {'stochastic' if stochastic else 'nearest'}{' bitmap' if bitmap else ''}"
         yield (
             name,
             x.nbytes / size,
             x.nbytes + size,
-            lambda b=bound, r=rel, s=stochastic, m=bitmap, c=capacity: launch.eb_encode(x, b, r, s, SEED, m, c),
-            lambda a=meta, p=payload: launch.eb_decode(a, p, x.numel(), x.dtype, False),
+            lambda f=format, c=capacity: gpu.bounded_encode(x, f, SEED, c),
+            lambda f=format, a=meta, p=payload: gpu.bounded_decode(a, p, f, x.numel(), False),
         )
 
 
 def gq_rows(x: torch.Tensor) -> Iterator[tuple[str, float, int, Callable, Callable]]:
     for bits, stride in ((2, 1), (4, 1), (8, 1), (2, 64), (2, 256), (2, 2048), (4, 256)):
-        data = launch.gq_encode(x, bits, 128, SEED, stride)
+        plan = gpu.group_plan(GroupFormat(bits, 128, x.dtype, stride), x.numel(), x.device)
+        data = plan.encode(x, SEED)
         yield (
             f"gq {bits} bits" + (f", channels_last {stride}" if stride > 1 else ""),
             x.nbytes / len(data),
             x.nbytes + len(data),
-            lambda b=bits, s=stride: launch.gq_encode(x, b, 128, SEED, s),
-            lambda b=bits, d=data, s=stride: launch.gq_decode(d, x.numel(), b, 128, x.dtype, False, SEED, s),
+            lambda p=plan: p.encode(x, SEED),
+            lambda p=plan, d=data: p.decode(d, SEED),
         )
     for stride in (1, 256):
-        data = launch.gq_encode(x, 2, 128, SEED, stride)
+        plan = gpu.group_plan(GroupFormat(2, 128, x.dtype, stride), x.numel(), x.device)
+        data = plan.encode(x, SEED)
         yield (
             "gq 2 bits, mask" + (f", channels_last {stride}" if stride > 1 else ""),
             8 * x.numel() / len(data),
             x.numel() + len(data),
-            lambda s=stride: launch.gq_encode(x, 2, 128, SEED, s),
-            lambda d=data, s=stride: launch.gq_decode(d, x.numel(), 2, 128, x.dtype, True, SEED, s),
+            lambda p=plan: p.encode(x, SEED),
+            lambda p=plan, d=data: p.mask(d),
         )
 
 
 def bits_rows(size: int) -> Iterator[tuple[str, float, int, Callable, Callable]]:
     for bits in (1, 2, 4):
         x = torch.randint(0, 1 << bits, (size,), dtype=torch.uint8, device="cuda")
-        data = launch.bits_encode(x, bits)
+        data = gpu.bits_encode(x, bits)
         yield (
             f"bits {bits}",
             8 / bits,
             x.nbytes + len(data),
-            lambda x=x, b=bits: launch.bits_encode(x, b),
-            lambda d=data, b=bits: launch.bits_decode(d, b, size),
+            lambda x=x, b=bits: gpu.bits_encode(x, b),
+            lambda d=data, b=bits: gpu.bits_decode(d, b, size),
         )
 
 
@@ -161,16 +165,19 @@ def measure(mib: int, only: str) -> Iterator[Row]:
 def host_rows() -> Iterator[Row]:
     """Microseconds of host time for a call on a small tensor."""
     x = noise("relu", 65536, torch.float32)
-    encodings = {bitmap: launch.eb_encode(x, 0.04, INF, False, SEED, bitmap, -1) for bitmap in (False, True)}
-    data = launch.gq_encode(x, 2, 128, SEED)
+    absolute, mapped = (BoundedFormat(0.04, INF, False, bitmap, x.dtype) for bitmap in (False, True))
+    relative = BoundedFormat(INF, 0.01, False, False, x.dtype)
+    encoded, encoded_mapped = (gpu.bounded_encode(x, format, SEED, -1) for format in (absolute, mapped))
+    plan = gpu.group_plan(GroupFormat(2, 128, x.dtype), x.numel(), x.device)
+    data = plan.encode(x, SEED)
     calls = {
-        "eb abs": lambda: launch.eb_encode(x, 0.04, INF, False, SEED, False, 1 << 18),
-        "eb rel": lambda: launch.eb_encode(x, INF, 0.01, False, SEED, False, 1 << 18),
-        "eb abs bitmap": lambda: launch.eb_encode(x, 0.04, INF, False, SEED, True, 1 << 18),
-        "eb decode": lambda: launch.eb_decode(*encodings[False], 65536, x.dtype, False),
-        "eb decode bitmap": lambda: launch.eb_decode(*encodings[True], 65536, x.dtype, False),
-        "gq encode": lambda: launch.gq_encode(x, 2, 128, SEED),
-        "gq decode": lambda: launch.gq_decode(data, 65536, 2, 128, x.dtype, False, SEED),
+        "eb abs": lambda: gpu.bounded_encode(x, absolute, SEED, 1 << 18),
+        "eb rel": lambda: gpu.bounded_encode(x, relative, SEED, 1 << 18),
+        "eb abs bitmap": lambda: gpu.bounded_encode(x, mapped, SEED, 1 << 18),
+        "eb decode": lambda: gpu.bounded_decode(*encoded, absolute, 65536, False),
+        "eb decode bitmap": lambda: gpu.bounded_decode(*encoded_mapped, mapped, 65536, False),
+        "gq encode": lambda: plan.encode(x, SEED),
+        "gq decode": lambda: plan.decode(data, SEED),
     }
     for name, call in calls.items():
         for _ in range(10):

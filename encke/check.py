@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -52,7 +51,7 @@ def check() -> None:
     note("\nDevices and kernels")
     for device, name in devices.items():
         note(f"  {device:6}{name}"[:WIDTH])
-        note(f"  {'':6}{kernels_in_use(device)}")
+        note(f"  {'':6}{kernels.choose_backend(device)}")
     note("\nExtras")
     for extra in dict.fromkeys(PACKAGES.values()):
         missing = [package for package, its_extra in PACKAGES.items() if its_extra == extra and not installed(package)]
@@ -65,19 +64,6 @@ def check() -> None:
         note("\nSomething does not work. ENCKE_KERNELS=reference needs no compiler.")
         raise SystemExit(1)
     note("\nEverything works.")
-
-
-def kernels_in_use(device: str) -> str:
-    """Return which kernels serve a device, and why."""
-    module = kernels.implementation(device).__name__
-    compiler = {"cpu": "numba", "cuda": "triton"}[device]
-    label = {"cpu": "CPU", "cuda": "GPU"}[device]
-    if module != kernels.reference.__name__:
-        return f"{label} kernels: compiled by {compiler}"
-    if os.environ.get("ENCKE_KERNELS") == "reference":
-        return f"{label} kernels: reference, as ENCKE_KERNELS asks"
-    hint = "install encke[cpu] for speed" if device == "cpu" else "install triton for speed"
-    return f"{label} kernels: reference, {hint}"
 
 
 def first_runs(devices: list[str]) -> list[str]:

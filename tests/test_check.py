@@ -41,13 +41,5 @@ def test_kernels_that_fail_are_named(monkeypatch, capsys):
     assert "cpu, 2 bits, fp32: RuntimeError: no compiler found" in capsys.readouterr().out
 
 
-def test_the_kernels_in_use_are_explained(monkeypatch):
-    monkeypatch.setenv("ENCKE_KERNELS", "reference")
-    assert module.kernels_in_use("cpu") == "CPU kernels: reference, as ENCKE_KERNELS asks"
-    monkeypatch.delenv("ENCKE_KERNELS")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert module.kernels_in_use("cpu") == "CPU kernels: reference, install encke[cpu] for speed"
-
-
 def test_a_digest_is_made_of_every_case():
     assert list(digests()) == [f"2 bits, {dtype}" for dtype in DTYPES]

@@ -14,9 +14,9 @@ from encke.capture.passes import ForwardPass, Frame
 from encke.capture.saved import Saved, SharedCell
 from encke.codecs import Codec, Lossless
 from encke.codecs.algebra import satisfies
-from encke.codecs.base import mix
 from encke.codecs.exact import Between, Mask, Sign, Window
 from encke.codecs.layout import Layout, run_of
+from encke.kernels import mix
 from encke.policies.base import Policy
 
 MASK, SIGN = Mask(), Sign()

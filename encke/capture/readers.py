@@ -43,8 +43,8 @@ from encke.capture.nodes import KNOWN, is_polynomial, needs_weight_gradient, ope
 from encke.capture.passes import Frame, Threads
 from encke.capture.saved import Pending, Saved
 from encke.capture.sites import Need, Site
-from encke.codecs.base import mix
 from encke.codecs.exact import Between
+from encke.kernels import mix
 from encke.policies.base import Policy
 from encke.torch_internals import saved_setting
 

@@ -18,38 +18,20 @@ from torch import Tensor
 
 from encke import kernels
 from encke.codecs.layout import Layout, flatten, layout_of, run_of
-from encke.kernels import FLOATS
+from encke.kernels import FLOATS, GroupPlan
 
 if TYPE_CHECKING:
     from encke.codecs.groupquant import GroupQuant
 
-MASK64 = (1 << 64) - 1
-START = 0x9E3779B97F4A7C15 * (0xD1342543DE82EF95 + 1) & MASK64
 
-
-def mix(first: int, second: int, third: int | None = None) -> int:
-    """Hash two or three integers to a signed 64-bit number, which fits an operator's int argument.
-
-    A polynomial in the words, then the final steps of splitmix64.
-    """
-    h = first * 0xD1342543DE82EF95 + second + START
-    if third is not None:
-        h = h * 0xD1342543DE82EF95 + third + 0x9E3779B97F4A7C15
-    h &= MASK64
-    h = (h ^ h >> 30) * 0xBF58476D1CE4E5B9 & MASK64
-    h = (h ^ h >> 27) * 0x94D049BB133111EB & MASK64
-    h ^= h >> 31
-    return h - (1 << 64) if h >> 63 else h
-
-
-def operations(flat: Tensor) -> Any:
-    """Return the kernel module for this tensor.
+def operations(flat: Tensor) -> kernels.Backend:
+    """Return the kernels for this tensor.
 
     Plain tensors skip the dispatcher, which costs more than a launch; subclasses and traced code use `torch.ops.encke`.
     """
     if type(flat) is Tensor and not torch.compiler.is_dynamo_compiling():
-        return kernels.of(flat.device.type)
-    return torch.ops.encke
+        return kernels.backend_for(flat.device.type)
+    return kernels.dispatched
 
 
 def as_written(thing: Any) -> str:
@@ -205,9 +187,9 @@ class Codec(ABC):
         """Encode a tensor whose layout and run length `layout_of` told."""
         return self.encode_flat(run_of(x.detach(), layout, length), layout, key, state)
 
-    def planned(self, x: Tensor, layout: Layout, length: int, state: EncoderState) -> tuple[int, Any]:
-        """Return the distance between values of one group and the GPU's launch plan; (1, None) without kernels."""
-        return 1, None
+    def planned(self, x: Tensor, layout: Layout, length: int, state: EncoderState) -> GroupPlan | None:
+        """Return the plan that encodes the memory of `x` as it lies; None where there is none."""
+        return None
 
     def __repr__(self) -> str:
         return as_written(self)
@@ -241,8 +223,8 @@ class Packed(ABC):
     __slots__ = ("__weakref__", "buffers", "codec", "dtype", "layout", "numel")
     pending_size: Any = None
     """The size in flight, where only the GPU knows yet how many bytes were kept."""
-    stride: int = 1
-    """Distance in memory between the values of one group."""
+    plan: GroupPlan | None = None
+    """The plan that encoded it, where kernels may read it packed."""
 
     def __init__(
         self, codec: Codec, layout: Layout, dtype: torch.dtype, numel: int, buffers: tuple[Tensor, ...] = ()

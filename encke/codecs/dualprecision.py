@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from encke.codecs.base import Codec, EncoderState, FlatCodec, FlatPacked, Packed, mix, operations
+from encke.codecs.base import Codec, EncoderState, FlatCodec, FlatPacked, Packed, operations
 from encke.codecs.groupquant import GroupQuant, at_least
 from encke.codecs.layout import Layout, run_length
-from encke.kernels import dp_sizes
+from encke.kernels import DualFormat, GroupFormat, GroupPlan, mix
 
 SMALLEST_PLANE = 16
 """Planes of fewer values are not worth an average, a minimum and a step of their own."""
@@ -22,15 +21,15 @@ GROUP = 128
 class DualPrecisionPacked(FlatPacked):
     """One buffer: minimum and step of each plane, the averages of its tiles, codes, mask bits."""
 
-    __slots__ = ("order", "plane")
+    __slots__ = ("format", "order")
     codec: DualPrecision
-    plane: tuple[int, int]
+    format: DualFormat
     order: tuple[tuple[int, ...], tuple[int, ...]] | None
     """Size and stride of the planes in the memory that was encoded, if they do not lie there one after the other."""
 
     def decode_flat(self, mask: bool = False) -> Tensor:
-        c, data, numel = self.codec, self.buffers[0], self.numel
-        flat = operations(data).dp_decode(data, numel, *self.plane, c.block, c.bits, c.mask, self.dtype, mask)
+        data, numel = self.buffers[0], self.numel
+        flat = operations(data).dual_decode(data, self.format, numel, mask)
         if self.order is None:
             return flat
         size, stride = self.order
@@ -41,15 +40,15 @@ class DualPrecisionPacked(FlatPacked):
 class PlanelessPacked(FlatPacked):
     """Tensor without planes: the buffer of `GroupQuant`, and one of mask bits if the codec keeps them."""
 
-    __slots__ = ("seed",)
+    __slots__ = ("plan", "seed")
     codec: DualPrecision
+    plan: GroupPlan
     seed: int
 
     def decode_flat(self, mask: bool = False) -> Tensor:
         if mask and self.codec.mask:
             return operations(self.buffers[1]).bits_decode(self.buffers[1], 1, self.numel).view(torch.bool)
-        data, bits = self.buffers[0], self.codec.bits
-        return operations(data).gq_decode(data, self.numel, bits, GROUP, self.dtype, mask, self.seed)
+        return self.plan.mask(self.buffers[0]) if mask else self.plan.decode(self.buffers[0], self.seed)
 
 
 @dataclass(frozen=True, repr=False)
@@ -123,19 +122,19 @@ class DualPrecision(FlatCodec):
     def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, state: EncoderState | None = None) -> Packed:
         seed, numel, dtype = mix(self.seed, key), flat.numel(), flat.dtype
         size, plane = planes_of(flat, layout)
-        settings = (*plane, self.block, self.bits, self.mask)
-        values = math.prod(plane)
-        if values < SMALLEST_PLANE or dp_sizes(numel, *settings, dtype)[4] > numel * dtype.itemsize:
-            buffers = [operations(flat).gq_encode(flat, self.bits, GROUP, seed)]
+        format = DualFormat(*plane, self.block, self.bits, self.mask, dtype)
+        if format.plane < SMALLEST_PLANE or format.nbytes(numel) > numel * dtype.itemsize:
+            plan = operations(flat).group_plan(GroupFormat(self.bits, GROUP, dtype), numel, flat.device)
+            buffers = [plan.encode(flat, seed)]
             if self.mask:
                 buffers.append(operations(flat).bits_encode(flat != 0, 1))
             kept = PlanelessPacked(self, layout, dtype, numel, tuple(buffers))
-            kept.seed = seed
+            kept.plan, kept.seed = plan, seed
             return kept
         planes = flat.view(size) if layout.copied else flat.as_strided(size, layout.stride)
-        data = operations(flat).dp_encode(planes.contiguous().view(-1), *settings, seed)
+        data = operations(flat).dual_encode(planes.contiguous().view(-1), format, seed)
         packed = DualPrecisionPacked(self, layout, dtype, numel, (data,))
-        packed.plane = plane
+        packed.format = format
         packed.order = None if planes.is_contiguous() else (size, layout.stride)
         return packed
 

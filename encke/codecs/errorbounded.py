@@ -8,22 +8,23 @@ from typing import Literal
 
 from torch import Tensor
 
-from encke.codecs.base import Codec, EncoderState, FlatCodec, Packed, mix, operations
+from encke.codecs.base import Codec, EncoderState, FlatCodec, Packed, operations
 from encke.codecs.groupquant import GroupQuant
 from encke.codecs.layout import Layout
 from encke.codecs.pending import PendingPacked
+from encke.kernels import BoundedFormat, mix
 
 
 class ErrorBoundedPacked(PendingPacked):
     """Two buffers, meta and payload (docs/design.md). On a GPU the payload's size arrives later."""
 
-    __slots__ = ("bitmap",)
-    bitmap: bool
+    __slots__ = ("format",)
+    format: BoundedFormat
 
     def decode_flat(self, mask: bool = False) -> Tensor:
         self.settle()
         meta, payload = self.buffers
-        return operations(meta).eb_decode(meta, payload, self.numel, self.dtype, mask, self.bitmap)
+        return operations(meta).bounded_decode(meta, payload, self.format, self.numel, mask)
 
 
 @dataclass(frozen=True, repr=False)
@@ -123,15 +124,14 @@ class ErrorBounded(FlatCodec):
         return (self.bound, self.limit) if self.mode == "abs" else (math.inf, min(self.bound, self.limit))
 
     def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, state: EncoderState | None = None) -> Packed:
-        bound, rel = self.bounds()
         bitmap = flat.device.type == "cpu" if self.bitmap is None else self.bitmap
+        format = BoundedFormat(*self.bounds(), self.rounding == "stochastic", bitmap, flat.dtype)
         seed = mix(self.seed, key)
-        stochastic = self.rounding == "stochastic"
 
         def encode(capacity: int) -> tuple[Tensor, Tensor]:
-            return operations(flat).eb_encode(flat, bound, rel, stochastic, seed, bitmap, capacity)
+            return operations(flat).bounded_encode(flat, format, seed, capacity)
 
         packed = ErrorBoundedPacked(self, layout, flat.dtype, flat.numel())
-        packed.bitmap = bitmap
+        packed.format = format
         packed.fill(flat, encode, state)
         return packed

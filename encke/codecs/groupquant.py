@@ -2,73 +2,49 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from encke.codecs.base import Codec, EncoderState, FlatCodec, FlatPacked, Packed, mix, operations
+from encke.codecs.base import Codec, EncoderState, FlatCodec, FlatPacked, Packed, operations
 from encke.codecs.layout import Layout
+from encke.kernels import GroupFormat, GroupPlan, mix
+from encke.kernels.formats import channel_stride
 
 
 class GroupQuantPacked(FlatPacked):
     """One buffer: the codes, then the smallest value and the step of each group."""
 
-    __slots__ = ("plan", "seed", "stride")
+    __slots__ = ("plan", "seed")
     codec: GroupQuant
+    plan: GroupPlan
 
-    def __init__(
-        self, codec: Any, layout: Layout, dtype: torch.dtype, numel: int, data: Tensor, seed: int, stride: int,
-        plan: Any,
-    ) -> None:  # fmt: skip
+    def __init__(self, codec: Any, layout: Layout, data: Tensor, seed: int, plan: GroupPlan) -> None:
         self.codec = codec
         self.layout = layout
-        self.dtype = dtype
-        self.numel = numel
+        self.dtype = plan.format.dtype
+        self.numel = plan.numel
         self.buffers = (data,)
         self.seed = seed
-        self.stride = stride
         self.plan = plan
-        """The GPU's launch plan; None for other devices."""
 
     @property
     def nbytes(self) -> int:
         return self.buffers[0].nbytes
 
     def decode_in(self, layout: Layout) -> Tensor:
-        if self.plan is None or not layout.dense:
-            return super().decode_in(layout)
-        out = torch.empty_strided(layout.size, layout.stride, dtype=self.dtype, device=self.plan.device)
-        self.plan.decode(self.buffers[0], self.seed, False, out)
-        return out
+        if layout.dense and self.layout.dense:
+            return self.plan.decode_strided(self.buffers[0], self.seed, layout.size, layout.stride)
+        return layout.restore(self.decode_flat())
 
     def decode_flat(self, mask: bool = False) -> Tensor:
-        bits, group = self.codec.bits, self.codec.group
-        data, numel, dtype = self.buffers[0], self.numel, self.dtype
-        return operations(data).gq_decode(
-            data, numel, bits, group, dtype, mask, self.seed, self.stride, self.codec.signs
-        )
+        return self.plan.mask(self.buffers[0]) if mask else self.plan.decode(self.buffers[0], self.seed)
 
 
 def at_least(bits: int, min_bits: int | None) -> int | None:
     """Return the smallest rate of at least this many bits; None if there is none."""
     return next((rate for rate in (2, 4, 8) if rate >= max(bits, min_bits or 0)), None)
-
-
-@functools.lru_cache(maxsize=4096)
-def channel_stride(layout: Layout, numel: int, group: int) -> int:
-    """Return the distance in memory between the values of one channel, from which groups are made.
-
-    That is the number of channels in channels_last memory, and 1 in any other, or where pixels are too few to fill
-    groups.
-    """
-    size, stride = layout.size, layout.stride
-    if len(size) < 4 or stride[1] != 1 or size[1] == 1 or layout.copied or numel % size[1]:
-        return 1
-    pixels = numel // size[1]
-    return size[1] if -pixels % group <= pixels // 50 else 1
 
 
 @dataclass(frozen=True, repr=False)
@@ -144,28 +120,27 @@ class GroupQuant(FlatCodec):
         return f"{self.bits} bits"
 
     def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, state: EncoderState | None = None) -> Packed:
-        seed, stride = mix(self.seed, key), channel_stride(layout, flat.numel(), self.group)
-        data = operations(flat).gq_encode(flat, self.bits, self.group, seed, stride, self.signs)
-        return GroupQuantPacked(self, layout, flat.dtype, flat.numel(), data, seed, stride, None)
+        seed, plan = mix(self.seed, key), self._plan(flat, layout, flat.numel())
+        return GroupQuantPacked(self, layout, plan.encode(flat, seed), seed, plan)
 
     def encode_run(self, x: Tensor, layout: Layout, length: int, key: int, state: EncoderState) -> Packed:
-        stride, plan = self.planned(x, layout, length, state)
+        plan = self.planned(x, layout, length, state)
         if plan is None:
             return super().encode_run(x, layout, length, key, state)
         seed = mix(self.seed, key)
-        return GroupQuantPacked(self, layout, x.dtype, length, plan.codes(x, seed), seed, stride, plan)
+        return GroupQuantPacked(self, layout, plan.encode(x, seed), seed, plan)
 
-    def planned(self, x: Tensor, layout: Layout, length: int, state: EncoderState) -> tuple[int, Any]:
+    def planned(self, x: Tensor, layout: Layout, length: int, state: EncoderState) -> GroupPlan | None:
+        """Return the plan for a tensor whose memory is a run, kept from step to step; None for others."""
         known = state.plan
         # Policies create some codecs at every call.
         same = known is not None and (known[0] is self or known[0] == self)
         if not same or known[1] is not layout or known[2] is not x.dtype or known[3] != x.device:
-            known = state.plan = (self, layout, x.dtype, x.device, *self._plan(x, layout, length))
-        return known[4], known[5]
+            plan = self._plan(x, layout, length) if layout.dense else None
+            known = state.plan = (self, layout, x.dtype, x.device, plan)
+        return known[4]
 
-    def _plan(self, x: Tensor, layout: Layout, length: int) -> tuple[int, Any]:
-        """Return what `planned` keeps from step to step."""
-        stride, plan_of = channel_stride(layout, length, self.group), getattr(operations(x), "gq_plan", None)
-        if plan_of is None or not layout.dense:
-            return stride, None
-        return stride, plan_of(length, self.bits, self.group, x.dtype, stride, self.signs, x.device)
+    def _plan(self, x: Tensor, layout: Layout, length: int) -> GroupPlan:
+        stride = 1 if layout.copied else channel_stride(layout.size, layout.stride, length, self.group)
+        format = GroupFormat(self.bits, self.group, x.dtype, stride, self.signs)
+        return operations(x).group_plan(format, length, x.device)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from encke.kernels.formats import run_length
+
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 """The channels_last memory format by number of dimensions."""
 
@@ -60,16 +62,6 @@ def fills_in_order(size: Sequence[int], stride: Sequence[int], order: Sequence[i
 def fills_memory(size: Sequence[int], stride: Sequence[int]) -> bool:
     """Return whether each element has memory of its own without gaps between them, in any order of dimensions."""
     return run_length(size, stride) == math.prod(size)
-
-
-def run_length(size: Sequence[int], stride: Sequence[int]) -> int | None:
-    """Return the length of the gapless run that a tensor covers, repeated dimensions aside; None if it has gaps."""
-    expected = 1
-    for step, extent in sorted((st, sz) for sz, st in zip(size, stride, strict=True) if sz != 1 and st != 0):
-        if step != expected:
-            return None
-        expected *= extent
-    return expected
 
 
 def overlaps(size: Sequence[int], stride: Sequence[int]) -> bool:

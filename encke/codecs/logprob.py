@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from encke.codecs.base import Codec, EncoderState, FlatCodec, FlatPacked, Packed, mix, operations
+from encke.codecs.base import Codec, EncoderState, FlatCodec, FlatPacked, Packed, operations
 from encke.codecs.layout import Layout
+from encke.kernels import LogFormat, mix
 
 BOUND = 0.05
 """Largest error of a value in the range that the codes cover."""
@@ -19,9 +20,13 @@ within the bound. Below -8 the steps of bf16 itself are coarser than the bound; 
 step, so that rounding restores the value."""
 
 
-def shift(step: float) -> float:
-    """Return the bias of the exponent: errors uniform within half a step make the exponential larger on average."""
-    return math.log(math.sinh(step / 2) / (step / 2))
+def format_of(dtype: torch.dtype) -> LogFormat:
+    """Return the format for a dtype, with a shift that makes exponentials unbiased.
+
+    Errors that are uniform within half a step would make the exponential larger on average.
+    """
+    step, far = STEPS[dtype]
+    return LogFormat(step, far, math.log(math.sinh(step / 2) / (step / 2)), dtype)
 
 
 class LogProbPacked(FlatPacked):
@@ -31,8 +36,8 @@ class LogProbPacked(FlatPacked):
     seed: int
 
     def decode_flat(self, mask: bool = False) -> Tensor:
-        data, (step, far) = self.buffers[0], STEPS[self.dtype]
-        values = operations(data).lp_decode(data, step, far, shift(step), self.seed, self.dtype)
+        data = self.buffers[0]
+        values = operations(data).log_decode(data, format_of(self.dtype), self.seed)
         return values != 0 if mask else values
 
 
@@ -71,7 +76,7 @@ class LogProb(FlatCodec):
 
     def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, state: EncoderState | None = None) -> Packed:
         seed = mix(self.seed, key)
-        data = operations(flat).lp_encode(flat, *STEPS[flat.dtype], seed)
+        data = operations(flat).log_encode(flat, format_of(flat.dtype), seed)
         packed = LogProbPacked(self, layout, flat.dtype, flat.numel(), (data,))
         packed.seed = seed
         return packed

@@ -21,7 +21,8 @@ from torch.fx import Graph, Node
 from encke.capture.thresholds import FUSE_MIN_BYTES, SPLIT_CONV_MIN_BYTES
 from encke.codecs.layout import FORMATS
 from encke.compiled.names import bytes_of, name_of, operation_of, size_hint, value
-from encke.kernels import implementation
+from encke.kernels import GroupFormat, backend_for
+from encke.kernels.formats import NORM_GROUP
 from encke.torch_internals import conv_memory_format
 
 NORMS_ON = {"cuda"}
@@ -120,20 +121,19 @@ def measures_channels(node: Node, x: Node) -> bool:
     return all_but_channels and settings == {"correction": 0, "keepdim": True}
 
 
-def encoder_measures(t: Tensor, bits: int, group: int, stride: int, signs: bool) -> bool:
+def encoder_measures(t: Tensor, format: GroupFormat) -> bool:
     """Return whether there are kernels that compute variance and mean of t's channels while they encode it."""
-    if t.device.type not in NORMS_ON or t.dtype.itemsize != 2 or signs or bytes_of(t) < FUSE_MIN_BYTES or t.dim() < 4:
+    if t.device.type not in NORMS_ON or t.dtype.itemsize != 2 or format.signs or t.dim() < 4:
         return False
-    if not isinstance(t.shape[1], int) or no_kernels(t.device):
+    if bytes_of(t) < FUSE_MIN_BYTES or not isinstance(t.shape[1], int) or no_kernels(t.device):
         return False
-    from encke.kernels.gpu import launch, norm_forward
+    from encke.kernels.gpu import norm_forward, plans
 
     like = sized(t)
     forward = norm_forward.forward_plan(tuple(like.shape), like.stride(), t.dtype, t.device)
-    plan = launch.gq_plan(like.numel(), bits, group, t.dtype, stride, signs, t.device)
-    if forward is None or plan is None or group != forward.GROUP or stride != t.shape[1]:
+    if forward is None or format.group != NORM_GROUP or format.stride != t.shape[1]:
         return False
-    return plan.statistics is not None
+    return plans.group_plan(format, like.numel(), t.device).fuses_forward
 
 
 def update_early(graph: Graph) -> None:
@@ -151,7 +151,7 @@ def update_early(graph: Graph) -> None:
 
 def no_kernels(device: torch.device) -> bool:
     """Return whether a GPU is served by the reference, because Triton is missing."""
-    return device.type == "cuda" and implementation("cuda").__name__.endswith("reference")
+    return device.type == "cuda" and backend_for("cuda").NAME == "reference"
 
 
 def expect_op(node: Any, name: str) -> Node:
@@ -191,11 +191,11 @@ def sums_channels(total: Node, x: Node) -> bool:
     return list(total.args[1]) == [d for d in range(value(x).dim()) if d != 1]  # type: ignore[arg-type]
 
 
-def reads_codes(norm: NormBackward, t: Tensor, bits: int, group: int, stride: int, signs: bool) -> bool:
+def reads_codes(norm: NormBackward, t: Tensor, format: GroupFormat) -> bool:
     """Return whether there are kernels for this batch norm, whose input was `t`."""
-    channels_last = stride > 1
+    channels_last = format.stride > 1
     grad, fixed = value(norm.grad), t.shape[1:2] if channels_last else t.shape[1:]
-    if t.device.type not in NORMS_ON or signs or bytes_of(t) < FUSE_MIN_BYTES or t.dim() < 3:
+    if t.device.type not in NORMS_ON or format.signs or bytes_of(t) < FUSE_MIN_BYTES or t.dim() < 3:
         return False
     if not all(isinstance(extent, int) for extent in fixed) or grad.dtype != t.dtype:
         return False
@@ -209,7 +209,8 @@ def reads_codes(norm: NormBackward, t: Tensor, bits: int, group: int, stride: in
         return False
     from encke.kernels.gpu import norm_backward
 
-    return norm_backward.supported(tuple(map(size_hint, t.shape)), stride, channels_last, bits, group, t.dtype)
+    size = tuple(map(size_hint, t.shape))
+    return norm_backward.norm_plan(size, format, channels_last, torch.float32, t.device) is not None
 
 
 def sized(t: Tensor) -> Tensor:

@@ -16,12 +16,12 @@ from encke.capture.ledger import Record
 from encke.capture.sites import Site
 from encke.codecs import GroupQuant
 from encke.codecs.exact import Mask
-from encke.codecs.groupquant import channel_stride
-from encke.codecs.layout import Layout
 from encke.compiled import rewrites
 from encke.compiled.masks import read_mask_from_codes
 from encke.compiled.names import size_hint, value
 from encke.compiled.pair import Pair
+from encke.kernels import GroupFormat
+from encke.kernels.formats import channel_stride
 
 
 class Form(Enum):
@@ -96,31 +96,30 @@ class Writer:
         forward, backward = self.seeds(t.device)
         row = list(self.rows[t.device]).index(node)
         order = order_of(t)
-        stride = stride_of(t, codec.group, order)
-        rate = (codec.bits, codec.group, stride, codec.signs)
-        settings = (order, row, *rate)
+        format = GroupFormat(codec.bits, codec.group, t.dtype, stride_of(t, codec.group, order), codec.signs)
+        numbers = format.numbers()
         # Makes inductor store the tensor once, instead of once for the encoder and once for the other readers.
         node.meta["inductor_realize_to_strides"] = True
-        packed = self._write_encoder(node, (node, forward, *settings), rewrites.encoder_measures(t, *rate))
+        packed = self._write_encoder(node, (node, forward, row, numbers, order), rewrites.encoder_measures(t, format))
 
         def restore(data: Node) -> Node:
-            arguments = (data, backward, *self._layout(node), t.dtype, *settings)
+            arguments = (data, backward, row, numbers, *self._layout(node), order)
             return self._here(torch.ops.encke.site_decode.default, arguments)
 
         readers = self.pair.readers_behind(self.pair.inputs[node.name])
         mask_readers = [reader for reader, site in zip(readers, packing.sites, strict=True) if site.need == "mask"]
         data, restored = self.pair.swap(node, packed, restore)
-        arguments = (data, *self._layout(node), t.dtype, order, *rate)
+        arguments = (data, numbers, *self._layout(node), order)
         read_mask_from_codes(
             self.pair,
             mask_readers,
             t,
             lambda: self._here(torch.ops.encke.site_mask.default, arguments),
-            lambda grad: self._here(torch.ops.encke.site_gate.default, (grad, data, *rate)),
+            lambda grad: self._here(torch.ops.encke.site_gate.default, (grad, data, numbers)),
         )
         norm = rewrites.find_norm_backward(restored)
-        if norm is not None and rewrites.reads_codes(norm, t, *rate):
-            self._write_norm_backward(norm, (data, backward), (row, codec.bits, stride))
+        if norm is not None and rewrites.reads_codes(norm, t, format):
+            self._write_norm_backward(norm, (data, backward), (row, numbers))
             return packed
         for reader in list(restored.users):
             if rewrites.should_split_conv_backward(reader, restored):
@@ -149,7 +148,7 @@ class Writer:
         return packed
 
     def _write_norm_backward(
-        self, norm: rewrites.NormBackward, data: tuple[Node, Node], settings: tuple[int, ...]
+        self, norm: rewrites.NormBackward, data: tuple[Node, Node], settings: tuple[int, list[int]]
     ) -> None:
         """Let a batch norm's backward read codes."""
         graph, read = self.pair.backward, (norm.mean, norm.invstd, norm.weight)
@@ -255,4 +254,4 @@ def stride_of(t: Tensor, group: int, order: list[int]) -> int:
     for d in reversed(order):
         strides[d] = numel
         numel *= size[d]
-    return channel_stride(Layout(size, tuple(strides)), numel, group)
+    return channel_stride(size, tuple(strides), numel, group)

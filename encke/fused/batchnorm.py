@@ -19,10 +19,11 @@ from encke.capture.facts import SiteFacts
 from encke.capture.passes import ForwardPass
 from encke.capture.readers import matches
 from encke.codecs import Codec, Packed
-from encke.codecs.base import EncoderState, check_version, mix
+from encke.codecs.base import EncoderState, check_version
 from encke.codecs.groupquant import GroupQuantPacked
 from encke.codecs.layout import FORMATS, Layout
 from encke.fused.base import LayerForward, in_place_of, packed_for
+from encke.kernels.formats import NORM_GROUP, mix
 from encke.torch_internals import batch_norm_forward, cudnn_enabled, verify_batch_size
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -49,17 +50,17 @@ class DeferredBatchNorm(DeferredForward):
     def encode(self, codec: Codec, layout: Layout, length: int, key: int, state: EncoderState) -> Packed:
         """Compute result and statistics, and return the input packed."""
         x = self.t
-        stride, plan = codec.planned(x, layout, length, state)
-        if plan is None or plan.statistics is None or codec.group != self.plan.GROUP:
+        plan = codec.planned(x, layout, length, state)
+        if plan is None or not plan.fuses_forward or plan.format.group != NORM_GROUP:
             self.run_unfused()
             return codec.encode_run(x, layout, length, key, state)
-        workspace = torch.empty(self.plan.parts, dtype=torch.float32, device=plan.device)
+        workspace = torch.empty(self.plan.workspace_numel, dtype=torch.float32, device=plan.device)
         seed = mix(codec.seed, key)
-        data = plan.encode_beside(plan.statistics, x, workspace, seed)
+        data = plan.encode_moments(x, workspace, seed)
         self.plan.normalise(
             x, workspace, self.weight, self.bias, self.running, self.momentum, self.eps, self.statistics, self.out
         )
-        return GroupQuantPacked(codec, layout, x.dtype, length, data, seed, stride, plan)
+        return GroupQuantPacked(codec, layout, data, seed, plan)
 
     def run_unfused(self) -> None:
         """Compute result and statistics; nothing is packed."""
@@ -135,22 +136,24 @@ def gradients_from_codes(ctx: Any, grad: Tensor) -> Gradients | None:
     """Return the gradients from the packed input; None where the kernels do not take it."""
     saved = ctx._raw_saved_tensors[0].data
     packed = packed_for(saved, grad)
-    if packed is None or packed.codec.signs:
+    if packed is None:
         return None
-    kernels, layout, codec = backward_kernels(), saved.layout, packed.codec
-    channels_last, bits = layout.channels_last, codec.bits
-    if channels_last is None or not kernels.supported(
-        layout.size, packed.stride, channels_last, bits, codec.group, packed.dtype
-    ):
-        return None
+    kernels, layout = backward_kernels(), saved.layout
     mean, invstd, weight, version = ctx.kept[:4]
+    channels_last = layout.channels_last
+    if channels_last is None:
+        return None
+    weight_dtype = None if weight is None else weight.dtype
+    plan = kernels.norm_plan(layout.size, packed.plan.format, channels_last, weight_dtype, grad.device)
+    if plan is None:
+        return None
     if weight is not None and weight._version != version:
         check_version(weight, version)
     if grad.stride() != layout.stride:
         grad = grad.contiguous(memory_format=FORMATS[grad.dim()] if channels_last else torch.contiguous_format)
     want_x, want_weight, want_bias = ctx.needs_input_grad[:3]
     grad_x, grad_weight, grad_bias = kernels.norm_backward(
-        grad, packed.buffers[0], mean, invstd, weight, bits, packed.seed, channels_last, want_x
+        grad, packed.buffers[0], mean, invstd, weight, plan, packed.seed, want_x
     )
     return grad_x, grad_weight if want_weight else None, grad_bias if want_bias else None
 

@@ -7,7 +7,6 @@ memory the result itself is computed while it is packed (`DeferredRelu`).
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -17,10 +16,11 @@ from encke.capture.deferred import DeferredForward
 from encke.capture.facts import SiteFacts
 from encke.capture.passes import ForwardPass
 from encke.codecs import Codec, Packed
-from encke.codecs.base import EncoderState, mix
+from encke.codecs.base import EncoderState
 from encke.codecs.groupquant import GroupQuantPacked
 from encke.codecs.layout import Layout
 from encke.fused.base import LayerForward, in_place_of, packed_for
+from encke.kernels import mix
 
 
 class DeferredRelu(DeferredForward):
@@ -33,13 +33,13 @@ class DeferredRelu(DeferredForward):
     def encode(self, codec: Codec, layout: Layout, length: int, key: int, state: EncoderState) -> Packed:
         """Write the result and return it packed."""
         y = self.t
-        stride, plan = codec.planned(y, layout, length, state)
-        if plan is None or plan.relu is None:
+        plan = codec.planned(y, layout, length, state)
+        if plan is None or not plan.fuses_forward:
             self.run_unfused()
             return codec.encode_run(y, layout, length, key, state)
         seed = mix(codec.seed, key)
-        data = plan.encode_beside(plan.relu, self.x, y, seed)
-        return GroupQuantPacked(codec, layout, y.dtype, length, data, seed, stride, plan)
+        data = plan.encode_relu(self.x, y, seed)
+        return GroupQuantPacked(codec, layout, data, seed, plan)
 
     def run_unfused(self) -> None:
         """Write the result; nothing is packed."""
@@ -79,18 +79,7 @@ def gradient_from_codes(ctx: Any, grad: Tensor) -> Tensor | None:
     packed = packed_for(saved, grad)
     if packed is None or not saved.layout.dense or grad.stride() != saved.layout.stride:
         return None
-    codec = packed.codec
-    if packed.plan is not None:
-        return packed.plan.gate(packed.buffers[0], grad)
-    return gpu_kernels().gq_gate(packed.buffers[0], grad, codec.bits, codec.group, packed.stride, codec.signs)
-
-
-@functools.cache
-def gpu_kernels() -> Any:
-    """Return the module that launches GPU kernels. Imported when first needed: it needs Triton."""
-    from encke.kernels.gpu import launch
-
-    return launch
+    return packed.plan.gate(packed.buffers[0], grad)
 
 
 class ReluForward(LayerForward):

@@ -27,10 +27,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
     ],
 )
 def test_memory_read_as_it_lies_gives_the_codes_of_its_flat_run(view, dtype, monkeypatch):
+    from encke.kernels import gpu
 
-    from encke.kernels.gpu import launch
-
-    monkeypatch.setattr(kernels, "of", lambda device: launch)
+    monkeypatch.setattr(kernels, "backend_for", lambda device: gpu)
     x = view(torch.randn(4, 8, 16, 8, device=DEVICE).to(dtype)).requires_grad_()
     codec, state, (flat, layout) = GroupQuant(bits=4), EncoderState(), flatten(x.detach())
     expected = codec.encode_flat(flat, layout, key=5)
@@ -39,4 +38,4 @@ def test_memory_read_as_it_lies_gives_the_codes_of_its_flat_run(view, dtype, mon
         assert torch.equal(packed.buffers[0], expected.buffers[0]) and packed.nbytes == expected.nbytes
         decoded = packed.decode()
         assert torch.equal(decoded, expected.decode()) and decoded.stride() == x.stride()
-    assert (packed.plan is not None) == layout.dense
+    assert (codec.planned(x, layout, flat.numel(), state) is packed.plan) == layout.dense

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from encke.codecs import ErrorBounded, GroupQuant, LogProb
-from encke.codecs.base import mix
 from encke.codecs.logprob import STEPS
+from encke.kernels import mix
 
 DTYPES = pytest.mark.parametrize(
     ("dtype", "lowest"), [(torch.float32, -25), (torch.float16, -21), (torch.bfloat16, -18)], ids=str

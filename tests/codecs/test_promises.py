@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -14,13 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import encke
-from encke import kernels
 from encke.codecs import ErrorBounded, GroupQuant, Lossless
 from encke.codecs.exact import Window
-from encke.kernels import reference
+from encke.kernels import Backend, BoundedFormat, GroupFormat, backend_for, reference
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-IMPLEMENTATIONS = {"reference": reference, "cpu": kernels.implementation("cpu"), "gpu": kernels.implementation("cuda")}
+IMPLEMENTATIONS = {"reference": reference, "cpu": backend_for("cpu"), "gpu": backend_for("cuda")}
 DEVICE = {"reference": "cpu", "cpu": "cpu", "gpu": "cuda" if torch.cuda.is_available() else "cpu"}
 EXAMPLES = {"reference": 100, "cpu": 300, "gpu": 30}
 
@@ -61,13 +59,13 @@ def bits(t: Tensor) -> Tensor:
     return t.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
 
 
-def check_promise(module: ModuleType, device: str, case: dict) -> None:
+def check_promise(backend: Backend, device: str, case: dict) -> None:
     generator = torch.Generator().manual_seed(case["seed"] % 2**31)
     x = CONTENT[case["content"]](case["n"], generator).to(case["dtype"])
     bound, rel = (case["bound"], math.inf) if case["mode"] == "abs" else (math.inf, case["bound"])
-    args = (bound, rel, case["stochastic"], case["seed"], case["bitmap"], -1)
-    meta, payload = module.eb_encode(x.to(device), *args)
-    y = module.eb_decode(meta, payload, x.numel(), x.dtype, False).cpu()
+    format, seed = BoundedFormat(bound, rel, case["stochastic"], case["bitmap"], x.dtype), case["seed"]
+    meta, payload = backend.bounded_encode(x.to(device), format, seed, -1)
+    y = backend.bounded_decode(meta, payload, format, x.numel(), False).cpu()
     finite = torch.isfinite(x)
     wide = x.double()
     spread = float(wide[finite].max() - wide[finite].min()) if finite.any() else 0.0
@@ -81,11 +79,11 @@ def check_promise(module: ModuleType, device: str, case: dict) -> None:
         assert torch.equal(bits(y), bits(x))
     assert torch.equal(y == 0, x == 0)
     assert torch.equal(torch.sign(y[finite]), torch.sign(x[finite]))
-    assert torch.equal(module.eb_decode(meta, payload, x.numel(), x.dtype, True).cpu(), x != 0)
+    assert torch.equal(backend.bounded_decode(meta, payload, format, x.numel(), True).cpu(), x != 0)
     assert meta.numel() + payload.numel() <= x.numel() * x.element_size() * 1.02 + 64
 
-    meta, payload = reference.eb_encode(x, *args)
-    assert torch.equal(bits(reference.eb_decode(meta, payload, x.numel(), x.dtype, False)), bits(y))
+    meta, payload = reference.bounded_encode(x, format, seed, -1)
+    assert torch.equal(bits(reference.bounded_decode(meta, payload, format, x.numel(), False)), bits(y))
 
 
 @pytest.mark.slow
@@ -109,26 +107,26 @@ def test_error_bounded_promise(name: str) -> None:
 def test_group_quant_is_unbiased_and_keeps_zeros_and_signs(
     name: str, dtype: torch.dtype, width: int, signs: bool
 ) -> None:
-    module, device = IMPLEMENTATIONS[name], DEVICE[name]
+    device, format = torch.device(DEVICE[name]), GroupFormat(width, 256, dtype, 1, signs)
+    plan = IMPLEMENTATIONS[name].group_plan(format, 700, device)
+    oracle = reference.group_plan(format, 700, torch.device("cpu"))
     generator = torch.Generator().manual_seed(7)
-    draws = 3 if name == "gpu" and device == "cpu" else 200
+    draws = 3 if name == "gpu" and device.type == "cpu" else 200
     for content in ("normal", "relu", "integers", "zeros", "equal"):
         x = CONTENT[content](700, generator).to(dtype)
         total = torch.zeros(700, dtype=torch.float64)
         widest = 0.0
         for draw in range(draws):
             seed = draw * 0x9E3779B97F4A7C15 % 2**63
-            rest = (seed, 1, signs)
-            data = module.gq_encode(x.to(device), width, 256, *rest)
-            y = module.gq_decode(data, 700, width, 256, dtype, False, *rest).cpu()
+            data = plan.encode(x.to(device), seed)
+            y = plan.decode(data, seed).cpu()
             if draw < 2:
-                plain = reference.gq_encode(x, width, 256, *rest)
-                assert torch.equal(bits(reference.gq_decode(plain, 700, width, 256, dtype, False, *rest)), bits(y))
+                assert torch.equal(bits(oracle.decode(oracle.encode(x, seed), seed)), bits(y))
             if signs:
                 assert torch.equal(y == 0, x == 0) and torch.equal(torch.sign(y), torch.sign(x))
             if signs or (x >= 0).all():
                 assert (y[x == 0] == 0).all()
-                assert torch.equal(module.gq_decode(data, 700, width, 256, dtype, True, *rest).cpu(), x != 0)
+                assert torch.equal(plan.mask(data).cpu(), x != 0)
             else:
                 step = (x.double().max() - x.double().min()) / (2**width - 1)
                 assert (y.double() - x.double()).abs().max() <= 0.51 * step + torch.finfo(dtype).eps * 4

@@ -25,6 +25,7 @@ from encke.codecs import GroupQuant
 from encke.compiled import ops, rewrites
 from encke.compiled.model import CompiledModel
 from encke.compiled.names import name_of
+from encke.kernels import GroupFormat
 from tests.compiled.common import TWO, compile, error, gradients, images, net, same
 
 LAST = torch.channels_last
@@ -182,18 +183,18 @@ def test_small_inputs_are_not_measured(forward: list[Graph], monkeypatch: pytest
 @pytest.mark.parametrize(("channels", "measured"), [(24, True), (12, False)])
 def test_kernels_measure_while_they_encode(monkeypatch: pytest.MonkeyPatch, channels: int, measured: bool) -> None:
     """On a GPU, else in Triton's interpreter; where the kernels do not take a tensor, torch measures it."""
-    gpu = pytest.importorskip("encke.kernels.gpu.launch")
+    plans = pytest.importorskip("encke.kernels.gpu.plans")
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    def plan_of(like, dtype, bits, group, stride, signs, table=False):
-        return gpu.gq_plan(like.numel(), bits, group, dtype, stride, signs, like.device, table)
+    def plan_of(format, numel, device):
+        return plans.group_plan(GroupFormat.from_numbers(format), numel, device, True)
 
     seen: list[object] = []
-    beside = gpu.GqPlan.encode_beside
+    encode_moments = plans.GpuPlan.encode_moments
     monkeypatch.setattr(ops, "plan_of", plan_of)
-    monkeypatch.setattr(gpu.GqPlan, "encode_beside", lambda *all: seen.append(all) or beside(*all))
+    monkeypatch.setattr(plans.GpuPlan, "encode_moments", lambda *all: seen.append(all) or encode_moments(*all))
     x = (torch.randn(4, channels, 15, 17) * 2 + 20).to(device, torch.bfloat16).contiguous(memory_format=LAST)
-    settings = ([0, 2, 3, 1], 1, 2, 128, channels, False)
+    settings = (1, GroupFormat(2, 128, torch.bfloat16, channels).numbers(), [0, 2, 3, 1])
     seed = torch.tensor([3, -5], device=device)
     data, var, mean = torch.ops.encke.site_encode_moments(x, seed, *settings)
     assert len(seen) == measured
@@ -278,12 +279,12 @@ def test_masks_and_gates_are_exact_where_values_come_back_as_zero() -> None:
     x[:, :, ::2] = 0
     x[..., 0] = 1e30
     x = x.to(memory_format=LAST)
-    order, rate = [0, 2, 3, 1], (2, 128, 8, False)
-    data = torch.ops.encke.site_encode(x, torch.tensor([1]), order, 0, *rate)
-    mask = torch.ops.encke.site_mask(data, x.shape, x.stride(), x.dtype, order, *rate)
+    order, format = [0, 2, 3, 1], GroupFormat(2, 128, x.dtype, 8).numbers()
+    data = torch.ops.encke.site_encode(x, torch.tensor([1]), 0, format, order)
+    mask = torch.ops.encke.site_mask(data, format, x.shape, x.stride(), order)
     assert torch.equal(mask, x > 0) and mask.stride() == x.stride()
     grad = torch.randn_like(x)
-    assert torch.equal(torch.ops.encke.site_gate(grad, data, *rate), torch.where(x > 0, grad, 0))
+    assert torch.equal(torch.ops.encke.site_gate(grad, data, format), torch.where(x > 0, grad, 0))
 
 
 def test_other_batch_sizes_share_one_graph(everywhere: None, backward: list[Graph]) -> None:
@@ -301,23 +302,28 @@ def test_other_batch_sizes_share_one_graph(everywhere: None, backward: list[Grap
 def test_operators_agree_with_their_fakes() -> None:
     x = torch.randn(4, 16, 12, 12).to(memory_format=LAST)
     grad, seed, line = torch.randn_like(x), torch.tensor([3, 5]), torch.rand(16)
-    data = torch.ops.encke.site_encode(x, seed, [0, 2, 3, 1], 1, 2, 128, 16, False)
-    settings = (1, 2, 16)
+    order, format = [0, 2, 3, 1], GroupFormat(2, 128, x.dtype, 16).numbers()
+    data = torch.ops.encke.site_encode(x, seed, 1, format, order)
+    settings = (1, format)
     sums = torch.ops.encke.norm_sums(grad, data, seed, line, line, line, *settings)
     weight = torch.randn(8, 16, 3, 3)
     conv = (torch.randn(4, 8, 12, 12), weight, x.shape, x.stride(), [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-    encode = (seed, [0, 2, 3, 1], 1, 2, 128, 16, False)
+    flags = torch.ops.encke.mask_encode(x, order)
     calls = {
-        "site_encode_moments": (x.bfloat16(), *encode),
-        "site_mask": (data, x.shape, x.stride(), x.dtype, [0, 2, 3, 1], 2, 128, 16, False),
-        "site_gate": (grad, data, 2, 128, 16, False),
+        "site_encode": (x, seed, 1, format, order),
+        "site_encode_moments": (x.bfloat16(), seed, 1, GroupFormat(2, 128, torch.bfloat16, 16).numbers(), order),
+        "site_decode": (data, seed, 1, format, x.shape, x.stride(), order),
+        "site_mask": (data, format, x.shape, x.stride(), order),
+        "site_gate": (grad, data, format),
+        "mask_encode": (x, order),
+        "mask_decode": (flags, x.shape, x.stride(), x.dtype, order),
         "norm_sums": (grad, data, seed, line, line, line, *settings),
         "norm_apply": (grad, data, seed, sums, *settings),
         "conv_input_grad": conv,
     }
-    torch.library.opcheck(
-        torch.ops.encke.site_encode_moments.default, (x.contiguous().half(), *encode), test_utils=("test_schema",)
-    )
+    assert {*calls} == {function.__name__ for function in ops.OPERATORS} - {"forward_seeds"}
+    half = (x.contiguous().half(), seed, 1, GroupFormat(2, 128, torch.float16, 16).numbers(), order)
+    torch.library.opcheck(torch.ops.encke.site_encode_moments.default, half, test_utils=("test_schema",))
     for name, arguments in calls.items():
         arguments = tuple(list(a) if isinstance(a, torch.Size | tuple) else a for a in arguments)
         operator = getattr(torch.ops.encke, name).default

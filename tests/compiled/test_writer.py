@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import encke
-from encke.codecs.base import mix
 from encke.compiled.model import CompiledModel
 from encke.compiled.writer import Form, order_of, stride_of
+from encke.kernels import GroupFormat, mix
 from encke.train.models.gpt import Gpt
 from tests.compiled.common import EIGHT, TWO, compile, error, gradients, graphs, images, net, same
 
@@ -37,9 +37,9 @@ class Expected:
         codec, site = packing.codec, packing.sites[0]
         stride = stride_of(t, codec.group, order)
         seeds = torch.tensor([mix(codec.seed, mix(self.step, site.number, 0))])
-        settings = (order, 0, codec.bits, codec.group, stride, codec.signs)
-        data = torch.ops.encke.site_encode(t, seeds, *settings)
-        return lambda: torch.ops.encke.site_decode(data, seeds, t.shape, t.stride(), t.dtype, *settings)
+        format = GroupFormat(codec.bits, codec.group, t.dtype, stride, codec.signs).numbers()
+        data = torch.ops.encke.site_encode(t, seeds, 0, format, order)
+        return lambda: torch.ops.encke.site_decode(data, seeds, 0, format, t.shape, t.stride(), order)
 
     def unpack(self, packed: object) -> Tensor:
         return packed() if callable(packed) else packed  # type: ignore[return-value]

@@ -39,9 +39,9 @@ HALF = 2**-8
 @pytest.fixture(autouse=True)
 def gpu_kernels(monkeypatch) -> None:
 
-    from encke.kernels.gpu import launch
+    from encke.kernels import gpu
 
-    monkeypatch.setattr(kernels, "of", lambda device: launch)
+    monkeypatch.setattr(kernels, "backend_for", lambda device: gpu)
     monkeypatch.setattr(hooks, "SMALL", 1)
 
 

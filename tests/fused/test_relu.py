@@ -25,7 +25,7 @@ def test_relu_reads_its_mask_from_what_is_packed_for_the_next_layer(inplace, las
 
     def watched(ctx, grad):
         found, packed = gated(ctx, grad), ctx._raw_saved_tensors[0].data.cell.packed
-        gates.extend([] if found is None else [packed.stride])
+        gates.extend([] if found is None else [packed.plan.format.stride])
         return found
 
     monkeypatch.setattr(relu, "gradient_from_codes", watched)

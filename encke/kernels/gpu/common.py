@@ -1,8 +1,8 @@
-"""What the Triton kernels share: casts, reductions, the hash, and the tile of the error-bounded codec.
+"""Functions shared by the Triton kernels: casts, reductions, the hash, and the tile of the error-bounded codec.
 
 A tile is a few groups, shaped [half 2, block 16, group, slice 8, lane 4]: value 8 * slice + 4 * half + lane of a block.
 In this order of dimensions Triton gives each thread four lanes of all eight slices of one block, and each warp a group:
-packing then shifts and ors registers, four bytes in one word, and what is known of a block is known to its two threads.
+packing then shifts and ors registers, four bytes in one word, and two threads know all about their block.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ RAW = tl.constexpr(31)
 
 @triton.jit
 def nan_max(a, b):
+    """Return the larger, NaN if either is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def nan_min(a, b):
+    """Return the smaller, NaN if either is."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def highest(v, axis: tl.constexpr):
-    """The largest along an axis, where NaN counts as larger than anything."""
+    """Return the largest along an axis, where NaN counts as larger than anything."""
     if INTERPRETED:
         return tl.max(tl.where(v == v, v, float("inf")), axis)
     else:
@@ -38,7 +40,7 @@ def highest(v, axis: tl.constexpr):
 
 @triton.jit
 def lowest(v, axis: tl.constexpr):
-    """The smallest along an axis, where NaN counts as smaller than anything."""
+    """Return the smallest along an axis, where NaN counts as smaller than anything."""
     if INTERPRETED:
         return tl.min(tl.where(v == v, v, -float("inf")), axis)
     else:
@@ -47,7 +49,7 @@ def lowest(v, axis: tl.constexpr):
 
 @triton.jit
 def widen(bits, DTYPE: tl.constexpr):
-    """The computing value of what was loaded; bf16 travels as int16."""
+    """Return loaded values as the floats to compute with; bf16 travels as int16."""
     if DTYPE == tl.bfloat16:
         return (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     elif DTYPE == tl.float16:
@@ -58,7 +60,7 @@ def widen(bits, DTYPE: tl.constexpr):
 
 @triton.jit
 def narrow(v, DTYPE: tl.constexpr):
-    """The value as it is stored, rounded to nearest even; bf16 travels as int16."""
+    """Round values to nearest even, as they are stored; bf16 travels as int16."""
     if DTYPE != tl.bfloat16:
         return v.to(DTYPE)
     elif INTERPRETED:
@@ -74,13 +76,13 @@ def narrow(v, DTYPE: tl.constexpr):
 
 @triton.jit
 def divide(a, b):
-    """a / b rounded to nearest: fp32's own operator is only approximate."""
+    """Divide and round to nearest: fp32's own operator is only approximate."""
     return a / b if b.dtype == tl.float64 else tl.div_rn(a, b)
 
 
 @triton.jit
 def float_bits(v):
-    """The bits of what is stored, as an integer of the same size."""
+    """Return the bits of a stored value as an integer of the same size."""
     if v.dtype == tl.float64:
         return v.to(tl.int64, bitcast=True)
     elif v.dtype == tl.float32:
@@ -91,7 +93,7 @@ def float_bits(v):
 
 @triton.jit
 def exponent(v):
-    """floor(log2 v) of positive normal values, int32."""
+    """Return floor(log2 v) of positive normal values, int32."""
     if v.dtype == tl.float64:
         return ((float_bits(v) >> 52) - 1023).to(tl.int32)
     else:
@@ -100,7 +102,7 @@ def exponent(v):
 
 @triton.jit
 def power(e, like):
-    """2^e in the dtype of `like`."""
+    """Return 2^e in the dtype of `like`."""
     if like.dtype == tl.float64:
         return ((e.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
     else:
@@ -109,7 +111,7 @@ def power(e, like):
 
 @triton.jit
 def seed_of(seeds, seed_low, seed_high, TABLE: tl.constexpr):
-    """The halves of a seed: as given, or with TABLE those of number `seed_low` among `seeds`, which are int64."""
+    """Return the halves of a seed: as given, or with TABLE those of row `seed_low` of `seeds`, which are int64."""
     if TABLE:
         at = seeds.to(tl.pointer_type(tl.int32)) + seed_low * 2
         return tl.load(at), tl.load(at + 1)
@@ -119,21 +121,21 @@ def seed_of(seeds, seed_low, seed_high, TABLE: tl.constexpr):
 
 @triton.jit
 def random32(index, seed_low, seed_high):
-    """The hash of docs/design.md for each uint32 index, before it is turned and shifted."""
+    """Return the hash of docs/design.md for each uint32 index, before it is rotated and shifted."""
     h = (index ^ seed_low.to(tl.uint32)) * (seed_high.to(tl.uint32) | 1)
     h = (h ^ (h >> 15)) * 0x846CA68B
     return h ^ (h >> 16)
 
 
 @triton.jit
-def turned(h, turn):
-    """h rotated to the right."""
-    return (h >> turn) | (h << ((32 - turn) & 31))
+def rotate_right(h, count):
+    """Rotate 32 bits to the right."""
+    return (h >> count) | (h << ((32 - count) & 31))
 
 
 @triton.jit
 def tile_index(G: tl.constexpr):
-    """Where each value of a tile stands in its groups' memory."""
+    """Return the place of each value of a tile in its groups' memory."""
     h = tl.arange(0, 2)[:, None, None, None, None]
     b = tl.arange(0, 16)[None, :, None, None, None]
     g = tl.arange(0, G)[None, None, :, None, None]
@@ -143,34 +145,37 @@ def tile_index(G: tl.constexpr):
 
 @triton.jit
 def block_index(G: tl.constexpr):
-    """The number of each block of a tile: [block, group]."""
+    """Return the number of each block of a tile: [block, group]."""
     return tl.arange(0, 16)[:, None] + tl.arange(0, G)[None, :] * 16
 
 
 @triton.jit
 def of_group(v):
+    """Spread one number for each group over a tile."""
     return v[None, None, :, None, None]
 
 
 @triton.jit
 def of_block(v):
+    """Spread one number for each block over a tile."""
     return v[None, :, :, None, None]
 
 
 @triton.jit
 def tile_max(v):
-    """The largest of [block, group], a scalar."""
+    """Return the largest of [block, group], a scalar."""
     return tl.max(tl.max(v, 0), 0)
 
 
 @triton.jit
 def block_sum(v):
+    """Return the sum of each block of a tile."""
     return tl.sum(tl.sum(tl.sum(v, 4), 3), 0)
 
 
 @triton.jit
 def rank_of(flags):
-    """How many flags of its block stand before each one."""
+    """Return how many flags of its block stand before each one."""
     lanes = tl.sum(flags, 4)
     slices = tl.sum(lanes, 0)
     before_slice = tl.cumsum(slices, 2) - slices
@@ -181,26 +186,26 @@ def rank_of(flags):
 
 @triton.jit
 def shrink(eb, code):
-    """eb_c of docs/design.md."""
+    """Return eb_c of docs/design.md."""
     return tl.where(code == 0, eb * 0.5, eb - power(exponent(eb) - code, eb))
 
 
 @triton.jit
 def field_bytes(n, width):
-    """Bytes that the fields of n values of `width` bits take."""
+    """Return the bytes that the fields of n values of `width` bits take."""
     part = tl.where((width & 4) > 0, (n * 4 + 7) >> 3, 0) + tl.where((width & 2) > 0, (n * 2 + 7) >> 3, 0)
     return (width >> 3) * n + part + tl.where((width & 1) > 0, (n + 7) >> 3, 0)
 
 
 @triton.jit
 def word_index(N: tl.constexpr):
-    """Where the words of N slices of a field stand: [half, 1, 1, slice]."""
+    """Return the place of each word of N slices of a field: [half, 1, 1, slice]."""
     return tl.arange(0, N)[None, None, None, :] * 2 + tl.arange(0, 2)[:, None, None, None]
 
 
 @triton.jit
 def unit_pointer(p, BYTES: tl.constexpr):
-    """The same address as a pointer to integers of that size."""
+    """Return an address as a pointer to integers of that size."""
     if BYTES == 1:
         return p.to(tl.pointer_type(tl.uint8))
     elif BYTES == 2:
@@ -213,11 +218,11 @@ def unit_pointer(p, BYTES: tl.constexpr):
 
 @triton.jit
 def blocks_of_group(left, G: tl.constexpr):
-    """How many blocks each group of a tile has, of which `left` values remain."""
+    """Return how many blocks each group of a tile has, of which `left` values remain."""
     return tl.minimum(tl.maximum((left - tl.arange(0, G) * 1024 + 63) >> 6, 0), 16)
 
 
 @triton.jit
 def base_bytes(kind, blocks):
-    """Bytes that the bases of a group take."""
+    """Return the bytes that the bases of a group take."""
     return tl.where(kind == 1, (blocks + 3) & -4, tl.where(kind == 2, blocks * 4, 0))

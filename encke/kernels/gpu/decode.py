@@ -1,4 +1,4 @@
-"""The error-bounded decoder in Triton. docs/design.md explains the format, gpu_common.py the tile."""
+"""The error-bounded decoder in Triton. docs/design.md explains the format, common.py the tile."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from encke.kernels.gpu.common import (
 
 @triton.jit
 def expand(word, BITS: tl.constexpr, G: tl.constexpr):
-    """The slices that share a field's bytes: BITS slices of words -> 8 slices."""
+    """Take apart the slices that share a field's bytes: BITS slices of words -> 8 slices."""
     T: tl.constexpr = 8 // BITS
     shift = (tl.arange(0, T) * BITS).to(tl.uint32)[None, None, None, :, None]
     return tl.reshape(word[:, :, :, None, :] >> shift, (2, 16, G, 8))
@@ -35,14 +35,14 @@ def expand(word, BITS: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def split_lanes(word):
-    """The four bytes of each word: [half, block, group, slice, lane]."""
+    """Return the four bytes of each word: [half, block, group, slice, lane]."""
     shift = (tl.arange(0, 4) * 8).to(tl.uint32)[None, None, None, None, :]
     return ((word[:, :, :, :, None] >> shift) & 255).to(tl.int32)
 
 
 @triton.jit
 def get_aligned(at, width, most, G: tl.constexpr):
-    """Reads what put_aligned wrote."""
+    """Read what put_aligned wrote."""
     at, width = at[None, :, :, None], width[None, :, :, None]
     top = at + (width & 24) * 2
     four = tl.load(top + word_index(4), mask=(width & 4) > 0, other=0).to(tl.uint32)
@@ -62,7 +62,7 @@ def get_aligned(at, width, most, G: tl.constexpr):
 
 @triton.jit
 def get_raw(payload, start, raw, left, SIZE: tl.constexpr, UNIT: tl.constexpr, G: tl.constexpr):
-    """Reads what put_raw wrote, as integers."""
+    """Read what put_raw wrote, as integers."""
     i = tile_index(G)
     mask = of_block(raw) & (i < left)
     at = unit_pointer(payload, UNIT) + of_block(start // UNIT) + (i & 63) * (SIZE // UNIT)
@@ -77,7 +77,7 @@ def get_raw(payload, start, raw, left, SIZE: tl.constexpr, UNIT: tl.constexpr, G
 
 @triton.jit
 def map_starts(payload, cursor, heads, g0, groups, numel, SIZE: tl.constexpr, G: tl.constexpr):
-    """Where each block starts: a bitmap's size is known only after its bitmap, so one slot after the other."""
+    """Return where each block starts: a bitmap's size is known only after its bitmap, so one slot after the other."""
     group = tl.arange(0, G)
     column = tl.arange(0, 16)[:, None]
     start = tl.zeros((16, G), tl.int32)
@@ -100,7 +100,7 @@ def map_starts(payload, cursor, heads, g0, groups, numel, SIZE: tl.constexpr, G:
 
 @triton.jit
 def get_field(at, rank, n, keep, BITS: tl.constexpr):
-    """Bits of the values with that rank among n, from the field at byte pointers `at`."""
+    """Return bits of the values with that rank among n, from the field at byte pointers `at`."""
     length = tl.maximum((n * BITS + 7) >> 3, 1)
     # rank // length by a multiplication: exact for ranks below 64.
     t = (rank * of_block(65536 // length + 1)) >> 16
@@ -110,7 +110,7 @@ def get_field(at, rank, n, keep, BITS: tl.constexpr):
 
 @triton.jit
 def get_bytes(at, is_map, width, base, most, G: tl.constexpr):
-    """Levels of blocks of which some have bitmaps, at byte pointers `at` [block, group]."""
+    """Return levels of blocks of which some have bitmaps, at byte pointers `at` [block, group]."""
     # Through & 63 Triton does not see that bytes are neighbours, and keeps the tile's layout.
     j = (tl.arange(0, 2)[:, None, None, None, None] * 4 + tl.arange(0, 4)[None, None, None, None, :]) & 63
     byte = tl.load(of_block(at) + j, mask=of_block(is_map), other=255).to(tl.int32)
@@ -142,7 +142,7 @@ def get_bytes(at, is_map, width, base, most, G: tl.constexpr):
 
 @triton.jit
 def decode_levels(k, half):
-    """(2|k| - 1) * half with the sign of k, and zero for zero."""
+    """Return (2|k| - 1) * half with the sign of k, and zero for zero."""
     f = k.to(half.dtype)
     sign = tl.minimum(tl.maximum(f, -1.0), 1.0)
     return tl.fma(f, 2.0, -sign) * half
@@ -150,7 +150,7 @@ def decode_levels(k, half):
 
 @triton.jit
 def group_table(meta, g0, left, groups, G: tl.constexpr):
-    """Of each group: payload offset in bytes, shrink code, base kind, bytes of its bases."""
+    """Return for each group payload offset in bytes, shrink code, base kind, bytes of its bases."""
     group = tl.arange(0, G)
     here = g0 + group < groups
     offsets, infos = (meta + 32).to(tl.pointer_type(tl.uint32)) + g0, meta + 32 + groups * 4 + g0
@@ -166,7 +166,7 @@ def group_table(meta, g0, left, groups, G: tl.constexpr):
 
 @triton.jit
 def bases_of(groups_at, kind, is_map, exists):
-    """The base of each block: [block, group]."""
+    """Return the base of each block: [block, group]."""
     column, kind = tl.arange(0, 16)[:, None], kind[None, :]
     base = tl.where(is_map, 1, 0)
     if tile_max(kind) > 0:
@@ -179,7 +179,7 @@ def bases_of(groups_at, kind, is_map, exists):
 
 @triton.jit
 def put_values(out, value, mask, DTYPE: tl.constexpr, MASK: tl.constexpr):
-    """Writes what is stored for a tile's values, or whether they are not zero."""
+    """Write a tile's values as they are stored, or whether they are not zero."""
     if MASK:
         value = (widen(value, DTYPE) != 0).to(tl.uint8)
     tl.store(out, value, mask=mask)
@@ -189,7 +189,7 @@ def put_values(out, value, mask, DTYPE: tl.constexpr, MASK: tl.constexpr):
 def decode_tile(
     meta, payload, out, g0, numel, DTYPE: tl.constexpr, MASK: tl.constexpr, MAPPED: tl.constexpr, G: tl.constexpr
 ):
-    """Decodes a tile if it has bitmaps (MAPPED) or if it has none (not MAPPED)."""
+    """Decode a tile if it has bitmaps (MAPPED) or if it has none (not MAPPED)."""
     SIZE: tl.constexpr = 8 if DTYPE == tl.float64 else (4 if DTYPE == tl.float32 else 2)
     eb = tl.load(meta.to(tl.pointer_type(tl.float64))).to(tl.float64 if DTYPE == tl.float64 else tl.float32)
     groups = (numel + 1023) >> 10
@@ -227,7 +227,7 @@ def decode_tile(
 def decode_maps_kernel(
     meta, payload, out, numel: tl.int64, DTYPE: tl.constexpr, MASK: tl.constexpr, G: tl.constexpr, TILES: tl.constexpr
 ):
-    """Decodes the tiles with bitmaps, if there are any among the TILES of a program."""
+    """Decode the tiles with bitmaps, if there are any among the TILES of a program."""
     groups = (numel + 1023) >> 10
     blocks = (numel + 63) >> 6
     g0 = tl.program_id(0).to(tl.int64) * (G * TILES)
@@ -241,5 +241,5 @@ def decode_maps_kernel(
 
 @triton.jit
 def decode_kernel(meta, payload, out, numel: tl.int64, DTYPE: tl.constexpr, MASK: tl.constexpr, G: tl.constexpr):
-    """Decodes the tiles without bitmaps."""
+    """Decode the tiles without bitmaps."""
     decode_tile(meta, payload, out, tl.program_id(0).to(tl.int64) * G, numel, DTYPE, MASK, False, G)

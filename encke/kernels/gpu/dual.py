@@ -1,21 +1,28 @@
-"""The dual-precision kernels in Triton, as in docs/design.md: averages of tiles, and codes for what they leave.
+"""Dual precision on the GPU, as in docs/design.md: averages of tiles, and codes for the differences from them.
 
 A program of the encoder takes P planes from one end to the other: first TILES tiles at a time, then BYTES bytes of
-codes at a time. What it reads again it finds in the cache.
+codes at a time. What it reads a second time is in the cache.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from encke.kernels.gpu.common import divide, highest, lowest, nan_max, nan_min, narrow, random32, turned, widen
-from encke.kernels.gpu.rate import step_up
+from encke.kernels.formats import DualFormat
+from encke.kernels.gpu.codes import step_up
+from encke.kernels.gpu.common import divide, highest, lowest, nan_max, nan_min, narrow, random32, rotate_right, widen
+from encke.kernels.gpu.launch import TYPES, launch_kernel, power_of_two, seed_halves
+
+PROGRAM_COLUMNS = 512  # columns of tiles that a program sums at a time, with four warps
+PROGRAM_BYTES = 1024  # bytes of codes or mask bits that a program packs at a time
 
 
 @triton.jit
-def parts_of(data, planes, tiles, length, DTYPE: tl.constexpr):
-    """Where in the buffer steps, averages, codes and mask bits start."""
+def arrays_of(data, planes, tiles, length, DTYPE: tl.constexpr):
+    """Return where in the buffer steps, averages, codes and mask bits start."""
     at_step = data + planes * (8 if DTYPE == tl.float64 else 4)
     at_low = at_step + planes * (8 if DTYPE == tl.float64 else 2)
     at_codes = at_low + planes * tiles * 2
@@ -24,7 +31,7 @@ def parts_of(data, planes, tiles, length, DTYPE: tl.constexpr):
 
 @triton.jit
 def tile_of(i, width, across, magic, TALL: tl.constexpr, WIDE: tl.constexpr, DIVIDE: tl.constexpr):
-    """The tile that value i of a plane lies in. Unless DIVIDE, multiplying by `magic` divides exactly by width."""
+    """Return the tile that value i of a plane lies in. Unless DIVIDE, multiplying by `magic` divides by width."""
     i = i.to(tl.uint32)
     y = i // width.to(tl.uint32) if DIVIDE else tl.umulhi(i, magic.to(tl.uint32))
     return (y // TALL * across.to(tl.uint32) + (i - y * width.to(tl.uint32)) // WIDE).to(tl.int32)
@@ -32,7 +39,7 @@ def tile_of(i, width, across, magic, TALL: tl.constexpr, WIDE: tl.constexpr, DIV
 
 @triton.jit
 def averages(sums, count, WIDE: tl.constexpr):
-    """The averages of tiles as they are kept, from the sums of their columns: [P, TILES, columns] -> [P, TILES]."""
+    """Return the averages of tiles as stored, from the sums of their columns: [P, TILES, columns] -> [P, TILES]."""
     column = tl.arange(0, sums.shape[2])[None, None, :]
     total = tl.zeros((sums.shape[0], sums.shape[1]), sums.dtype)
     for j in range(WIDE):
@@ -47,7 +54,7 @@ def keep_averages(
     DTYPE: tl.constexpr, WORK: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr,
     P: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Stores the averages of all tiles; the smallest and the largest of what they leave in each plane."""
+    """Store the averages of all tiles; return the smallest and largest difference from them in each plane."""
     least = tl.full((P, TILES, COLUMNS), float("inf"), WORK)
     most = tl.full((P, TILES, COLUMNS), -float("inf"), WORK)
     column = tl.arange(0, COLUMNS)[None, :]
@@ -77,7 +84,7 @@ def keep_averages(
 
 @triton.jit
 def keep_mask(x, masks, here, values, DTYPE: tl.constexpr, P: tl.constexpr, BYTES: tl.constexpr):
-    """Stores a bit for each value: whether it differs from zero."""
+    """Store a bit for each value: whether it differs from zero."""
     length = (values + 7) // 8
     first = 0
     while first < length:
@@ -98,10 +105,11 @@ def dp_encode_kernel(
     DTYPE: tl.constexpr, BITS: tl.constexpr, MASKED: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
     COLUMNS: tl.constexpr, DIVIDE: tl.constexpr, P: tl.constexpr, TILES: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
+    """Encode P planes."""
     WORK: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
     across = (width + WIDE - 1) // WIDE
     tiles, length = (height + TALL - 1) // TALL * across, (values * BITS + 7) // 8
-    at_step, at_low, at_codes, at_mask = parts_of(data, planes, tiles, length, DTYPE)
+    at_step, at_low, at_codes, at_mask = arrays_of(data, planes, tiles, length, DTYPE)
     p = tl.program_id(0).to(tl.int64) * P + tl.arange(0, P)
     here = p < planes
     x += p[:, None] * values
@@ -137,7 +145,7 @@ def dp_encode_kernel(
             t = (rest - lo[:, None]) * inverse[:, None]
             t = tl.minimum(tl.where(t > 0, t, 0.0), (1 << BITS) - 1.0)
             # floor(t) + (hash < fraction * 2^24), in fixed point with the whole part above bit 24.
-            code = ((t * 16777216.0).to(tl.uint32) + ((turned(hash, 4 * BITS * s) ^ 0xFFFFFFFF) >> 8)) >> 24
+            code = ((t * 16777216.0).to(tl.uint32) + ((rotate_right(hash, 4 * BITS * s) ^ 0xFFFFFFFF) >> 8)) >> 24
             byte |= tl.where(valid, code, 0) << (BITS * s)
         tl.store(at_codes + j, byte.to(tl.uint8), mask=here[:, None] & (j < length))
         first += BYTES
@@ -152,10 +160,11 @@ def dp_decode_kernel(
     DTYPE: tl.constexpr, BITS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, DIVIDE: tl.constexpr,
     MASK: tl.constexpr, P: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
+    """Decode BYTES bytes of codes of P planes."""
     WORK: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
     across = (width + WIDE - 1) // WIDE
     tiles, length = (height + TALL - 1) // TALL * across, (values * BITS + 7) // 8
-    at_step, at_low, at_codes, _ = parts_of(data, planes, tiles, length, DTYPE)
+    at_step, at_low, at_codes, _ = arrays_of(data, planes, tiles, length, DTYPE)
     program = tl.program_id(0)
     p = (program // chunks).to(tl.int64) * P + tl.arange(0, P)
     here = p < planes
@@ -185,6 +194,7 @@ def dp_decode_kernel(
 def dp_mask_kernel(
     masks, out, planes: tl.int64, values: tl.int32, chunks: tl.int32, P: tl.constexpr, BYTES: tl.constexpr
 ):
+    """Unpack BYTES bytes of the mask bits of P planes."""
     length = (values + 7) // 8
     program = tl.program_id(0)
     p = (program // chunks).to(tl.int64) * P + tl.arange(0, P)
@@ -194,3 +204,54 @@ def dp_mask_kernel(
     for s in tl.static_range(8):
         i = j + s * length
         tl.store(out + (p * values)[:, None] + i, (byte >> s) & 1, mask=here[:, None] & (j < length) & (i < values))
+
+
+def reciprocal(height: int, width: int) -> tuple[int, bool]:
+    """Return 2^32 / width rounded up, which divides indices of a plane by width, and whether that is not exact."""
+    divide = width == 1 or height * width * width >= 1 << 32
+    return 0 if divide else -(-(1 << 32) // width), divide
+
+
+def shared_out(planes: int, length: int) -> tuple[int, int, int]:
+    """Share out `length` bytes of each plane: (planes of a program, bytes of a program, programs for a plane)."""
+    each = min(power_of_two(length), PROGRAM_BYTES)
+    return min(PROGRAM_BYTES // each, power_of_two(planes)), each, -(-length // each)
+
+
+def dual_encode(x: Tensor, format: DualFormat, seed: int) -> Tensor:
+    """Encode planes of height x width values, one after the other, into one buffer."""
+    numel, bits, values = x.numel(), format.bits, format.plane
+    data = torch.empty(format.nbytes(numel), dtype=torch.uint8, device=x.device)
+    if numel:
+        planes = numel // values
+        (tall, wide), (down, across) = format.tile, format.tiles
+        columns, (magic, divide) = power_of_two(wide), reciprocal(format.height, format.width)
+        tiles = min(power_of_two(down * across), max(PROGRAM_COLUMNS // columns, 1))
+        each = min(max(PROGRAM_COLUMNS // (tiles * columns), 1), power_of_two(planes))
+        length = min(power_of_two(-(-values * bits // 8)), PROGRAM_BYTES // each)
+        numbers = (planes, values, format.height, format.width, magic, *seed_halves(seed))
+        constants = (TYPES[x.dtype], bits, format.masked, tall, wide, columns, divide, each, tiles, length)
+        launch_kernel(dp_encode_kernel, -(-planes // each), (x, data), numbers, constants, 4)
+    return data
+
+
+def dual_decode(data: Tensor, format: DualFormat, numel: int, mask: bool) -> Tensor:
+    """Return the values that `dual_encode` stored.
+
+    With `mask`, return only whether each was not zero: exactly, where the buffer is `masked`.
+    """
+    dtype, values = format.dtype, format.plane
+    out = torch.empty(numel, dtype=torch.bool if mask else dtype, device=data.device)
+    planes = numel // values
+    if numel and mask and format.masked:
+        masks = data[format.places(numel)[3] :]
+        each, length, chunks = shared_out(planes, -(-values // 8))
+        programs = -(-planes // each) * chunks
+        launch_kernel(dp_mask_kernel, programs, (masks, out), (planes, values, chunks), (each, length), 4)
+    elif numel:
+        each, length, chunks = shared_out(planes, -(-values * format.bits // 8))
+        magic, divide = reciprocal(format.height, format.width)
+        numbers = (planes, values, format.height, format.width, magic, chunks, torch.finfo(dtype).max)
+        constants = (TYPES[dtype], format.bits, *format.tile, divide, mask, each, length)
+        launch_kernel(dp_decode_kernel, -(-planes // each) * chunks, (data, out), numbers, constants, 4)
+    return out

@@ -1,4 +1,4 @@
-"""The error-bounded encoder in Triton. docs/design.md explains the format, gpu_common.py the tile."""
+"""The error-bounded encoder in Triton. docs/design.md explains the format, common.py the tile."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from encke.kernels.gpu.common import (
     of_group,
     random32,
     rank_of,
+    rotate_right,
     shrink,
     tile_index,
     tile_max,
-    turned,
     unit_pointer,
     widen,
     word_index,
@@ -36,7 +36,7 @@ from encke.kernels.gpu.common import (
 
 @triton.jit
 def key_of(v):
-    """An unsigned key in the order of float64 values."""
+    """Return an unsigned key in the order of float64 values."""
     bits = v.to(tl.int64, bitcast=True)
     flip = (bits >> 63) | tl.full((), -(2**63), tl.int64)
     return (bits ^ flip).to(tl.uint64, bitcast=True)
@@ -44,6 +44,7 @@ def key_of(v):
 
 @triton.jit
 def value_of(key):
+    """Return the value of a key."""
     bits = key.to(tl.int64, bitcast=True)
     flip = ((bits ^ -1) >> 63) | tl.full((), -(2**63), tl.int64)
     return (bits ^ flip).to(tl.float64, bitcast=True)
@@ -51,7 +52,7 @@ def value_of(key):
 
 @triton.jit
 def range_kernel(x, meta, numel: tl.int64, DTYPE: tl.constexpr, SIZE: tl.constexpr):
-    """Keys of the largest and of the negated smallest finite value, by atomic maximum from zero, into meta[16:32]."""
+    """Write keys of the largest and the negated smallest finite value to meta[16:32], by atomic maximum from zero."""
     first = tl.program_id(0).to(tl.int64) * SIZE
     left = tl.minimum(numel - first, SIZE).to(tl.int32)
     i = tl.arange(0, SIZE)
@@ -68,7 +69,7 @@ def range_kernel(x, meta, numel: tl.int64, DTYPE: tl.constexpr, SIZE: tl.constex
 
 @triton.jit
 def usable_bound(meta, bound, rel, DTYPE: tl.constexpr, RELATIVE: tl.constexpr):
-    """min(bound, rel * range) rounded down, clamped, zero where too small; the host has done that for `bound` alone."""
+    """Round min(bound, rel * range) down, clamp it, zero where too small; the host has done that for `bound` alone."""
     eb = tl.full((), bound, tl.float64)
     if not RELATIVE:
         return eb if DTYPE == tl.float64 else eb.to(tl.float32)
@@ -88,7 +89,7 @@ def usable_bound(meta, bound, rel, DTYPE: tl.constexpr, RELATIVE: tl.constexpr):
 
 @triton.jit
 def shrink_code(m, eb, DTYPE: tl.constexpr):
-    """The shrink code of groups whose largest magnitude is m."""
+    """Return the shrink code of groups whose largest magnitude is m."""
     EMIN: tl.constexpr = -14 if DTYPE == tl.float16 else (-1022 if DTYPE == tl.float64 else -126)
     COST: tl.constexpr = (
         -8 if DTYPE == tl.bfloat16 else (-11 if DTYPE == tl.float16 else (-21 if DTYPE == tl.float32 else -50))
@@ -100,16 +101,16 @@ def shrink_code(m, eb, DTYPE: tl.constexpr):
 
 @triton.jit
 def tile_hash(block, seed_low, seed_high, G: tl.constexpr):
-    """The random bits of a tile. Values 16 apart share a hash: the compiler finds it the same and computes it once."""
+    """Return the random bits of a tile. Values 16 apart share a hash, which the compiler computes once."""
     i = tile_index(G).to(tl.uint32)
     slice = tl.arange(0, 8).to(tl.uint32)[None, None, None, :, None]
     word = block.to(tl.uint32) * 16 + (i >> 6) * 16 + (slice & 1) * 8 + (i & 7)
-    return turned(random32(word, seed_low, seed_high), (slice >> 1) * 8)
+    return rotate_right(random32(word, seed_low, seed_high), (slice >> 1) * 8)
 
 
 @triton.jit
 def round_up(v):
-    """The whole number above: the language's own takes denormal fp32 values for zero, and so gives zero."""
+    """Round up to a whole number: the language's own function takes denormal fp32 values for zero."""
     if INTERPRETED or v.dtype == tl.float64:
         return tl.ceil(v)
     else:
@@ -118,7 +119,7 @@ def round_up(v):
 
 @triton.jit
 def level_size(a, inverse, block, seed_low, seed_high, STOCHASTIC: tl.constexpr):
-    """The magnitude of the level of magnitude a, in floating point; `block` is the number of the tile's first block."""
+    """Return the level of magnitude a, in floating point; `block` is the number of the tile's first block."""
     if STOCHASTIC:
         q = a * inverse + 0.5
         k = tl.floor(q)
@@ -131,19 +132,19 @@ def level_size(a, inverse, block, seed_low, seed_high, STOCHASTIC: tl.constexpr)
 
 @triton.jit
 def at_least_one(k, a):
-    """No level is zero but that of zero, even where the product was too small for the dtype."""
+    """Raise levels to one, except that of zero, even where the product was too small for the dtype."""
     return tl.where(a > 0, tl.maximum(k, 1.0), 0.0)
 
 
 @triton.jit
 def decode_error(k, a, half, DTYPE: tl.constexpr):
-    """|decoded - a| for magnitudes; zero counts as -half."""
+    """Return |decoded - a| for magnitudes; zero counts as -half."""
     return tl.abs(widen(narrow(tl.fma(k, 2.0, -1.0) * half, DTYPE), DTYPE) - a)
 
 
 @triton.jit
 def with_sign(k, v):
-    """k as an integer with the sign of v."""
+    """Return k as an integer with the sign of v."""
     if k.dtype == tl.float64:
         sign = v.to(tl.int64, bitcast=True) & tl.full((), -(2**63), tl.int64)
         return (k.to(tl.int64, bitcast=True) | sign).to(tl.float64, bitcast=True).to(tl.int32)
@@ -153,37 +154,40 @@ def with_sign(k, v):
 
 
 @triton.jit
-def bits_of(v):
-    """How many bits an integer between 0 and 2^24 + 2^20 needs."""
+def bit_width(v):
+    """Return how many bits an integer between 0 and 2^24 + 2^20 needs."""
     return tl.maximum((v.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126, 0)
 
 
 @triton.jit
 def block_highest(v):
-    """The largest of each block of a tile: [block, group]."""
+    """Return the largest of each block of a tile, or NaN: [block, group]."""
     return highest(highest(highest(v, 4), 3), 0)
 
 
 @triton.jit
 def block_lowest(v):
+    """Return the smallest of each block of a tile, or NaN."""
     return lowest(lowest(lowest(v, 4), 3), 0)
 
 
 @triton.jit
 def block_max(v):
+    """Return the largest of each block of a tile."""
     return tl.max(tl.max(tl.max(v, 4), 3), 0)
 
 
 @triton.jit
 def block_min(v):
+    """Return the smallest of each block of a tile."""
     return tl.min(tl.min(tl.min(v, 4), 3), 0)
 
 
 @triton.jit
-def plan(KIND: tl.constexpr, must_raw, raw_size, low, high, count, low_nz, high_nz, BITMAP: tl.constexpr):
-    """Size, head and base of each block under a base kind."""
+def forms_of(KIND: tl.constexpr, must_raw, raw_size, low, high, count, low_nz, high_nz, BITMAP: tl.constexpr):
+    """Return size, head and base of each block under a base kind."""
     base = tl.zeros_like(low) if KIND == 0 else low
-    head = bits_of(tl.maximum(high - base, 0))
+    head = bit_width(tl.maximum(high - base, 0))
     size = head * 8
     if KIND == 0:
         unfit = low < 0
@@ -193,7 +197,7 @@ def plan(KIND: tl.constexpr, must_raw, raw_size, low, high, count, low_nz, high_
         unfit = low != low
     if BITMAP:
         map_base = tl.full(low.shape, 1, tl.int32) if KIND == 0 else low_nz
-        map_width = bits_of(tl.maximum(high_nz - map_base, 0))
+        map_width = bit_width(tl.maximum(high_nz - map_base, 0))
         map_size = 8 + field_bytes(count, map_width)
         use_map = map_size < size
         size = tl.where(use_map, map_size, size)
@@ -205,13 +209,13 @@ def plan(KIND: tl.constexpr, must_raw, raw_size, low, high, count, low_nz, high_
 
 @triton.jit
 def join_lanes(v):
-    """Four lanes of a byte each as one word: [half, block, group, slice]."""
+    """Join four lanes of a byte each to one word: [half, block, group, slice]."""
     return tl.sum(v.to(tl.uint32) << (tl.arange(0, 4) * 8).to(tl.uint32)[None, None, None, None, :], 4)
 
 
 @triton.jit
 def merge(word, BITS: tl.constexpr, G: tl.constexpr):
-    """Ors the slices that share a field's bytes: 8 slices of words -> BITS slices."""
+    """Or the slices that share a field's bytes: 8 slices of words -> BITS slices."""
     T: tl.constexpr = 8 // BITS
     shift = (tl.arange(0, T) * BITS).to(tl.uint32)[None, None, None, :, None]
     return tl.sum(tl.reshape(word, (2, 16, G, T, BITS)) << shift, 3)
@@ -219,7 +223,7 @@ def merge(word, BITS: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def put_aligned(at, rest, width, most, G: tl.constexpr):
-    """Writes the fields of all 64 values of each block at the word pointers `at` [block, group]."""
+    """Write the fields of all 64 values of each block at the word pointers `at` [block, group]."""
     at, width = at[None, :, :, None], width[None, :, :, None]
     if most >= 8:
         for plane in tl.static_range(3):
@@ -237,7 +241,7 @@ def put_aligned(at, rest, width, most, G: tl.constexpr):
 
 @triton.jit
 def put_raw(payload, start, raw, x, left, SIZE: tl.constexpr, UNIT: tl.constexpr, G: tl.constexpr):
-    """Copies the values of raw blocks to byte `start` of the payload, UNIT bytes at a time."""
+    """Copy the values of raw blocks to byte `start` of the payload, UNIT bytes at a time."""
     i = tile_index(G)
     mask = of_block(raw) & (i < left)
     bits = tl.load(unit_pointer(x, SIZE) + i, mask=mask, other=0)
@@ -248,7 +252,7 @@ def put_raw(payload, start, raw, x, left, SIZE: tl.constexpr, UNIT: tl.constexpr
 
 @triton.jit
 def put_field(at, words, n, shift, present, BITS: tl.constexpr, G: tl.constexpr):
-    """Writes one field of the n values whose bytes stand in the scratch `words`, at byte pointers `at`."""
+    """Write one field of the n values whose bytes stand in the scratch `words`, at byte pointers `at`."""
     length = ((n * BITS + 7) >> 3)[None, :, :, None]
     word = tl.zeros((2, 16, G, BITS), tl.uint32)
     for t in tl.static_range(8 // BITS):
@@ -269,7 +273,7 @@ def put_field(at, words, n, shift, present, BITS: tl.constexpr, G: tl.constexpr)
 
 @triton.jit
 def put_bytes(at, rest, flags, is_map, n, width, most, scratch, G: tl.constexpr):
-    """Writes bitmaps and fields at byte pointers `at`; a scratch brings the n values of a block together."""
+    """Write bitmaps and fields at byte pointers `at`; a scratch brings the n values of a block together."""
     s = tl.arange(0, 8)[None, None, None, :, None]
     lane = (tl.arange(0, 2)[:, None, None, None] * 4 + tl.arange(0, 4)[None, None, None, :]) & 63
     tl.store(at[None, :, :, None] + lane, tl.sum(flags << s, 3).to(tl.uint8), mask=is_map[None, :, :, None])
@@ -290,7 +294,7 @@ def put_bytes(at, rest, flags, is_map, n, width, most, scratch, G: tl.constexpr)
 
 @triton.jit
 def put_plane(at, words, n, width, plane, G: tl.constexpr):
-    """Writes the fields that hold the bits 8 * plane and up."""
+    """Write the fields that hold the bits 8 * plane and up."""
     full = width >= (plane + 1) * 8
     if tile_max(full.to(tl.int32)) > 0:
         put_field(at, words, n, width & 0, full, 8, G)
@@ -307,7 +311,7 @@ def put_plane(at, words, n, width, plane, G: tl.constexpr):
 
 @triton.jit
 def find_levels(v, bits, eb, block, seed_low, seed_high, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Levels of a tile, their smallest and largest for each block, the shrink codes, and which blocks must be raw."""
+    """Return levels of a tile, their range for each block, the shrink codes, and which blocks must be raw."""
     limit = eb * 4194304.0
     top, bottom = block_highest(v), block_lowest(v)
     largest = nan_max(top, -bottom)
@@ -344,13 +348,13 @@ def find_levels(v, bits, eb, block, seed_low, seed_high, DTYPE: tl.constexpr, ST
 
 @triton.jit
 def choose_kind(must_raw, raw_size, low, high, count, low_nz, high_nz, blocks, BITMAP: tl.constexpr):
-    """The base kind with the smallest total for each group, and size, head and base of each block under it."""
+    """Return the base kind with the smallest total for each group, and size, head and base of each block."""
     # Blocks after the end are all zero: their size and width are 0 under every kind.
-    size, head, base = plan(0, must_raw, raw_size, low, high, count, low_nz, high_nz, BITMAP)
+    size, head, base = forms_of(0, must_raw, raw_size, low, high, count, low_nz, high_nz, BITMAP)
     total = tl.sum(size, 0)
     kind = tl.zeros_like(total)
     for KIND in tl.static_range(1, 3):
-        size_k, head_k, base_k = plan(KIND, must_raw, raw_size, low, high, count, low_nz, high_nz, BITMAP)
+        size_k, head_k, base_k = forms_of(KIND, must_raw, raw_size, low, high, count, low_nz, high_nz, BITMAP)
         total_k = tl.sum(size_k, 0) + (((blocks + 3) & -4) if KIND == 1 else blocks * 4)
         better = total_k < total
         total, kind = tl.where(better, total_k, total), tl.where(better, KIND, kind)
@@ -362,7 +366,7 @@ def choose_kind(must_raw, raw_size, low, high, count, low_nz, high_nz, blocks, B
 
 @triton.jit
 def put_tables(meta, tile, numel, exists, offset, info, head, G: tl.constexpr):
-    """Writes what meta holds of a tile."""
+    """Write the metadata of a tile."""
     groups, g0 = (numel + 1023) >> 10, tile.to(tl.int64) * G
     group = g0 + tl.arange(0, G)
     tl.store((meta + 32).to(tl.pointer_type(tl.int32)) + group, offset.to(tl.int32), mask=group < groups)
@@ -372,7 +376,7 @@ def put_tables(meta, tile, numel, exists, offset, info, head, G: tl.constexpr):
 
 @triton.jit
 def put_bases(groups_at, base, kind, exists):
-    """Writes the bases of each group at its byte pointer."""
+    """Write the bases of each group at its byte pointer."""
     column, kind, at = tl.arange(0, 16)[:, None], kind[None, :], groups_at[None, :]
     if tile_max(kind) > 0:
         tl.store(at + column, base.to(tl.uint8), mask=exists & (kind == 1))
@@ -433,7 +437,7 @@ def encode_kernel(
     seed_low: tl.int32, seed_high: tl.int32, tiles: tl.int32,
     DTYPE: tl.constexpr, RELATIVE: tl.constexpr, STOCHASTIC: tl.constexpr, BITMAP: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """Encodes tiles. Each reserves its space with one addition to the counter in meta, and writes only what fits."""
+    """Encode tiles. Each reserves its space with one addition to the counter in meta, and writes only what fits."""
     eb = usable_bound(meta, bound, rel, DTYPE, RELATIVE)
     pid = tl.program_id(0)
     if pid == 0:

@@ -1,26 +1,25 @@
 """The forward of batch norm in training together with packing its input: channels_last memory, 16-bit values.
 
-Three steps, none of which the host waits for. The encoder has the values in registers and writes the mean and the
-spread of each group beside its codes (gpu_pairs.py). From these come mean and variance of each channel, without the
+Three steps, and the host waits for none of them. The encoder has the values in registers and writes the mean and the
+spread of each group beside its codes (pairs.py). From these come mean and variance of each channel, without the
 difference of two large sums that E[x^2] - E[x]^2 would be. Then (x - mean) * scale + bias.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from encke.codecs.groupquant import channel_stride
-from encke.codecs.layout import layout_of
+from encke.kernels.formats import NORM_GROUP, channel_stride, run_length
 from encke.kernels.gpu.common import narrow, widen
 from encke.kernels.gpu.launch import TYPES, Launch
 
-GROUP = 128
-PARTS = 4096  # means of groups that a program reads at a time, of eight channels
+MOMENTS = 4096  # moments of groups that a program reads at a time, of eight channels
 MANY = 2048  # groups of a channel that one program goes through; more are first merged by many programs
 VALUES = 4096  # values that a program normalises
 UNIT = 8  # channels come in a multiple of this: 16 bytes
@@ -28,9 +27,9 @@ UNIT = 8  # channels come in a multiple of this: 16 bytes
 
 @triton.jit
 def moments_of(
-    parts, c, here, start, end, blocks, channels, pixels, ROWS: tl.constexpr, CH: tl.constexpr, GROUP: tl.constexpr
+    workspace, c, here, start, end, blocks, channels, pixels, ROWS: tl.constexpr, CH: tl.constexpr, GROUP: tl.constexpr
 ):  # fmt: skip
-    """Mean and mean square of the distance from it, of the channels `c` that are `here`, in blocks start to end."""
+    """Return mean and mean squared deviation of the channels `c` that are `here`, in blocks start to end."""
     row = tl.arange(0, ROWS)[:, None]
     apart = blocks.to(tl.int64) * channels
     count = tl.zeros((ROWS, 1), tl.float32)
@@ -39,17 +38,17 @@ def moments_of(
     first = start
     while first < end:
         block = first + row
-        at = parts + block.to(tl.int64) * channels + c[None, :]
+        at = workspace + block.to(tl.int64) * channels + c[None, :]
         there = (block < end) & here[None, :]
-        part_mean = tl.load(at, mask=there, other=0.0)
-        part_square = tl.load(at + apart, mask=there, other=0.0)
+        group_mean = tl.load(at, mask=there, other=0.0)
+        group_square = tl.load(at + apart, mask=there, other=0.0)
         left = tl.minimum(tl.maximum(pixels - block.to(tl.int64) * GROUP, 0), GROUP)
         left = tl.where(block < end, left, 0).to(tl.float32)
         together = count + left
         share = left / tl.maximum(together, 1.0)
-        away = part_mean - mean
+        away = group_mean - mean
         mean += away * share
-        square += part_square + away * away * (count * share)
+        square += group_square + away * away * (count * share)
         count = together
         first += ROWS
     one = 1.0 / tl.sum(tl.sum(count, 1), 0)
@@ -60,15 +59,15 @@ def moments_of(
 
 @triton.jit(do_not_specialize=["blocks", "channels", "pixels"])
 def merge_kernel(
-    parts, merged, blocks: tl.int32, channels: tl.int32, pixels: tl.int64,
+    workspace, merged, blocks: tl.int32, channels: tl.int32, pixels: tl.int64,
     ROWS: tl.constexpr, CH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The same parts for groups that are ROWS times as large."""
+    """Merge the moments of ROWS groups each."""
     c = tl.program_id(0) * CH + tl.arange(0, CH)
     here = c < channels
     n = tl.program_id(1)
     start, end = n * ROWS, tl.minimum(n * ROWS + ROWS, blocks)
-    middle, spread = moments_of(parts, c, here, start, end, blocks, channels, pixels, ROWS, CH, GROUP)
+    middle, spread = moments_of(workspace, c, here, start, end, blocks, channels, pixels, ROWS, CH, GROUP)
     count = tl.minimum(pixels - start.to(tl.int64) * GROUP, ROWS * GROUP).to(tl.float32)
     to = merged + n.to(tl.int64) * channels + c
     tl.store(to, middle, mask=here)
@@ -77,27 +76,27 @@ def merge_kernel(
 
 @triton.jit(do_not_specialize=["blocks", "channels", "pixels"])
 def moments_kernel(
-    parts, mean, var, blocks: tl.int32, channels: tl.int32, pixels: tl.int64,
+    workspace, mean, var, blocks: tl.int32, channels: tl.int32, pixels: tl.int64,
     ROWS: tl.constexpr, CH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Mean and variance of each channel, for who computes the rest."""
+    """Write mean and variance of each channel."""
     c = tl.program_id(0) * CH + tl.arange(0, CH)
     here = c < channels
-    middle, spread = moments_of(parts, c, here, 0, blocks, blocks, channels, pixels, ROWS, CH, GROUP)
+    middle, spread = moments_of(workspace, c, here, 0, blocks, blocks, channels, pixels, ROWS, CH, GROUP)
     tl.store(mean + c, middle, mask=here)
     tl.store(var + c, spread, mask=here)
 
 
 @triton.jit(do_not_specialize=["blocks", "channels", "pixels"])
 def statistics_kernel(
-    parts, weight, bias, running_mean, running_var, kept, blocks: tl.int32, channels: tl.int32, pixels: tl.int64,
+    workspace, weight, bias, running_mean, running_var, kept, blocks: tl.int32, channels: tl.int32, pixels: tl.int64,
     momentum: tl.float32, eps: tl.float32,
     RUNNING: tl.constexpr, ROWS: tl.constexpr, CH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Mean, 1 / deviation, scale and bias of each channel, the rows of `kept`; moves the running statistics on."""
+    """Write mean, 1 / deviation, scale and bias of each channel to `kept`; update the running statistics."""
     c = tl.program_id(0) * CH + tl.arange(0, CH)
     here = c < channels
-    middle, var = moments_of(parts, c, here, 0, blocks, blocks, channels, pixels, ROWS, CH, GROUP)
+    middle, var = moments_of(workspace, c, here, 0, blocks, blocks, channels, pixels, ROWS, CH, GROUP)
     inverse = tl.div_rn(1.0, tl.sqrt_rn(var + eps))
     tl.store(kept + c, middle, mask=here)
     tl.store(kept + channels + c, inverse, mask=here)
@@ -116,7 +115,7 @@ def normalise_kernel(
     x, kept, out, units: tl.int32, pixels: tl.int64,
     DTYPE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, CH: tl.constexpr,
 ):  # fmt: skip
-    """(x - mean) * scale + bias for ROWS pixels of CH channels."""
+    """Write (x - mean) * scale + bias for ROWS pixels of CH channels."""
     channels = units * UNIT
     c = tl.program_id(1) * CH + tl.arange(0, CH)
     here = c < channels
@@ -136,17 +135,26 @@ def normalise_kernel(
 
 
 class ForwardPlan:
-    """All that does not change from one call to the next for tensors of one size."""
+    """Plan of batch norm's forward for tensors of one size."""
 
-    __slots__ = ("apply", "channels", "device", "merge", "merged", "moments", "numbers", "parts", "statistics")
-    GROUP = GROUP
+    __slots__ = (
+        "apply",
+        "channels",
+        "device",
+        "merge",
+        "merged",
+        "moments",
+        "numbers",
+        "statistics",
+        "workspace_numel",
+    )
 
     def __init__(self, pixels: int, channels: int, dtype: torch.dtype, device: torch.device) -> None:
         self.channels, self.device = channels, device
-        blocks = -(-pixels // GROUP)
-        self.parts = 2 * blocks * channels
+        blocks = -(-pixels // NORM_GROUP)
+        self.workspace_numel = 2 * blocks * channels
         self.numbers = (blocks, channels, pixels), (channels // UNIT, pixels)
-        most, programs, group = PARTS // UNIT, channels // UNIT, GROUP
+        most, programs, group = MOMENTS // UNIT, channels // UNIT, NORM_GROUP
         self.merge: tuple[Launch, tuple[int, int, int]] | None = None
         if blocks > MANY:
             fewer = -(-blocks // most)
@@ -165,26 +173,26 @@ class ForwardPlan:
         self.apply = Launch(normalise_kernel, grid, (TYPES[dtype], UNIT, rows, width), 4, 0)
 
     def normalise(
-        self, x: Tensor, parts: Tensor, weight: Tensor, bias: Tensor, running: tuple[Tensor, Tensor] | None,
+        self, x: Tensor, workspace: Tensor, weight: Tensor, bias: Tensor, running: tuple[Tensor, Tensor] | None,
         momentum: float, eps: float, kept: Tensor, out: Tensor,
     ) -> None:  # fmt: skip
-        """Writes `kept`, [mean, 1 / deviation, scale, bias], and `out` from what the encoder wrote to `parts`."""
+        """Write `kept`, [mean, 1 / deviation, scale, bias], and `out` from what the encoder wrote to `workspace`."""
         means = (weight, bias) if running is None else running
         numbers = (*self.numbers[0], momentum, eps)
-        self.statistics[running is not None]((self.fewer(parts), weight, bias, *means, kept), numbers)
+        self.statistics[running is not None]((self._merged(workspace), weight, bias, *means, kept), numbers)
         self.apply((x, kept, out), self.numbers[1])
 
-    def measure(self, parts: Tensor, mean: Tensor, var: Tensor) -> None:
-        """Writes mean and variance alone from what the encoder wrote to `parts`."""
-        self.moments((self.fewer(parts), mean, var), self.numbers[0])
+    def measure(self, workspace: Tensor, mean: Tensor, var: Tensor) -> None:
+        """Write mean and variance alone from what the encoder wrote to `workspace`."""
+        self.moments((self._merged(workspace), mean, var), self.numbers[0])
 
-    def fewer(self, parts: Tensor) -> Tensor:
-        """Parts that one program for eight channels goes through quickly."""
+    def _merged(self, workspace: Tensor) -> Tensor:
+        """Return few enough moments for one program for eight channels."""
         if self.merge is None:
-            return parts
+            return workspace
         merged = torch.empty(self.merged, dtype=torch.float32, device=self.device)
         launch, numbers = self.merge
-        launch((parts, merged), numbers)
+        launch((workspace, merged), numbers)
         return merged
 
 
@@ -192,9 +200,10 @@ class ForwardPlan:
 def forward_plan(
     size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> ForwardPlan | None:
-    """The plan for tensors of that size in memory; None where the kernels do not take them."""
-    layout, numel = layout_of(size, stride)
-    channels = size[1]
-    if dtype.itemsize != 2 or not layout.dense or channel_stride(layout, numel, GROUP) != channels or channels % UNIT:
+    """Return the plan for tensors of that size and stride; None where the kernels do not take them."""
+    numel, channels = math.prod(size), size[1]
+    if dtype.itemsize != 2 or channels % UNIT or run_length(size, stride) != numel:
+        return None
+    if channel_stride(tuple(size), tuple(stride), numel, NORM_GROUP) != channels:
         return None
     return ForwardPlan(numel // channels, channels, dtype, device)

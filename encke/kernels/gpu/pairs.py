@@ -1,6 +1,6 @@
-"""Group quantisation of 16-bit values in Triton, two values in a word: half the instructions of gpu_rate.py's encoders.
+"""Group quantisation of 16-bit values in Triton, two values in a word: half the instructions of group.py's encoders.
 
-The bytes are the same. Packed instructions are written as PTX; what they mean stands beside it for the interpreter.
+The bytes are the same. Packed instructions are written as PTX, with their meaning beside it for the interpreter.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from encke.kernels.gpu.codes import below_code, fixed_point, inverted_random32, of_group, scales_of, store_scales
 from encke.kernels.gpu.common import INTERPRETED, seed_of
-from encke.kernels.gpu.rate import below_code, fixed_point, of_group, random_left, scales_of, store_scales
 
 # Kinds of reductions of the halves of words.
 LARGEST = tl.constexpr(0)
@@ -17,29 +17,32 @@ HIGHEST = tl.constexpr(1)
 LEAST = tl.constexpr(2)
 
 # What an encoder does beside encoding.
-ALONE = tl.constexpr(0)
+PLAIN = tl.constexpr(0)
 RELU = tl.constexpr(1)
-STATISTICS = tl.constexpr(2)
+MOMENTS = tl.constexpr(2)
 
 
 @triton.jit
 def largest16(a, b):
+    """Return the unsigned maximum of both halves."""
     return tl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.uint32, is_pure=True, pack=1)
 
 
 @triton.jit
 def highest16(a, b):
+    """Return the signed maximum of both halves."""
     return tl.inline_asm_elementwise("max.s16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.uint32, is_pure=True, pack=1)
 
 
 @triton.jit
 def least16(a, b):
+    """Return the unsigned minimum of both halves."""
     return tl.inline_asm_elementwise("min.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.uint32, is_pure=True, pack=1)
 
 
 @triton.jit
 def reduce16(words, axis: tl.constexpr, KIND: tl.constexpr):
-    """The largest (unsigned), highest (signed) or least (unsigned) along an axis, of the halves of words apart."""
+    """Return the largest (unsigned), highest (signed) or least (unsigned) of each half of words along an axis."""
     if INTERPRETED:
         low, high = words & 0xFFFF, words >> 16
         if KIND == LEAST:
@@ -58,7 +61,7 @@ def reduce16(words, axis: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def less_one16(words):
-    """One less in both halves, modulo 2^16."""
+    """Subtract one in both halves, modulo 2^16."""
     if INTERPRETED:
         return ((words - 1) & 0xFFFF) | ((words & 0xFFFF0000) - 0x10000)
     else:
@@ -70,7 +73,7 @@ def less_one16(words):
 
 @triton.jit
 def zero16(words, DTYPE: tl.constexpr):
-    """All bits of the halves that are zero, of either sign."""
+    """Set all bits of the halves that are zero, of either sign."""
     if INTERPRETED:
         low, high = (words & 0x7FFF) == 0, (words & 0x7FFF0000) == 0
         return tl.where(low, 0xFFFF, 0).to(tl.uint32) | tl.where(high, 0xFFFF0000, 0).to(tl.uint32)
@@ -88,7 +91,7 @@ def zero16(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def relu16(words, DTYPE: tl.constexpr):
-    """ReLU of both halves; NaN stays NaN."""
+    """Apply ReLU to both halves; NaN stays NaN."""
     if INTERPRETED:
         top = 0x7F80 if DTYPE == tl.bfloat16 else 0x7C00
         low, high = words & 0xFFFF, words >> 16
@@ -109,7 +112,7 @@ def relu16(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def half_of(words, HIGH: tl.constexpr, DTYPE: tl.constexpr):
-    """The computing value of one half of each word."""
+    """Return one half of each word as the float to compute with."""
     if DTYPE == tl.bfloat16:
         return (words & 0xFFFF0000 if HIGH else words << 16).to(tl.float32, bitcast=True)
     else:
@@ -118,7 +121,7 @@ def half_of(words, HIGH: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def upper_bytes(low, high, BITS: tl.constexpr):
-    """low >> 24 and high >> 24 in the two halves of a word; both are below 2^BITS."""
+    """Put low >> 24 and high >> 24 into the two halves of a word; both are below 2^BITS."""
     if INTERPRETED or BITS == 8:
         return (low >> 24) | ((high >> 24) << 16)
     else:
@@ -130,7 +133,7 @@ def upper_bytes(low, high, BITS: tl.constexpr):
 
 @triton.jit
 def bytes_of(words):
-    """The low bytes of both halves, as a half."""
+    """Return the low bytes of both halves, as a half."""
     if INTERPRETED:
         return (words | (words >> 8)).to(tl.uint16)
     else:
@@ -141,7 +144,7 @@ def bytes_of(words):
 
 @triton.jit
 def signed_point(t):
-    """A float as an integer, at most 2^31; what is below zero is only so for zeros, whose codes are replaced."""
+    """Return a float as an integer, at most 2^31; only zeros are below zero, and their codes are replaced."""
     if INTERPRETED:
         return tl.minimum(tl.maximum(t, 0.0), 2147483520.0).to(tl.uint32)
     else:
@@ -150,7 +153,7 @@ def signed_point(t):
 
 @triton.jit
 def raised_codes(v, h, lo, inverse, steps, extra, t, BITS: tl.constexpr, SIGNS: tl.constexpr):
-    """The code of each value in the highest byte, above what is left of it; `extra` is the code of the lowest one."""
+    """Return the code of each value in the highest byte, its fraction below; `extra` is the lowest value's code."""
     from_lo = tl.abs(v) if SIGNS else v
     scaled = (from_lo - lo) * inverse
     if BITS == 8:
@@ -163,7 +166,7 @@ def raised_codes(v, h, lo, inverse, steps, extra, t, BITS: tl.constexpr, SIGNS: 
 
 @triton.jit
 def masked_codes(code, words, exact, DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr):
-    """Codes in the halves of words, with signs, and zero for zeros in the groups where these are `exact`."""
+    """Add signs to codes in the halves of words, and set those of zeros to zero in groups where these are `exact`."""
     zero = zero16(words, DTYPE)
     if SIGNS:
         return (code | ((words & 0x80008000) >> (16 - BITS))) & (zero ^ 0xFFFFFFFF)
@@ -179,7 +182,7 @@ def masked_codes(code, words, exact, DTYPE: tl.constexpr, BITS: tl.constexpr, SI
 @triton.jit
 def half_steps(largest, highest, least, HIGH: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr,
                SIGNS: tl.constexpr):  # fmt: skip
-    """steps_of from one half of words, and the code of the lowest value."""
+    """Return `steps_of` of one half of words, and the code of the lowest value."""
     top = half_of(highest, HIGH, DTYPE)
     lo, step, inverse, steps, signed = scales_of(
         half_of(largest, HIGH, DTYPE), top, half_of(least, HIGH, DTYPE), top.to(tl.int32, bitcast=True) < 0,
@@ -191,17 +194,19 @@ def half_steps(largest, highest, least, HIGH: tl.constexpr, DTYPE: tl.constexpr,
 
 @triton.jit
 def add_one16(words):
-    """One more in both halves, modulo 2^16."""
+    """Add one in both halves, modulo 2^16."""
     return ((words + 1) & 0xFFFF) | ((words & 0xFFFF0000) + 0x10000)
 
 
 @triton.jit
-def turned16(words):
+def swap16(words):
+    """Swap both halves."""
     return (words >> 16) | (words << 16)
 
 
 @triton.jit
 def larger16(a, b, KIND: tl.constexpr):
+    """Return the largest, highest or least of two, in both halves."""
     if INTERPRETED:
         if KIND == LEAST:
             return tl.minimum(a & 0xFFFF, b & 0xFFFF) | tl.minimum(a & 0xFFFF0000, b & 0xFFFF0000)
@@ -219,16 +224,16 @@ def larger16(a, b, KIND: tl.constexpr):
 
 @triton.jit
 def group16(words, KIND: tl.constexpr):
-    """What is largest, highest or least of the values of each group, in both halves."""
-    found = reduce16(reduce16(reduce16(reduce16(words, 4, KIND), 3, KIND), 2, KIND), 0, KIND)
-    return larger16(found, turned16(found), KIND)
+    """Return the largest, highest or least of the values of each group, in both halves."""
+    halves = reduce16(reduce16(reduce16(reduce16(words, 4, KIND), 3, KIND), 2, KIND), 0, KIND)
+    return larger16(halves, swap16(halves), KIND)
 
 
 @triton.jit
 def word_index(
     ROWS: tl.constexpr, LENGTH: tl.constexpr, T: tl.constexpr, THREADS: tl.constexpr, MIXED: tl.constexpr
 ):  # fmt: skip
-    """Where each pair of values stands in a tile: [thread, group, further words, slice, lane], four words at a time."""
+    """Return the place of each pair of values in a tile: [thread, group, further words, slice, lane]."""
     w = tl.arange(0, THREADS)[:, None, None, None, None]
     g = tl.arange(0, ROWS)[None, :, None, None, None]
     u = tl.arange(0, LENGTH // (8 * THREADS))[None, None, :, None, None]
@@ -247,7 +252,10 @@ def gq_encode_pairs_kernel(
     DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIGNS: tl.constexpr,
     THREADS: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
-    """gq_encode_kernel of 16-bit values, two in a word: x lies at a multiple of 4 bytes. THREADS share a group."""
+    """Do what gq_encode_kernel does with two 16-bit values in a word. THREADS share a group.
+
+    x lies at a multiple of 4 bytes.
+    """
     seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
     T: tl.constexpr = 8 // BITS
     LENGTH: tl.constexpr = GROUP // T
@@ -270,7 +278,7 @@ def gq_encode_pairs_kernel(
     # The first byte of a tile is a multiple of their number, so that nothing is carried.
     seed = (g0 * LENGTH).to(tl.uint32) ^ seed_low.to(tl.uint32)
     byte = (word_index(ROWS, LENGTH, 1, THREADS, True) * 2).to(tl.uint32)
-    h_low, h_high = random_left(byte, seed, seed_high), random_left(byte, seed ^ 1, seed_high)
+    h_low, h_high = inverted_random32(byte, seed, seed_high), inverted_random32(byte, seed ^ 1, seed_high)
     t = tl.arange(0, T)[None, None, None, :, None]
     exact = of_group(tl.where(signed, 0, 0xFFFFFFFF).to(tl.uint32))
     at, per, most, one = of_group(lo), of_group(inverse), of_group(steps), of_group(extra)
@@ -293,7 +301,7 @@ def gq_encode_pairs_kernel(
 
 @triton.jit
 def spread_of(v, k, count, FULL: tl.constexpr):
-    """The mean of the first `count` pixels of each channel, and the sum of the squares of the differences from it."""
+    """Return the mean of the first `count` pixels of each channel, and the sum of the squared deviations from it."""
     share = tl.div_rn(1.0, count.to(tl.float32))
     mean = tl.sum(tl.sum(v, 2), 1) * share
     apart = v - mean[:, None, None]
@@ -308,14 +316,14 @@ def gq_encode_channels_pairs_kernel(
     DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SIGNS: tl.constexpr, CHANNELS: tl.constexpr,
     WITH: tl.constexpr, FULL: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
-    """gq_encode_channels_kernel of 16-bit values, two channels in a word: an even stride, and x as above.
+    """Do what gq_encode_channels_kernel does, two channels of 16 bits in a word: an even stride, and x as above.
 
     [word of channels, byte, slice]. Each thread takes one word of each of its pixels, and a warp 32 words of them:
-    little passes between threads, and what is known of a group is worked out once a warp. GROUP * stride < 2^30.
+    little passes between threads, and the scales of a group are computed once a warp. GROUP * stride < 2^30.
 
-    WITH RELU it encodes x's ReLU, which it writes to `beside`. With STATISTICS it writes to `beside`, [2, blocks,
-    stride], the mean of each group and the sum of the squares of what its values are away from it. FULL: pixels are a
-    multiple of GROUP, and channels of CHANNELS.
+    With RELU it encodes x's ReLU, which it writes to `beside`. With MOMENTS it writes to `beside`, [2, blocks,
+    stride], the mean of each group and the sum of the squared deviations from it. FULL: pixels are a multiple of
+    GROUP, and channels of CHANNELS.
     """
     seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
     T: tl.constexpr = 8 // BITS
@@ -340,7 +348,7 @@ def gq_encode_channels_pairs_kernel(
             tl.store(to_word.to(tl.pointer_type(tl.uint32)), words)
         else:
             tl.store(to_word.to(tl.pointer_type(tl.uint32)), words, mask=inside)
-    elif WITH == STATISTICS:
+    elif WITH == MOMENTS:
         count = tl.minimum(pixels - block * GROUP, GROUP).to(tl.int32)
         to = beside + block * stride + c * 2
         apart = tl.cdiv(pixels, GROUP) * stride
@@ -360,9 +368,9 @@ def gq_encode_channels_pairs_kernel(
     at = block * LENGTH * stride
     pair = tl.arange(0, LENGTH)[None, :] * row + c[:, None]
     byte = at.to(tl.uint32) + pair.to(tl.uint32) * 2
-    h = random_left(byte, seed_low, seed_high)
+    h = inverted_random32(byte, seed_low, seed_high)
     # The byte after an even one.
-    h2 = random_left(byte, seed_low ^ 1, seed_high)
+    h2 = inverted_random32(byte, seed_low ^ 1, seed_high)
     code = upper_bytes(
         raised_codes(
             half_of(words, False, DTYPE), h[:, :, None], lo[:, None, None], inverse[:, None, None],

@@ -1,0 +1,107 @@
+"""The choice of a backend for each type of device."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from encke.kernels import reference
+from encke.kernels.formats import BoundedFormat, DualFormat, GroupFormat, LogFormat, Seed
+from encke.kernels.plans import GroupPlan
+from encke.kernels.reference import slow
+
+COMPILERS = {"cpu": "numba", "cuda": "triton"}
+"""The package that compiles the kernels for a type of device."""
+INSTALL = {"cpu": "install encke[cpu] for speed", "cuda": "install triton for speed"}
+
+
+class Backend(Protocol):
+    """Functions that every backend has; `reference` documents them."""
+
+    NAME: str
+
+    def group_plan(
+        self, format: GroupFormat, numel: int, device: torch.device, seed_table: bool = False
+    ) -> GroupPlan: ...
+    def bounded_encode(self, x: Tensor, format: BoundedFormat, seed: int, capacity: int) -> tuple[Tensor, Tensor]: ...
+    def bounded_decode(
+        self, meta: Tensor, payload: Tensor, format: BoundedFormat, numel: int, mask: bool
+    ) -> Tensor: ...
+    def dual_encode(self, x: Tensor, format: DualFormat, seed: int) -> Tensor: ...
+    def dual_decode(self, data: Tensor, format: DualFormat, numel: int, mask: bool) -> Tensor: ...
+    def log_encode(self, x: Tensor, format: LogFormat, seed: int) -> Tensor: ...
+    def log_decode(self, data: Tensor, format: LogFormat, seed: int) -> Tensor: ...
+    def bits_encode(self, x: Tensor, bits: int) -> Tensor: ...
+    def bits_decode(self, data: Tensor, bits: int, numel: int) -> Tensor: ...
+
+
+class GraphBackend(Backend, Protocol):
+    """Functions that compiled graphs call as well."""
+
+    def site_seeds(
+        self, sites: tuple[int, ...], salts: tuple[int, ...], step: int, rank: int, device: torch.device
+    ) -> Tensor: ...
+    def norm_sums(
+        self, grad: Tensor, data: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, plan: GroupPlan, seed: Seed,
+        out: Tensor,
+    ) -> None: ...  # fmt: skip
+    def norm_apply(
+        self, grad: Tensor, data: Tensor, sums: Tensor, plan: GroupPlan, seed: Seed, out: Tensor
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """Which backend serves a type of device, and why."""
+
+    device: str
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.device.upper().replace('CUDA', 'GPU')} kernels: {self.name}, {self.reason}"
+
+
+def choose_backend(device: str) -> BackendChoice:
+    """Choose the backend for a type of device ("cpu", "cuda"): the fast one where its compiler is installed."""
+    if os.environ.get("ENCKE_KERNELS") == "reference":
+        return BackendChoice(device, reference.NAME, "as ENCKE_KERNELS asks")
+    compiler = COMPILERS.get(device)
+    if compiler is None:
+        return BackendChoice(device, reference.NAME, "there are no faster ones for this type of device")
+    if importlib.util.find_spec(compiler) is None:
+        return BackendChoice(device, reference.NAME, INSTALL[device])
+    return BackendChoice(device, compiler, f"version {importlib.metadata.version(compiler)}")
+
+
+def describe_backends() -> list[BackendChoice]:
+    """Return which backend serves CPU and CUDA tensors, and why.
+
+    >>> [choice.device for choice in describe_backends()]
+    ['cpu', 'cuda']
+    """
+    return [choose_backend(device) for device in COMPILERS]
+
+
+@functools.cache
+def backend_for(device: str) -> GraphBackend:
+    """Return the backend that serves tensors on a type of device; it is imported when it is first asked for."""
+    choice = choose_backend(device)
+    if choice.name == "numba":
+        from encke.kernels import cpu
+
+        return cpu
+    if choice.name == "triton":
+        from encke.kernels import gpu
+
+        return gpu
+    if choice.reason in INSTALL.values():
+        slow.hints[device] = str(choice)
+    return reference

@@ -1,0 +1,237 @@
+"""Formats of packed data: sizes, constants and seeds, shared by all kernels. docs/design.md explains them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+MASK32 = (1 << 32) - 1
+MASK64 = (1 << 64) - 1
+START = 0x9E3779B97F4A7C15 * (0xD1342543DE82EF95 + 1) & MASK64
+"""First term of the hash `mix`."""
+
+BLOCK = 64
+"""Values that share a width in the error-bounded format."""
+BLOCKS = 16
+"""Blocks of one group there."""
+GROUP = BLOCK * BLOCKS
+"""Values of one group there, which share a step."""
+HEADER = 32
+"""Bytes at the beginning of its metadata."""
+RAW = 31
+"""Head of a block whose values are stored as they are."""
+NORM_GROUP = 128
+"""The only group size that batch norm's kernels read packed."""
+LOG_KNEE = 8.0
+"""Distance below zero from which log-probabilities have another step."""
+
+FLOATS = {
+    torch.float16: (10, -14, 0),
+    torch.bfloat16: (7, -126, 0),
+    torch.float32: (23, -126, 3),
+    torch.float64: (52, -1022, 3),
+}
+"""dtype -> (mantissa bits, smallest exponent, extra exponent for the reciprocal multiplication)."""
+
+SMALLEST_BOUND = {
+    torch.float16: 2.0**-22,
+    torch.bfloat16: 2.0**-100,
+    torch.float32: 2.0**-100,
+    torch.float64: 2.0**-900,
+}
+"""Smaller bounds count as zero: below them a level could be a denormal, which not every processor keeps."""
+
+Seed = int | tuple[Tensor, int]
+"""A seed as a number, or a tensor of seeds on the device and the row to read, which a CUDA graph reads at replay."""
+
+
+def mix(first: int, second: int, third: int | None = None) -> int:
+    """Hash two or three integers to 64 bits, as a signed number that fits an operator's int argument.
+
+    A polynomial in the words, then the finishing steps of splitmix64.
+    """
+    h = first * 0xD1342543DE82EF95 + second + START
+    if third is not None:
+        h = h * 0xD1342543DE82EF95 + third + 0x9E3779B97F4A7C15
+    h &= MASK64
+    h = (h ^ h >> 30) * 0xBF58476D1CE4E5B9 & MASK64
+    h = (h ^ h >> 27) * 0x94D049BB133111EB & MASK64
+    h ^= h >> 31
+    return h - (1 << 64) if h >> 63 else h
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that kernels compute in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def run_length(size: Sequence[int], stride: Sequence[int]) -> int | None:
+    """Return the length of the gapless run that a tensor covers, repeated dimensions aside; None if it has gaps."""
+    expected = 1
+    for step, extent in sorted((st, sz) for sz, st in zip(size, stride, strict=True) if sz != 1 and st != 0):
+        if step != expected:
+            return None
+        expected *= extent
+    return expected
+
+
+@functools.lru_cache(maxsize=4096)
+def channel_stride(size: tuple[int, ...], stride: tuple[int, ...], numel: int, group: int) -> int:
+    """Return the distance of the values of one channel: in channels_last memory all channels of a pixel lie together.
+
+    One where memory is not like that, and where there are too few pixels to fill groups with.
+    """
+    if len(size) < 4 or stride[1] != 1 or size[1] == 1 or numel % size[1]:
+        return 1
+    pixels = numel // size[1]
+    return size[1] if -pixels % group <= pixels // 50 else 1
+
+
+class Format:
+    """Base of the formats: frozen dataclasses that travel through operators as a list of numbers.
+
+    A new field is written once, in the dataclass: schemas, fakes and lowerings pass the list on.
+    """
+
+    def numbers(self) -> list[Any]:
+        """Return the fields as numbers of one type, for an operator's `int[]` or `float[]` argument."""
+        values: list[Any] = [getattr(self, f.name) for f in fields(self)]  # type: ignore[arg-type]
+        kind = float if any(isinstance(value, float) for value in values) else int
+        return [kind(_DTYPES.index(v) if isinstance(v, torch.dtype) else v) for v in values]
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[float]) -> Self:
+        """Rebuild the format from `numbers()`."""
+        return _from_numbers(cls, tuple(numbers))  # type: ignore[arg-type]
+
+
+_DTYPES = tuple(FLOATS)
+_FROM_NUMBER: dict[Any, Callable[[float], Any]] = {
+    "int": int,
+    "float": float,
+    "bool": bool,
+    "torch.dtype": lambda number: _DTYPES[int(number)],
+}
+
+
+@functools.lru_cache(maxsize=4096)
+def _from_numbers(cls: Any, numbers: tuple[float, ...]) -> Any:
+    return cls(*(_FROM_NUMBER[f.type](n) for f, n in zip(fields(cls), numbers, strict=True)))
+
+
+@dataclass(frozen=True)
+class GroupFormat(Format):
+    """Fixed-rate codes with a lo and a step for each group, in one buffer: codes, los, steps."""
+
+    bits: int
+    group: int
+    """Values of a group."""
+    dtype: torch.dtype
+    stride: int = 1
+    """Distance of the values of a group: with the channels of channels_last memory, each group has one channel."""
+    signs: bool = False
+    """Keep zeros and signs exactly in groups with negative values too (4 or 8 bits)."""
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """The dtype of lo and step."""
+        return torch.float64 if self.dtype == torch.float64 else torch.bfloat16
+
+    def groups(self, numel: int) -> int:
+        """Number of groups."""
+        return -(-(numel // self.stride) // self.group) * self.stride
+
+    def places(self, numel: int) -> tuple[int, int, int]:
+        """Bytes at which the los and the steps start, and size of the buffer."""
+        groups = self.groups(numel)
+        codes, each = groups * self.group * self.bits // 8, self.scale_dtype.itemsize
+        return codes, codes + groups * each, codes + groups * 2 * each
+
+    def nbytes(self, numel: int) -> int:
+        """Size of the buffer for so many values."""
+        return self.places(numel)[2]
+
+
+@dataclass(frozen=True)
+class BoundedFormat(Format):
+    """Error-bounded encoding at variable rate: metadata and a payload."""
+
+    bound: float
+    """Largest absolute error, or infinity."""
+    relative: float
+    """Largest error relative to the range of the finite values, or infinity; the smaller of the two holds."""
+    stochastic: bool
+    bitmap: bool
+    """Allow blocks with many zeros to store a bitmap and the other values alone."""
+    dtype: torch.dtype
+
+    @staticmethod
+    def meta_size(numel: int) -> int:
+        """Bytes of metadata for so many values."""
+        return HEADER + 5 * -(-numel // GROUP) + -(-numel // BLOCK)
+
+
+@dataclass(frozen=True)
+class DualFormat(Format):
+    """Dual precision: bf16 averages of small tiles of each plane, and codes for the differences from them."""
+
+    height: int
+    width: int
+    block: int
+    """Height and width of a tile."""
+    bits: int
+    masked: bool
+    """Keep a bit for each value that says whether it is zero."""
+    dtype: torch.dtype
+
+    @property
+    def plane(self) -> int:
+        """Values of one plane."""
+        return self.height * self.width
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Height and width of a tile, which is not larger than the plane."""
+        return min(self.block, self.height), min(self.block, self.width)
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Number of tiles below and beside each other in a plane."""
+        tall, wide = self.tile
+        return -(-self.height // tall), -(-self.width // wide)
+
+    def places(self, numel: int) -> tuple[int, int, int, int, int]:
+        """Bytes at which steps, averages, codes and mask bits start, and size of the buffer."""
+        planes = numel // self.plane
+        lo, step = (8, 8) if self.dtype == torch.float64 else (4, 2)
+        at_low = planes * (lo + step)
+        at_codes = at_low + 2 * planes * math.prod(self.tiles)
+        at_mask = at_codes + planes * -(-self.plane * self.bits // 8)
+        return planes * lo, at_low, at_codes, at_mask, at_mask + (planes * -(-self.plane // 8) if self.masked else 0)
+
+    def nbytes(self, numel: int) -> int:
+        """Size of the buffer for so many values."""
+        return self.places(numel)[4]
+
+
+@dataclass(frozen=True)
+class LogFormat(Format):
+    """A byte for each log-probability: its distance from zero in steps."""
+
+    step: float
+    far: float
+    """The step from `LOG_KNEE` below zero on; not larger than `step`."""
+    shift: float
+    """Subtracted when decoding, so that exponentials are unbiased."""
+    dtype: torch.dtype
+
+    @property
+    def bend(self) -> float:
+        """Offset that makes the two counts of steps meet at the knee."""
+        return LOG_KNEE * (1 / self.far - 1 / self.step)

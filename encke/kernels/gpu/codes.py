@@ -1,0 +1,310 @@
+"""Codes of groups in Triton: scales, rounding and decoding, shared by the kernels of the fixed rate."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from encke.kernels.gpu.common import INTERPRETED, divide, nan_max, nan_min, narrow, random32, rotate_right, widen
+
+
+def _shifted_codes(bits: int) -> str:
+    """Return PTX that shifts four bytes of codes in one word and takes them apart with the last instruction."""
+    mask = f"0x{0x01010101 * ((1 << bits) - 1):08X}"
+    lines = [".reg .b32 code, choice;"]
+    for i in range(4):
+        lines += [
+            f"shr.b32 code, $4, ${9 + i};",
+            f"and.b32 code, code, {mask};",
+            f"add.u32 choice, ${13 + i}, 0x{i}000;",
+            f"prmt.b32 ${i}, ${5 + i}, code, choice;",
+        ]
+    inner = "".join(f"                {line}\n" for line in lines)
+    return f"\n            {{\n{inner}            }}\n            "
+
+
+SHIFTED_CODES_2 = tl.constexpr(_shifted_codes(2))
+SHIFTED_CODES_4 = tl.constexpr(_shifted_codes(4))
+
+
+@triton.jit
+def byte_index(ROWS: tl.constexpr, LENGTH: tl.constexpr, LANES: tl.constexpr):
+    """Return the place of each byte of a tile's codes: [word, group, further words, lane], 32 bytes a row of words.
+
+    In this order of dimensions Triton gives as many threads to a group as there are words, and each thread all the
+    slices of its bytes, in accesses of 16 bytes.
+    """
+    w = tl.arange(0, 32 // LANES)[:, None, None, None]
+    g = tl.arange(0, ROWS)[None, :, None, None]
+    u = tl.arange(0, LENGTH // 32)[None, None, :, None]
+    return g * LENGTH + u * 32 + w * LANES + tl.arange(0, LANES)[None, None, None, :]
+
+
+@triton.jit
+def value_index(ROWS: tl.constexpr, LENGTH: tl.constexpr, T: tl.constexpr, LANES: tl.constexpr):
+    """Return the place of each value of a tile: [word, group, further words, slice, lane]; the T slices share bytes."""
+    w = tl.arange(0, 32 // LANES)[:, None, None, None, None]
+    g = tl.arange(0, ROWS)[None, :, None, None, None]
+    u = tl.arange(0, LENGTH // 32)[None, None, :, None, None]
+    t = tl.arange(0, T)[None, None, None, :, None]
+    return g * (LENGTH * T) + t * LENGTH + u * 32 + w * LANES + tl.arange(0, LANES)[None, None, None, None, :]
+
+
+@triton.jit
+def of_group(v):
+    """Spread one number for each group over a tile."""
+    return v[None, :, None, None, None]
+
+
+@triton.jit
+def bits_of(v):
+    """Return a float's bits as an unsigned integer."""
+    return v.to(tl.uint64, bitcast=True) if v.dtype == tl.float64 else v.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def signed_bits(bits):
+    """Return bits as a signed integer."""
+    return bits.to(tl.int64, bitcast=True) if bits.dtype == tl.uint64 else bits.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def step_up(step, spread):
+    """Round a step up to bf16 (fp64 stays) and away from zero where there is a spread at all, as it is stored."""
+    if step.dtype == tl.float64:
+        step = tl.maximum(step, 2.0**-990)
+    else:
+        step = ((step.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
+        step = tl.maximum(step, 2.0**-100)
+    return tl.where(spread > 0, step, 0.0)
+
+
+@triton.jit
+def lo_down(lo, signed, SIGNS: tl.constexpr):
+    """Round a group's lo down to bf16 (fp64 stays), finite, and not to zero where its sign has a meaning."""
+    if lo.dtype == tl.float64:
+        return lo
+    else:  # without it the compiler would go on after the return
+        size = lo.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        away = tl.minimum((size + 0xFFFF) & -0x10000, 0x7F7F0000).to(tl.float32, bitcast=True)
+        near = size & -0x10000
+        if SIGNS:
+            near = tl.where(signed, tl.maximum(near, 0x10000), near)
+        return tl.where(lo < 0, -away, near.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def inverse_of(step):
+    """Return 2^24 / step rounded to nearest, of a positive step as step_up returns it."""
+    if INTERPRETED or step.dtype == tl.float64:
+        return divide(tl.full(step.shape, 16777216.0, step.dtype), step)
+    else:
+        # A quotient by eight bits is never near the middle between two floats: one iteration rounds correctly.
+        return tl.inline_asm_elementwise(
+            """
+            {
+                .reg .f32 unit, near, rest;
+                mul.rn.f32 unit, $1, 0f33800000;
+                rcp.approx.ftz.f32 near, unit;
+                neg.f32 unit, unit;
+                fma.rn.f32 rest, unit, near, 0f3F800000;
+                fma.rn.f32 $0, near, rest, near;
+            }
+            """,
+            "=r,r", [step], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def steps_of(largest, highest, least, DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr):
+    """Return for each group lo, step, 2^24 / step, number of steps, and whether it has negative values.
+
+    From its values' bits: `largest` as unsigned integers (negative values are the larger ones, by magnitude), `highest`
+    as signed ones, and `least` of bits minus one, unsigned, in which zero is the largest. With SIGNS the last two are
+    those of magnitudes.
+    """
+    WORK: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
+    bottom, top, small = largest.to(WORK, bitcast=True), highest.to(WORK, bitcast=True), least + 1
+    return scales_of(bottom, top, small.to(WORK, bitcast=True), highest < 0, DTYPE, BITS, SIGNS)
+
+
+@triton.jit
+def scales_of(bottom, top, small, negative, DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr):
+    """Do what `steps_of` does from the values themselves, and whether all are `negative`."""
+    WORK: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
+    # Plus 0.0: where -0.0 is all there is, the result is +0.0.
+    small += 0.0
+    signed = bottom < 0
+    lo, hi = small, top + 0.0
+    if not SIGNS:
+        # Where everything is negative, the smallest magnitude is the highest value.
+        lo, hi = tl.where(signed, bottom, small), tl.where(signed & negative, small, hi)
+    if SIGNS or DTYPE != tl.bfloat16:
+        lo = lo_down(lo, signed, SIGNS)
+    steps = tl.where(signed, 2.0 ** (BITS - 1) - 2 if SIGNS else 2.0**BITS - 1, 2.0**BITS - 2).to(WORK)
+    share = tl.where(
+        signed,
+        tl.full(signed.shape, 1 / (2.0 ** (BITS - 1) - 2) if SIGNS else 1 / (2.0**BITS - 1), WORK),
+        tl.full(signed.shape, 1 / (2.0**BITS - 2), WORK),
+    )
+    step = step_up(hi * share - lo * share, hi - lo)
+    finite = (tl.abs(bottom) < float("inf")) & (tl.abs(top) < float("inf"))
+    lo, step = tl.where(finite, lo, 0.0), tl.where(finite, step, float("nan"))
+    inverse = tl.where(step > 0, inverse_of(step), 0.0)
+    return lo, step, inverse, steps * 16777216.0, signed
+
+
+@triton.jit
+def fixed_point(t):
+    """Return a float as an unsigned integer, zero below zero."""
+    if INTERPRETED or t.dtype == tl.float64:
+        return tl.maximum(t, 0.0).to(tl.uint32)
+    else:
+        # The instruction itself goes to zero there.
+        return tl.inline_asm_elementwise("cvt.rzi.u32.f32 $0, $1;", "=r,r", [t], dtype=tl.uint32, is_pure=True, pack=1)
+
+
+@triton.jit
+def inverted_random32(index, seed_low, seed_high):
+    """Return random32 with all bits inverted, so that it is added instead of compared."""
+    if INTERPRETED:
+        return random32(index, seed_low, seed_high) ^ 0xFFFFFFFF
+    else:
+        h = (index ^ seed_low.to(tl.uint32)) * (seed_high.to(tl.uint32) | 1)
+        h = (h ^ (h >> 15)) * 0x846CA68B
+        # Left to itself the compiler makes two instructions of it.
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $1, 0xC3;", "=r,r,r", [h, h >> 16], dtype=tl.uint32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def below_code(code, h, t, BITS: tl.constexpr):
+    """Return code * 2^24 plus the upper 24 bits of h rotated right by 4 BITS t: a permutation of bytes."""
+    if INTERPRETED:
+        return (code << 24) | (rotate_right(h, (t * (BITS * 4)).to(tl.uint32)) >> 8)
+    else:
+        first = t * (BITS // 2)
+        choice = 0x4000 | (((first + 3) & 3) << 8) | (((first + 2) & 3) << 4) | ((first + 1) & 3)
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [h, code, choice], dtype=tl.uint32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def fixed_codes(packed, h, t, BITS: tl.constexpr):
+    """Return `below_code` of the codes in bytes."""
+    if INTERPRETED or BITS == 8:
+        return below_code((packed.to(tl.uint32) >> (t * BITS).to(tl.uint32)) & ((1 << BITS) - 1), h, t, BITS)
+    else:
+        # Left to itself the compiler takes the four bytes apart before it shifts them. Where the four have one `t`, as
+        # they do in the kernels, the first two instructions are done once.
+        shift = t * BITS
+        first = t * (BITS // 2)
+        choice = 0x4000 | (((first + 3) & 3) << 8) | (((first + 2) & 3) << 4) | ((first + 1) & 3)
+        return tl.inline_asm_elementwise(
+            SHIFTED_CODES_2 if BITS == 2 else SHIFTED_CODES_4,
+            "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r", [packed, h, shift, choice], dtype=tl.uint32, is_pure=True,
+            pack=4,
+        )  # fmt: skip
+
+
+@triton.jit
+def codes_of(v, hash, lo, inverse, steps, signed, BITS: tl.constexpr, SIGNS: tl.constexpr):
+    """Return the code of each value; lo to signed are those of its group, and `hash` is its random number."""
+    from_lo = tl.abs(v) if SIGNS else v
+    # Below lo are zeros, which are replaced further down, and values beyond bf16's largest.
+    fixed = fixed_point(tl.minimum((from_lo - lo) * inverse, steps))
+    # q + (hash < fraction * 2^24) in fixed point, the whole part above bit 24.
+    extra = 1 << 24 if SIGNS else tl.where(signed, 0, 1 << 24).to(tl.uint32)
+    code = (fixed + hash + extra) >> 24
+    if SIGNS:
+        return tl.where(v != 0, code | ((v < 0).to(tl.uint32) << (BITS - 1)), 0)
+    else:
+        return tl.where((v != 0) | signed, code, 0)
+
+
+@triton.jit
+def origin_of(lo, step):
+    """Return where a group's values begin less the random number that was added, and 2^-24 of its step."""
+    return lo - tl.where(lo < 0, 0.5, 1.5).to(lo.dtype) * step, step * 5.9604644775390625e-08
+
+
+@triton.jit
+def narrow_finite(v, top, DTYPE: tl.constexpr):
+    """Clamp values between -top and top, the dtype's largest finite value, and narrow them; NaN stays."""
+    if INTERPRETED or (DTYPE == tl.float32 or DTYPE == tl.float64):
+        return narrow(nan_min(nan_max(v, -top), top), DTYPE)
+    elif DTYPE == tl.bfloat16:
+        # The instruction itself stays there.
+        return tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.bf16x2.f32 $0, $2, $1;", "=r,r,r", [v], dtype=tl.int16, is_pure=True, pack=2
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;", "=r,r,r", [v], dtype=tl.float16, is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def values_of(code, fixed, lo, step, origin, unit, top, DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr):
+    """Return the value of each code, as it is stored; `fixed` has the random number below the code."""
+    signed, known = lo < 0, step == step
+    if SIGNS:
+        size = code & tl.where(signed, (1 << (BITS - 1)) - 1, (1 << BITS) - 1).to(tl.uint32)
+        value = tl.abs(lo) + (size.to(tl.int32) - 1).to(lo.dtype) * step
+        value = tl.where((size == 0) & known, 0.0, value)
+        return narrow_finite(tl.where(code != size, -value, value), top, DTYPE)
+    else:
+        value = origin + fixed.to(lo.dtype) * unit
+        return narrow_finite(tl.where((code == 0) & (known & (signed == 0)), 0.0, value), top, DTYPE)
+
+
+@triton.jit
+def flags_of(code, lo, step, BITS: tl.constexpr, SIGNS: tl.constexpr):
+    """Return whether each value is not zero, as far as its code tells."""
+    signed, known = lo < 0, step == step
+    if SIGNS:
+        size = code & tl.where(signed, (1 << (BITS - 1)) - 1, (1 << BITS) - 1).to(tl.uint32)
+        return ((size != 0) | (known == 0)).to(tl.uint8)
+    else:
+        return ((code != 0) | (known == 0) | signed).to(tl.uint8)
+
+
+@triton.jit
+def store_scales(at_lo, g, here, groups, lo, step, signed, SIGNS: tl.constexpr):
+    """Store lo and step of the groups `g`."""
+    if SIGNS:
+        lo = tl.where(signed, -lo, lo)
+    if lo.dtype == tl.float64:
+        tl.store(at_lo.to(tl.pointer_type(tl.float64)) + g, lo, mask=here)
+        tl.store((at_lo + groups * 8).to(tl.pointer_type(tl.float64)) + g, step, mask=here)
+    else:
+        lo_bits = (lo.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
+        step_bits = (step.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
+        tl.store(at_lo.to(tl.pointer_type(tl.int16)) + g, lo_bits, mask=here)
+        tl.store((at_lo + groups * 2).to(tl.pointer_type(tl.int16)) + g, step_bits, mask=here)
+
+
+@triton.jit
+def load_scales(at_lo, g, here, groups, DTYPE: tl.constexpr):
+    """Load lo and step of the groups `g`."""
+    if DTYPE == tl.float64:
+        lo = tl.load(at_lo.to(tl.pointer_type(tl.float64)) + g, mask=here, other=0.0)
+        step = tl.load((at_lo + groups * 8).to(tl.pointer_type(tl.float64)) + g, mask=here, other=0.0)
+    else:
+        lo = widen(tl.load(at_lo.to(tl.pointer_type(tl.int16)) + g, mask=here, other=0), tl.bfloat16)
+        step = widen(tl.load((at_lo + groups * 2).to(tl.pointer_type(tl.int16)) + g, mask=here, other=0), tl.bfloat16)
+    return lo, step
+
+
+@triton.jit
+def group_max(v):
+    """Return the largest of each group of a tile."""
+    return tl.max(tl.max(tl.max(tl.max(v, 4), 3), 2), 0)
+
+
+@triton.jit
+def group_min(v):
+    """Return the smallest of each group of a tile."""
+    return tl.min(tl.min(tl.min(tl.min(v, 4), 3), 2), 0)

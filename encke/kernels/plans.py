@@ -1,0 +1,102 @@
+"""Plans: everything about one launch that does not change from step to step, with the same methods in all backends."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from encke.kernels.formats import GroupFormat, Seed
+
+
+class GroupPlan(ABC):
+    """Encode and decode tensors of one size in one `GroupFormat` on one device.
+
+    Tensors have no gaps between their elements and are read and written as they lie in memory.
+    """
+
+    __slots__ = ("device", "format", "nbytes", "numel")
+
+    fuses_forward = False
+    """Whether `encode_relu` and `encode_moments` are available."""
+
+    def __init__(self, format: GroupFormat, numel: int, device: torch.device) -> None:
+        if numel % format.stride:
+            raise ValueError(f"{numel} values cannot be taken in groups that lie {format.stride} apart")
+        self.format, self.numel, self.device = format, numel, device
+        self.nbytes = format.nbytes(numel)
+
+    @abstractmethod
+    def encode_into(self, x: Tensor, seed: Seed, data: Tensor) -> None:
+        """Write the codes of `x` to `data`."""
+
+    @abstractmethod
+    def decode_into(self, data: Tensor, seed: Seed, out: Tensor) -> None:
+        """Write the values that `encode` stored with this seed to `out`."""
+
+    @abstractmethod
+    def mask_into(self, data: Tensor, out: Tensor) -> None:
+        """Write to `out` whether each value is not zero, as far as its code tells."""
+
+    def gate_into(self, data: Tensor, grad: Tensor, out: Tensor) -> None:
+        """Write `grad` where the values in `data` are not zero, else zero."""
+        mask = self.mask(data).as_strided(grad.shape, grad.stride())
+        out.copy_(torch.where(mask, grad, 0))
+
+    def encode(self, x: Tensor, seed: Seed) -> Tensor:
+        """Return the codes of `x`, with lo and step of each group, in one buffer."""
+        data = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+        self.encode_into(x, seed, data)
+        return data
+
+    def decode(self, data: Tensor, seed: Seed) -> Tensor:
+        """Return the values, flat."""
+        out = self._new_values(self.format.dtype)
+        self.decode_into(data, seed, out)
+        return out
+
+    def decode_strided(self, data: Tensor, seed: Seed, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+        """Return the values as a tensor without gaps of that size and stride."""
+        return self.decode(data, seed).as_strided(size, stride)
+
+    def mask(self, data: Tensor) -> Tensor:
+        """Return whether each value is not zero, flat."""
+        out = self._new_values(torch.bool)
+        self.mask_into(data, out)
+        return out
+
+    def gate(self, data: Tensor, grad: Tensor) -> Tensor:
+        """Return `grad` where the values in `data` are not zero, else zero: ReLU's gradient."""
+        out = torch.empty_like(grad)
+        self.gate_into(data, grad, out)
+        return out
+
+    def encode_relu(self, x: Tensor, out: Tensor, seed: Seed) -> Tensor:
+        """Write the ReLU of `x` to `out` and return the codes of it."""
+        raise NotImplementedError(f"{type(self).__name__} has no kernel for ReLU; see fuses_forward")
+
+    def encode_moments(self, x: Tensor, workspace: Tensor, seed: Seed) -> Tensor:
+        """Write mean and sum of squared deviations of each group to `workspace` and return the codes of `x`."""
+        raise NotImplementedError(f"{type(self).__name__} has no kernel for moments; see fuses_forward")
+
+    def _new_values(self, dtype: torch.dtype) -> Tensor:
+        return torch.empty(self.numel, dtype=dtype, device=self.device)
+
+    def _seed_number(self, seed: Seed) -> int:
+        """Return a seed as a number, for kernels that do not read it on the device."""
+        if not isinstance(seed, tuple):
+            return seed
+        seeds, row = seed
+        if seeds.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"encke: GroupQuant(bits={self.format.bits}, group={self.format.group}) has no kernel on the GPU, and "
+                "without one nothing can be packed in a CUDA graph. Take group=128, or compile with another mode than "
+                "'reduce-overhead'."
+            )
+        return int(seeds[row])
+
+
+def flat_memory(x: Tensor) -> Tensor:
+    """Return the memory of a tensor without gaps as one flat tensor."""
+    return x if x.dim() == 1 else x.as_strided((x.numel(),), (1,))

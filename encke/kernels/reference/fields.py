@@ -1,0 +1,127 @@
+"""Hash, bit fields and small integers, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from encke.kernels.formats import BLOCK, MASK32
+
+
+def random24(index: Tensor, seed: int, run: int, length: int) -> Tensor:
+    """Return 24 random bits for each value index: the hash of docs/design.md, as int64.
+
+    Within a run of values those at a distance of `length` share one hash, each rotated by its own number of bits.
+    """
+    return hash24(index // run * length + index % length, index % run // length * (32 * length // run), seed)
+
+
+def hash24(word: Tensor, rotation: Tensor, seed: int) -> Tensor:
+    """Return 24 bits of the hash of each word, rotated."""
+    h = ((word & MASK32) ^ (seed & MASK32)) * ((seed >> 32 & MASK32) | 1) & MASK32
+    h = (h ^ h >> 15) * 0x846CA68B & MASK32
+    h = h ^ h >> 16
+    return (h >> rotation | h << 32 - rotation & MASK32) >> 8
+
+
+def exponent(x: Tensor) -> Tensor:
+    """Return floor(log2 x) of positive normal values, read from the bits."""
+    if x.dtype == torch.float64:
+        return (x.view(torch.int64) >> 52) - 1023
+    return (x.view(torch.int32) >> 23).long() - 127
+
+
+def bit_width(v: Tensor) -> Tensor:
+    """Return how many bits a non-negative integer below 2^31 needs."""
+    return torch.frexp(v.double())[1].long()
+
+
+def step_up(step: Tensor, spread: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round a step up to bf16 (fp64 stays) and away from zero where there is a spread at all, as it is stored."""
+    if dtype != torch.float64:
+        step = ((step.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
+        step = step.clamp(min=2.0**-100)
+    else:
+        step = step.clamp(min=2.0**-990)
+    return torch.where(spread > 0, step, 0.0)
+
+
+def field_bytes(n: Tensor | int, width: Tensor) -> Tensor:
+    """Return the bytes that the fields of `n` values of `width` bits take."""
+    total = (width >> 3) * n
+    for b in (4, 2, 1):
+        total = total + torch.where((width & b) > 0, (n * b + 7) // 8, 0)
+    return total
+
+
+def fields_of(width: Tensor) -> list[tuple[int, Tensor]]:
+    """Return the fields in the order in which they are stored: their width, and which rows have them."""
+    whole = [(8, width >= 8 * (i + 1)) for i in range(3)]
+    return whole + [(b, (width & b) > 0) for b in (4, 2, 1)]
+
+
+def put_fields(out: Tensor, start: Tensor, v: Tensor, n: Tensor, width: Tensor) -> None:
+    """Write the fields of each row of v (blocks x 64, the first n valid) at byte `start` of out."""
+    column = torch.arange(BLOCK, device=v.device)
+    v = torch.where(column < n[:, None], v, 0)
+    padded = torch.cat([v, v.new_zeros(len(v), 8 * BLOCK)], 1)
+    shift = torch.zeros_like(width)
+    for b, present in fields_of(width):
+        length = (n * b + 7) // 8
+        j = column[None, :]
+        byte = torch.zeros_like(v)
+        for t in range(8 // b):
+            piece = padded.gather(1, j + t * length[:, None]) >> shift[:, None] & (1 << b) - 1
+            byte |= piece << t * b
+        keep = present[:, None] & (j < length[:, None])
+        out[(start[:, None] + j)[keep]] = byte[keep].to(torch.uint8)
+        start = start + torch.where(present, length, 0)
+        shift = shift + torch.where(present, b, 0)
+
+
+def get_fields(payload: Tensor, start: Tensor, n: Tensor, width: Tensor) -> Tensor:
+    """Read what `put_fields` wrote: blocks x 64, valid in the first n columns."""
+    column = torch.arange(BLOCK, device=payload.device)[None, :]
+    v = torch.zeros(len(n), BLOCK, dtype=torch.int64, device=payload.device)
+    shift = torch.zeros_like(width)
+    for b, present in fields_of(width):
+        length = ((n * b + 7) // 8).clamp(min=1)
+        at = start[:, None] + column % length[:, None]
+        keep = present[:, None] & (column < n[:, None])
+        byte = torch.zeros_like(v)
+        byte[keep] = payload[at[keep]].long()
+        piece = byte >> column // length[:, None] * b & (1 << b) - 1
+        v |= torch.where(keep, piece << shift[:, None], 0)
+        start = start + torch.where(present, (n * b + 7) // 8, 0)
+        shift = shift + torch.where(present, b, 0)
+    return v
+
+
+def pack_fields(code: Tensor, bits: int) -> Tensor:
+    """Pack each row into one field of `bits` bits: rows x n -> rows x ceil(n * bits / 8) bytes."""
+    rows, n = code.shape
+    length = -(-n * bits // 8)
+    per_byte = 8 // bits
+    padded = torch.zeros(rows, length * per_byte, dtype=torch.uint8, device=code.device)
+    padded[:, :n] = code
+    slices = padded.view(rows, per_byte, length)
+    out = slices[:, 0].clone()
+    for t in range(1, per_byte):
+        out |= slices[:, t] << t * bits
+    return out
+
+
+def unpack_fields(data: Tensor, bits: int, n: int) -> Tensor:
+    """Read what `pack_fields` wrote: rows x n, uint8."""
+    pieces = [data >> t * bits & (1 << bits) - 1 for t in range(8 // bits)]
+    return torch.cat(pieces, 1)[:, :n]
+
+
+def bits_encode(x: Tensor, bits: int) -> Tensor:
+    """Pack flat uint8 (or bool) values below 2^bits, bits 1, 2 or 4: one field over the whole tensor."""
+    return pack_fields(x.reshape(1, -1).to(torch.uint8), bits)[0]
+
+
+def bits_decode(data: Tensor, bits: int, numel: int) -> Tensor:
+    """Return the flat uint8 values that `bits_encode` stored."""
+    return unpack_fields(data.view(1, -1), bits, numel)[0]

@@ -1,0 +1,151 @@
+"""Fixed-rate codes of groups, in plain torch."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from encke.kernels.formats import GroupFormat, Seed, compute_dtype
+from encke.kernels.plans import GroupPlan, flat_memory
+from encke.kernels.reference.fields import hash24, pack_fields, step_up, unpack_fields
+from encke.kernels.reference.slow import warn_if_large
+
+
+class ReferencePlan(GroupPlan):
+    """Plan whose methods are plain torch operations."""
+
+    __slots__ = ()
+
+    def encode_into(self, x: Tensor, seed: Seed, data: Tensor) -> None:
+        warn_if_large(x)
+        if self.numel:
+            data.copy_(encode(flat_memory(x), self.format, self._seed_number(seed)))
+
+    def decode_into(self, data: Tensor, seed: Seed, out: Tensor) -> None:
+        if self.numel:
+            flat_memory(out).copy_(decode(data, self.format, self.numel, self._seed_number(seed)))
+
+    def mask_into(self, data: Tensor, out: Tensor) -> None:
+        if self.numel:
+            flat_memory(out).copy_(mask(data, self.format, self.numel))
+
+
+@functools.lru_cache(maxsize=4096)
+def group_plan(format: GroupFormat, numel: int, device: torch.device, seed_table: bool = False) -> GroupPlan:
+    """Return the plan for tensors of `numel` values in that format.
+
+    Args:
+        format: How the values are packed.
+        numel: Number of values.
+        device: Where the tensors are.
+        seed_table: Whether seeds come as a tensor and a row; only kernels on a GPU are specialised on it.
+    """
+    return ReferencePlan(format, numel, device)
+
+
+def encode(x: Tensor, format: GroupFormat, seed: int) -> Tensor:
+    """Return codes of flat float values, then lo and step of each group."""
+    bits, group, stride, signs = format.bits, format.group, format.stride, format.signs
+    numel, work = x.numel(), compute_dtype(format.dtype)
+    blocks = format.groups(numel) // stride
+    v = torch.zeros(blocks * group, stride, dtype=work, device=x.device)
+    v[: numel // stride] = x.reshape(-1, stride).to(work)
+    v = v.view(blocks, group, stride).transpose(1, 2).reshape(-1, group)
+    a = v.abs()
+    signed = (v < 0).any(1)
+    affine = torch.zeros_like(signed) if signs else signed
+    lo = torch.where(a > 0, a, torch.inf).amin(1)
+    lo = torch.where(affine, v.amin(1), torch.where(torch.isinf(lo), 0.0, lo))
+    hi = torch.where(affine, v.amax(1), a.amax(1))
+    finite = torch.isfinite(v).all(1)
+    lo = torch.where(finite, lo_down(lo, signed & ~affine), 0.0)
+    n = torch.where(signed, 2.0 ** (bits - 1) - 2 if signs else 2.0**bits - 1, 2.0**bits - 2).to(work)
+    step = step_up(hi * (1.0 / n) - lo * (1.0 / n), hi - lo, format.dtype)
+    step = torch.where(finite, step, torch.nan)
+    inverse = torch.where(step > 0, 1.0 / step, 0.0)
+    t = (torch.where(affine[:, None], v, a) - lo[:, None]) * inverse[:, None]
+    t = torch.minimum(t.clamp(min=0.0), n[:, None]).nan_to_num(0.0)
+    q = t.floor()
+    q = (q + (random_of_values(blocks, format, seed, x.device) < ((t - q) * 2.0**24).long())).long()
+    sign = (v < 0).long() << bits - 1
+    code = torch.where(affine[:, None], q, torch.where(a > 0, (q + 1) | sign, 0))
+    lo = torch.where(signed & ~affine, -lo, lo)
+    packed = pack_fields(code.to(torch.uint8), bits).view(blocks, stride, -1).transpose(1, 2)
+    arrays = (packed, lo.to(format.scale_dtype), step.to(format.scale_dtype))
+    return torch.cat([array.contiguous().view(-1).view(torch.uint8) for array in arrays])
+
+
+def decode(data: Tensor, format: GroupFormat, numel: int, seed: int) -> Tensor:
+    """Return the flat values that `encode` stored with the same seed."""
+    bits, signs, work = format.bits, format.signs, compute_dtype(format.dtype)
+    code, lo, step = unpack(data, format, numel)
+    signed = lo < 0
+    affine, magnitude = magnitudes(code, signed, format)
+    if signs:
+        value = lo.abs() + (magnitude - 1).to(work) * step
+    else:
+        # The random number that was added before rounding is known, and is subtracted again.
+        base = lo - torch.where(signed, 0.5, 1.5).to(work) * step
+        blocks = format.groups(numel) // format.stride
+        fixed = (code << 24) + random_of_values(blocks, format, seed, data.device)
+        value = base + fixed.to(work) * (step * 2.0**-24)
+    limit = torch.finfo(format.dtype).max
+    value = value.clamp(-limit, limit)
+    value = torch.where(~affine & (magnitude == 0), 0.0, value)
+    value = torch.where(signed & ~affine & (code >> bits - 1 > 0), -value, value)
+    value = torch.where(torch.isnan(step), torch.nan, value)
+    return in_memory_order(value.to(format.dtype), format, numel)
+
+
+def mask(data: Tensor, format: GroupFormat, numel: int) -> Tensor:
+    """Return whether each value is not zero; without `signs` the codes of a group with negative values cannot tell."""
+    code, lo, step = unpack(data, format, numel)
+    affine, magnitude = magnitudes(code, lo < 0, format)
+    return in_memory_order(affine | (magnitude != 0) | torch.isnan(step), format, numel)
+
+
+def unpack(data: Tensor, format: GroupFormat, numel: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes in rows of groups, and lo and step of each group as columns."""
+    at_lo, at_step, end = format.places(numel)
+    blocks = format.groups(numel) // format.stride
+    rows = data[:at_lo].view(blocks, -1, format.stride).transpose(1, 2).reshape(blocks * format.stride, -1)
+    lo, step = (
+        scale.clone().view(format.scale_dtype).to(compute_dtype(format.dtype))[:, None]
+        for scale in (data[at_lo:at_step], data[at_step:end])
+    )
+    return unpack_fields(rows, format.bits, format.group).long(), lo, step
+
+
+def magnitudes(code: Tensor, signed: Tensor, format: GroupFormat) -> tuple[Tensor, Tensor]:
+    """Return which groups have no code for zero, and the codes without their sign."""
+    affine = torch.zeros_like(signed) if format.signs else signed
+    return affine, torch.where(signed & ~affine, code & (1 << format.bits - 1) - 1, code)
+
+
+def in_memory_order(rows: Tensor, format: GroupFormat, numel: int) -> Tensor:
+    """Bring rows of groups into the order of memory."""
+    stride = format.stride
+    flat = rows.view(-1, stride, format.group).transpose(1, 2).reshape(-1, stride)[: numel // stride]
+    return flat.reshape(-1).clone()
+
+
+def lo_down(lo: Tensor, negated: Tensor) -> Tensor:
+    """Round a group's lo down to bf16 (fp64 stays), finite, and not to zero where its sign has a meaning."""
+    if lo.dtype == torch.float64:
+        return lo
+    size = lo.view(torch.int32) & 0x7FFFFFFF
+    away = ((size + 0xFFFF) & -0x10000).clamp(max=0x7F7F0000).view(torch.float32)
+    near = size & -0x10000
+    near = torch.where(negated, near.clamp(min=0x10000), near).view(torch.float32)
+    return torch.where(lo < 0, -away, near)
+
+
+def random_of_values(blocks: int, format: GroupFormat, seed: int, device: torch.device) -> Tensor:
+    """Return 24 random bits for each value, in rows of groups: the hash of its byte, rotated by its slice."""
+    bits, group, stride = format.bits, format.group, format.stride
+    length = group * bits // 8
+    byte = torch.arange(blocks * length * stride, device=device).view(blocks, length, stride)
+    word = byte.transpose(1, 2).reshape(-1, length).repeat(1, 8 // bits)
+    return hash24(word, torch.arange(group, device=device) // length * (4 * bits), seed)

@@ -1,0 +1,40 @@
+"""Backward of batch norm from a packed input, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from encke.kernels.formats import Seed
+from encke.kernels.plans import GroupPlan
+
+
+def norm_sums(
+    grad: Tensor, data: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, plan: GroupPlan, seed: Seed, out: Tensor
+) -> None:
+    """Write [k1, k2, k3, grad_weight, grad_bias] of each channel; `norm_apply` reads the first three rows.
+
+    `data` is batch norm's input as `plan` packed it, in the memory format of `grad`. `weight` is fp32.
+    """
+    g, x = grad.float(), decoded_like(grad, data, plan, seed)
+    axes, share = [0, *range(2, grad.dim())], weight.numel() / grad.numel()
+    mean, invstd = mean.reshape(-1), invstd.reshape(-1)
+    sum_g, sum_gx = g.sum(axes), (g * (x - per_channel(mean, x))).sum(axes)
+    k1 = invstd * weight
+    k2 = -k1 * invstd * invstd * (sum_gx * share)
+    torch.stack((k1, k2, -k1 * (sum_g * share) - mean * k2, sum_gx * invstd, sum_g), out=out)
+
+
+def norm_apply(grad: Tensor, data: Tensor, sums: Tensor, plan: GroupPlan, seed: Seed, out: Tensor) -> None:
+    """Write the gradient of batch norm's input, g * k1 + x * k2 + k3, from what `norm_sums` wrote."""
+    k1, k2, k3 = (per_channel(row, grad) for row in sums[:3])
+    out.copy_(grad * k1 + (decoded_like(grad, data, plan, seed) * k2 + k3))
+
+
+def decoded_like(like: Tensor, data: Tensor, plan: GroupPlan, seed: Seed) -> Tensor:
+    return plan.decode_strided(data, seed, like.shape, like.stride()).float()
+
+
+def per_channel(row: Tensor, like: Tensor) -> Tensor:
+    """Return one number for each channel, shaped to be combined with a tensor of that shape."""
+    return row.view(-1, *[1] * (like.dim() - 2))

@@ -1,0 +1,77 @@
+"""Fixed-rate codes from numba against the reference: the same bytes, the same values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from encke.kernels import GroupFormat, GroupPlan, reference
+from tests.kernels.common import CONTENTS, DTYPES, SEEDS, SIZES, content, one_thread, plain_nan
+
+cpu = pytest.importorskip("encke.kernels.cpu", reason="needs numba")
+CPU = torch.device("cpu")
+
+
+def plans(format: GroupFormat, numel: int) -> tuple[GroupPlan, GroupPlan]:
+    return cpu.group_plan(format, numel, CPU), reference.group_plan(format, numel, CPU)
+
+
+def check(x: torch.Tensor, format: GroupFormat, seed: int) -> None:
+    """Both store the same, and decode it to the same values and the same mask."""
+    n, (ours, theirs) = x.numel(), plans(format, x.numel())
+    data = ours.encode(x, seed)
+    with one_thread():
+        expected = theirs.encode(x.detach(), seed)
+        values, mask = theirs.decode(expected, seed), theirs.mask(expected)
+    at_step, kept = format.places(n)[1], format.scale_dtype
+    assert torch.equal(data[:at_step], expected[:at_step]), format
+    # torch's cast to bf16 gives NaNs other bits on other machines
+    a, b = (plain_nan(t[at_step:].clone().view(kept)) for t in (data, expected))
+    assert torch.equal(a, b), format
+    for a, b in ((ours.decode(data, seed), values), (ours.mask(data), mask)):
+        assert a.dtype == b.dtype and torch.equal(plain_nan(a), plain_nan(b)), format
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_equals_reference(width: int, dtype: torch.dtype) -> None:
+    for i, name in enumerate(CONTENTS):
+        for n in (SIZES[i % 5], SIZES[5 + i % 5], 3000 + i, *SIZES[10:][: i % 6 == 0]):
+            format = GroupFormat(width, 128, dtype, signs=width > 2 and n % 2 == 1)
+            check(content(name, n, dtype), format, SEEDS[(i + width) % len(SEEDS)])
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_groups_of_a_channel_equal_reference(width: int) -> None:
+    for pixels, channels in ((300, 7), (256, 16), (1, 40), (5000, 130), (0, 4)):
+        x = torch.randn(pixels, channels).mul(torch.logspace(-3, 3, channels)).view(-1)
+        check(x, GroupFormat(width, 128, x.dtype, channels), 5)
+    for module in (cpu, reference):
+        with pytest.raises(ValueError, match="7 apart"):
+            module.group_plan(GroupFormat(width, 128, torch.float32, 7), 100, CPU)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("width", "signs"), [(2, False), (4, True), (8, False)])
+def test_channels_of_any_content_equal_reference(width: int, signs: bool, dtype: torch.dtype) -> None:
+    names = [*CONTENTS, *CONTENTS][: 2 * len(CONTENTS) - 1]  # an odd number of channels, of every kind side by side
+    for pixels in (100, 128, 300):
+        x = torch.stack([content(name, pixels, dtype) for name in names], 1).reshape(-1)
+        check(x, GroupFormat(width, 128, dtype, len(names), signs), -(2**63) + 77)
+
+
+@pytest.mark.parametrize("group", [64, 128, 256, 512, 1024])
+def test_every_group_size_equals_reference(group: int) -> None:
+    for n in (group - 1, 3 * group, 5 * group + 7):
+        x = torch.cat([content("normal", n // 2, torch.float32), content("relu", n - n // 2, torch.float32)])
+        check(x, GroupFormat(2, group, x.dtype), 9)
+
+
+def test_many_tasks_equal_reference() -> None:
+    x = content("outlier", 2_000_003, torch.float32)
+    check(x, GroupFormat(2, 128, x.dtype), 9)
+
+
+def test_views_and_grad() -> None:
+    check(torch.randn(3000, requires_grad=True), GroupFormat(4, 128, torch.float32), 1)
+    check(torch.randn(3001)[1:], GroupFormat(4, 128, torch.float32), 1)

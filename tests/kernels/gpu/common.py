@@ -1,0 +1,87 @@
+"""Values and the Triton compiler for the tests of the GPU kernels."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from encke.kernels.formats import GROUP
+
+ROOT = Path(__file__).resolve().parents[3]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INF = float("inf")
+SEED = 0x9E3779B97F4A7C15 >> 1
+# The interpreter is slow: the quick tests take the two most used dtypes.
+DTYPES = [
+    torch.bfloat16,
+    torch.float32,
+    pytest.param(torch.float16, marks=pytest.mark.slow),
+    pytest.param(torch.float64, marks=pytest.mark.slow),
+]
+
+
+def content(name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return values of one kind on the device."""
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    if name == "mixed":  # another content in each group: every base kind, bitmaps, raw blocks
+        parts = ("relu", "normal", "far", "sparse", "special")
+        sizes = [min(GROUP, numel - i * GROUP) for i in range(-(-numel // GROUP))]
+        return torch.cat([content(part, size, dtype) for part, size in zip(parts, sizes, strict=True)])
+    if name in ("special", "outlier") and numel:
+        x[numel // 3] = 3e38 if dtype != torch.float16 else 6e4
+        if name == "special":
+            x[::97], x[5::301], x[6::300], x[::7] = float("nan"), INF, -INF, -0.0
+    else:
+        x = {
+            "normal": x,
+            "relu": x.relu(),
+            "zeros": x * 0.0,
+            "constant": x * 0.0 + 3.0,
+            "far": x + (1e4 if dtype == torch.float16 else 1e5),
+            "sparse": torch.where(x > 1.3, x, 0.0),
+            "denormal": x * {torch.float16: 1e-6, torch.float64: 1e-310}.get(dtype, 1e-41),
+            "largest": x.sign() * torch.finfo(dtype).max,
+        }[name]
+    return x.to(dtype).to(DEVICE)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors are equal bit for bit."""
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def compile_for_hopper(script: str, *arguments: str) -> None:
+    """Run a script that compiles kernels with `build`: the interpreter takes what the compiler refuses.
+
+    No GPU is needed to compile.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", BUILD + script, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+BUILD = """
+import sys
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+def build(kernel, pointers, constants, **options):
+    types = {p.name: pointers.get(p.name, p.annotation_type) for p in kernel.params}
+    types |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(kernel, types, {(kernel.arg_names.index(name),): value for name, value in constants.items()})
+    options = {"num_warps": 4} | options | {"enable_fp_fusion": False}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+TYPES = {
+    "float32": (tl.float32, "*fp32"), "float64": (tl.float64, "*fp64"),
+    "float16": (tl.float16, "*fp16"), "bfloat16": (tl.bfloat16, "*i16"),
+}
+"""

@@ -1,0 +1,124 @@
+"""The kernels of the fixed rate against the reference: on a GPU, else through Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from encke.kernels import GroupFormat, GroupPlan, reference
+from tests.kernels.gpu.common import DEVICE, DTYPES, SEED, compile_for_hopper, content, same
+
+gpu = pytest.importorskip("encke.kernels.gpu", reason="needs triton")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def plans(format: GroupFormat, numel: int) -> tuple[GroupPlan, GroupPlan]:
+    device = torch.device(DEVICE)
+    return gpu.group_plan(format, numel, device), reference.group_plan(format, numel, device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bits", "signs"), [(2, False), (4, False), (8, False), (4, True), (8, True)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equals_reference(dtype, bits, signs):
+    sizes = {"normal": 5000, "relu": 5000, "special": 1000, "largest": 300, "denormal": 300, "far": 1}
+    for name, numel in sizes.items():
+        x, (ours, theirs) = content(name, numel, dtype), plans(GroupFormat(bits, 256, dtype, 1, signs), numel)
+        data, gpu_data = theirs.encode(x, SEED), ours.encode(x, SEED)
+        expected = theirs.decode(data, SEED)
+        if name not in ("special", "largest"):  # codes of a group that decodes to NaN do not matter
+            assert torch.equal(data, gpu_data)
+        for kept in (data, gpu_data):
+            decoded = ours.decode(kept, SEED)
+            assert torch.equal(decoded.isnan(), expected.isnan())
+            assert torch.equal(decoded.nan_to_num(0.0), expected.nan_to_num(0.0))
+            assert torch.equal(ours.mask(kept), theirs.mask(data))
+
+
+@pytest.mark.parametrize(("bits", "signs", "group", "channels"), [
+    (2, False, 128, 1), (4, True, 128, 1), (8, False, 256, 1), (2, False, 200, 1), (2, False, 128, 24),
+    (4, False, 128, 7),
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gate(dtype, bits, signs, group, channels):
+    """The gradient where the packed values are not zero."""
+    numel = 5000 // channels * channels
+    x, gradient = content("relu", numel, dtype), content("special", numel, dtype)
+    x[:10] = float("nan")
+    ours, theirs = plans(GroupFormat(bits, group, dtype, channels, signs), numel)
+    data = theirs.encode(x, SEED)
+    mask = theirs.mask(data)
+    assert mask[:10].all() and not mask.all()
+    assert same(ours.gate(data, gradient), torch.where(mask, gradient, 0))
+    assert same(theirs.gate(data, gradient), torch.where(mask, gradient, 0))
+
+
+@pytest.mark.parametrize("group", [128, 512, 200])
+def test_groups(group):
+    x, (ours, theirs) = content("normal", 3000, torch.float32), plans(GroupFormat(4, group, torch.float32), 3000)
+    assert (type(ours) is type(theirs)) == (group == 200)  # no power of two is left to the reference
+    data = ours.encode(x, SEED)
+    assert torch.equal(data, theirs.encode(x, SEED))
+    assert same(ours.decode(data, SEED), theirs.decode(data, SEED))
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize(("pixels", "channels"), [(300, 7), (256, 16), (1, 40), (513, 3), (300, 66)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_groups_of_a_channel(dtype, pixels, channels, bits):
+    x = content("normal", pixels * channels, dtype)
+    x[: channels * 2] = x[: channels * 2].relu()
+    ours, theirs = plans(GroupFormat(bits, 256, dtype, channels), x.numel())
+    data = ours.encode(x, SEED)
+    assert torch.equal(data, theirs.encode(x, SEED))
+    assert torch.equal(ours.mask(data), theirs.mask(data))
+    assert torch.equal(ours.decode(data, SEED), theirs.decode(data, SEED))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stride", [1, 24])
+def test_seeds_on_the_device_are_those_given_as_numbers(dtype, stride):
+    numel = 24 * 300
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(4)).to(DEVICE, dtype)
+    seeds, format = torch.tensor([7, SEED, -SEED], device=DEVICE), GroupFormat(2, 128, dtype, stride)
+    given, read = (gpu.group_plan(format, numel, x.device, table) for table in (False, True))
+    data = given.encode(x, SEED)
+    assert torch.equal(read.encode(x, (seeds, 1)), data) and not torch.equal(read.encode(x, (seeds, 2)), data)
+    assert same(read.decode(data, (seeds, 1)), given.decode(data, SEED))
+    assert same(read.decode(data, (seeds, 2)), given.decode(data, -SEED))
+    plain = reference.group_plan(format, numel, x.device)
+    assert torch.equal(plain.encode(x, (seeds, 1)), data)
+    assert given.fuses_forward == (stride > 1 and dtype == torch.bfloat16)
+    if given.fuses_forward:
+        workspaces = [torch.zeros(2 * 3 * 24, device=DEVICE) for _ in range(2)]
+        encoded = given.encode_moments(x, workspaces[0], SEED)
+        assert torch.equal(read.encode_moments(x, workspaces[1], (seeds, 1)), encoded)
+        assert torch.equal(*workspaces)
+
+
+COMPILE = """
+from encke.kernels.gpu import group, pairs
+dtype, name = TYPES[sys.argv[1]]
+half = dtype in (tl.float16, tl.bfloat16)
+pointers = {"data": "*u8", "x": name, "out": name, "seeds": "*i64"}
+flags = pointers | {"out": "*u8"}
+for bits, signs, table in ((2, False, False), (4, True, True)):
+    seeded = {"TABLE": table}
+    rated = {"DTYPE": dtype, "BITS": bits, "GROUP": 128, "SIGNS": signs}
+    rows, channels = rated | {"ROWS": 16, "LANES": 8 if half else 4}, rated | {"CHANNELS": 16}
+    build(group.gq_encode_kernel, pointers, rows | seeded)
+    build(group.gq_decode_kernel, pointers, rows | {"MASK": False} | seeded)
+    build(group.gq_decode_kernel, flags, rows | {"MASK": True} | seeded)
+    build(group.gq_gate_kernel, pointers, rows)
+    build(group.gq_encode_channels_kernel, pointers, channels | seeded)
+    build(group.gq_decode_channels_kernel, pointers, channels | {"BYTES": 8, "MASK": False} | seeded)
+    build(group.gq_gate_channels_kernel, pointers, channels | {"BYTES": 8})
+    if half:
+        build(pairs.gq_encode_pairs_kernel, pointers, rated | {"ROWS": 16, "THREADS": 2} | seeded)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+def test_compiles_for_hopper(dtype):
+    compile_for_hopper(COMPILE, dtype)
