@@ -1,4 +1,4 @@
-"""What was saved, counted: bytes before and after for each site, pass by pass."""
+"""Ledger: bytes before and after packing for each site, pass by pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from encke.codecs import Codec
 storage_ref = weakref.ref
 """A storage's Python object lives as long as its memory does, whoever holds that."""
 SIZE_PENDING = -1
-"""Bytes that are not known yet: the site's hint has them once the GPU has told."""
+"""Bytes that are not known yet: the encoder state of the site's facts has them once the GPU has reported them."""
 
 
 class Record:

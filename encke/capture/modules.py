@@ -31,16 +31,17 @@ class Layer:
         self.calls: list[list[SiteFacts | None]] = []
 
     def owner(self) -> nn.Module | None:
+        """Return the module, if it still exists."""
         return self.module() if self.module is not None else None
 
 
 def inside_compile() -> bool:
-    """Whether torch.compile is tracing this call, or has given up tracing it and runs it piece by piece."""
+    """Return whether torch.compile is tracing this call, or has given up tracing it and runs it piece by piece."""
     return torch.compiler.is_compiling() or callable(eval_frame_callback())
 
 
 def inert(*args: Any) -> None:
-    """What a copied or loaded model has in place of our hooks."""
+    """Do nothing: copied and loaded models have this in place of our hooks."""
 
 
 class ModuleHook:
@@ -78,7 +79,7 @@ class LeaveHook(ModuleHook):
 
 
 class WatchHook(ModuleHook):
-    """Sees calls that a compiler around the attached model makes, past what stands around the model itself."""
+    """Hook that notices a compiler around the attached model, which calls the layers directly."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
         if torch.compiler.is_compiling():
@@ -96,7 +97,7 @@ def layers_of(model: nn.Module, left_alone: Collection[str] = ()) -> list[Layer]
 
 
 def hook_layers(layers: list[Layer], enter: Callable[[Layer], Any], leave: Callable[[Layer, Any], None]) -> list[Any]:
-    """Tells the capture whenever one of these layers is called; those with a forward of ours do that themselves."""
+    """Register hooks that report calls of these layers; layers with a forward of ours report calls themselves."""
     hooks: list[Any] = []
     for layer in layers:
         module = layer.owner()
@@ -107,7 +108,7 @@ def hook_layers(layers: list[Layer], enter: Callable[[Layer], Any], leave: Calla
 
 
 def drop_inert(module: nn.Module) -> None:
-    """Removes what a copied model has left of another one's hooks."""
+    """Remove what a copied model has left of another one's hooks."""
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
         for key in [key for key, hook in hooks.items() if hook is inert]:
             del hooks[key]
@@ -116,5 +117,5 @@ def drop_inert(module: nn.Module) -> None:
 
 
 def layer_name(name: str) -> str:
-    """A layer's name without what wrappers put in front."""
+    """Return a layer's name without what wrappers put in front."""
     return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))

@@ -1,4 +1,4 @@
-"""What autograd holds instead of a tensor: a `Saved` for each saving, a `SharedCell` for the memory they share."""
+"""Objects that autograd holds in place of tensors: a `Saved` for each saving, a `SharedCell` for shared memory."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class SharedCell:
         self.version = 0
         self.waiting = 0
         self.wanted: Codec | None = None
-        """What satisfies all who have asked."""
+        """Codec that satisfies all who have asked."""
         self.readers = 0
-        """How many have saved this memory for its values, not for a mask."""
+        """Savings of this memory for its values, not for a mask."""
         self.decoded: tuple[StorageWeakRef, int] | None = None
         self.lock: threading.Lock | None = None
 
     def ask(self, codec: Codec, values: bool = False) -> None:
-        """One more reader, content with `codec`; from the second reader of values on one decoded copy serves them."""
+        """Add a reader that needs no more than `codec`; two or more readers of values share one decoded copy."""
         wanted = self.wanted
         if codec is not wanted:
             self.wanted = codec if wanted is None else stricter(wanted, codec)
@@ -61,12 +61,12 @@ class SharedCell:
                 self.lock = threading.Lock()
 
     def hold(self, flat: Tensor) -> None:
-        """Keeps the memory itself until it is known what its readers need."""
+        """Keep the memory itself until its readers' needs are known."""
         self.held = flat
         self.version = flat._version
 
     def flat(self, mask: bool) -> Tensor:
-        """The run of memory, decoded; one decoded copy serves all who read at the same time."""
+        """Return the run of memory, decoded; one decoded copy serves all who read at the same time."""
         if self.held is not None:
             check_version(self.held, self.version)
             return self.held
@@ -88,7 +88,7 @@ class SharedCell:
 
 
 class Pending:
-    """A saving whose reader is not known yet: where its site belongs, and what the graph behind the tensor told."""
+    """Facts about a saving whose reader is not known yet."""
 
     __slots__ = ("frame", "from_leaves", "parameter")
 
@@ -123,7 +123,7 @@ class Saved:
         return self.facts.site
 
     def restore(self) -> Tensor:
-        """What autograd gets back for its reader."""
+        """Return the tensor for its reader."""
         if self.tensor is not None:
             check_version(self.tensor, self.version)
             return self.tensor
@@ -141,7 +141,7 @@ class Saved:
 
 
 def dummy(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor that is asked only for its shape and memory format: one element where the format allows it."""
+    """Return a tensor that is asked only for its shape and memory format: one element where the format allows it."""
     if not fills_in_order(layout.size, layout.stride, range(len(layout.size))):
         return torch.empty_strided(layout.size, layout.stride, dtype=dtype, device=device)
     return torch.zeros((), dtype=dtype, device=device).expand(layout.size)

@@ -13,7 +13,7 @@ import encke
 from encke.capture.sites import Site
 from encke.codecs import Codec, GroupQuant
 from encke.compiled.names import call_of, root_of
-from encke.policies import Policy
+from encke.policies import Comet, Policy
 
 
 class Asked(Policy):
@@ -116,3 +116,46 @@ def test_names_of_layers_and_operations() -> None:
         assert call_of(node) == expected
     assert root_of("_native_batch_norm_legit_functional") == root_of("native_batch_norm_backward") == "batch_norm"
     assert root_of("gelu_backward") == root_of("gelu") != root_of("threshold_backward")
+
+
+@pytest.mark.parametrize("kind", [Repeated, Transformer])
+def test_compiled_steps_find_what_collection_steps_decided(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    trained = torch.compile(model, backend="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
+    handle = encke.attach(trained, Comet(every=2), optimizer=optimizer)
+    policy, asked = handle.policy, []
+    assert isinstance(policy, Comet)
+    choose = type(policy).choose
+    x = inputs_for(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(policy), "choose", lambda self, site: asked.append(site) or choose(self, site))
+        for _ in range(3):
+            asked.clear()
+            optimizer.zero_grad()
+            trained(x).backward()
+            optimizer.step()
+    # The third step is compiled: none of its sites is a new one for the policy.
+    assert all(not site.place_v1 for site in asked)
+    places = {site.place for site in asked if site.need == "lossy"}
+    assert places and places <= set(policy.settings)
+
+
+def test_a_state_of_version_1_is_found_by_its_old_keys() -> None:
+    model = Repeated()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
+    handle = encke.attach(model, Comet(every=2), optimizer=optimizer)
+    policy = handle.policy
+    assert isinstance(policy, Comet)
+    for _ in range(2):
+        model(inputs_for(model)).backward()
+        optimizer.step()
+    sites = {facts.site for record in handle._capture.ledger.last for facts in (record.facts, *record.facts.sharers)}
+    known = {site: policy.settings[site.place] for site in sites if site.place in policy.settings}
+    assert len(known) > 5
+    for site in known:
+        policy.settings[site.place_v1] = policy.settings.pop(site.place)
+    for site, setting in known.items():
+        assert policy.choose(site) is setting.codec
+    assert set(policy.settings) == {site.place for site in known}
