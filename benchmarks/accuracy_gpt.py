@@ -1,6 +1,6 @@
 """What compression does to a small GPT: characters of a text file, bf16 autocast, each method beside plain.
 
-python3 benchmarks/accuracy_gpt.py --data tinyshakespeare.txt --run plain:0-2 --run "2 bits:0-2" --csv gpt.csv
+python3 benchmarks/accuracy_gpt.py --data tinyshakespeare.txt --run plain:0-2 --run group2:0-2 --csv gpt.csv
 python3 benchmarks/accuracy_gpt.py --summary gpt.csv --plot gpt.png
 
 The ratio is to what plain autograd saves under bf16 autocast. Runs with the same seed are pairs: the same initial

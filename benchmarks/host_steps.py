@@ -24,24 +24,24 @@ import torch
 from torch import nn
 
 import encke
-from encke import Codec, Site, kernels
+from encke import kernels
 from encke.capture import hooks
 from encke.fused.base import LayerForward
 from encke.fused.conv import ConvForward
 from encke.kernels import gpu, reference
 from encke.kernels.gpu import launch
-from encke.policies import Comet
-from encke.policies.comet.settings import Setting
 from encke.train.models.vision import torchvision_models
 
 CHANNELS, BATCH, IMAGE = 16, 256, 2
-"""Of every tensor: the least that is packed in groups of one channel each, at 32 and at 16 bits a value."""
+"""Size of every tensor: the smallest that is packed in groups of one channel each, at 32 and 16 bits a value."""
+REAL_STEPS = 12
+"""Steps of the real training: the default policy collects in the first and in the tenth."""
 SMALLEST = 512
-"""Weights have as many bytes at 16 bits a value: they are not small on a GPU either."""
+"""Bytes of a weight at 16 bits a value. Smaller tensors are kept exactly, as small ones are on a GPU."""
 
 
 def slim_resnet50() -> nn.Module:
-    """ResNet-50 with all its layers, of few channels each and without strides."""
+    """Return ResNet-50 with all its layers, of few channels each and without strides."""
     model = torchvision_models().resnet50()
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
@@ -57,9 +57,8 @@ def slim_resnet50() -> nn.Module:
 
 
 def leave_kernels_out() -> None:
-    """CPU tensors go to the code for GPUs, up to the launch. What stands for CUDA's functions is built in as well."""
+    """Send CPU tensors to the code for GPUs, up to the launch. Built-in functions stand in for CUDA's."""
     nothing = "".format
-    hooks.SMALL = SMALLEST
     launch.current_cuda_device = itertools.repeat(-1).__next__
     launch.current_cuda_stream = abs
     launch.launch_kernel = lambda *arguments, **more: (nothing, ())  # type: ignore[assignment]
@@ -68,32 +67,37 @@ def leave_kernels_out() -> None:
     kernels.backend_for = lambda device: gpu  # type: ignore[assignment]
 
 
-class Settling(Comet):
-    """The default policy, which here keeps its first choice for each site as its setting."""
+def settled_state(dtype: torch.dtype) -> dict[str, Any]:
+    """Train for real until the default policy has collected, and return its state."""
+    model = slim_resnet50()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
+    handle = encke.attach(model, optimizer=optimizer)
+    step = step_of(model, images(), dtype)
+    for _ in range(REAL_STEPS):
+        step()
+        optimizer.step()
+    state = handle.state_dict()
+    handle.detach()
+    return state
 
-    def choose(self, site: Site) -> Codec:
-        codec = super().choose(site)
-        if site.need == "lossy":
-            self.settings.setdefault(site.place, Setting(codec))
-        return codec
 
+def attached(model: nn.Module, state: dict[str, Any]) -> None:
+    """Attach the default policy as it is between two collection steps, with layers fused as on a GPU.
 
-def attached(model: nn.Module, policy: Comet) -> encke.Handle:
-    """Attach the model with the policy, its layers fused as on a GPU.
-
-    Of the convolutions that is every second one: the others stand for those whose inputs are not large.
+    Every second convolution is left unfused, in place of those whose inputs are not large.
     """
     LayerForward.device_type = "cpu"
     LayerForward.min_bytes = ConvForward.min_bytes = 1
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    handle = encke.attach(model, policy, optimizer)
-    bound = handle.policy
-    assert isinstance(bound, Comet)
-    bound.schedule.updates = 1500  # no collection step is near
+    handle = encke.attach(model, optimizer=torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+    handle.load_state_dict(state)
     convolutions = [module.forward for module in model.modules() if isinstance(module, nn.Conv2d)]
     for forward in convolutions[::2]:
         forward.min_bytes = 1 << 62  # type: ignore[attr-defined]
-    return handle
+
+
+def images() -> torch.Tensor:
+    """Return a batch of small images."""
+    return torch.randn(BATCH, 3, IMAGE, IMAGE).contiguous(memory_format=torch.channels_last)
 
 
 def step_of(model: nn.Module, x: torch.Tensor, dtype: torch.dtype) -> Callable[[], None]:
@@ -107,7 +111,7 @@ def step_of(model: nn.Module, x: torch.Tensor, dtype: torch.dtype) -> Callable[[
 
 
 def calls_of(step: Callable[[], None]) -> tuple[int, int]:
-    """Calls of Python functions and of built-in ones in a step."""
+    """Count calls of Python functions and of built-in ones in a step."""
     counts = {"call": 0, "c_call": 0}
 
     def count(frame: Any, event: str, argument: Any) -> None:
@@ -121,7 +125,7 @@ def calls_of(step: Callable[[], None]) -> tuple[int, int]:
 
 
 def collections_of(step: Callable[[], None], steps: int) -> tuple[float, float]:
-    """Garbage collections a step, and their milliseconds a step."""
+    """Return garbage collections per step, and their milliseconds per step."""
     found: list[float] = []
 
     def watch(phase: str, info: Any) -> None:
@@ -135,16 +139,11 @@ def collections_of(step: Callable[[], None], steps: int) -> tuple[float, float]:
     return len(found) / 2 / steps, 1e3 * (sum(found[1::2]) - sum(found[::2])) / steps
 
 
-def measure(dtype: torch.dtype, count: int, profiled: bool) -> None:
-    """Prints a plain and an attached step's host time, with activations of that dtype."""
-    x = torch.randn(BATCH, 3, IMAGE, IMAGE).contiguous(memory_format=torch.channels_last)
-    model = slim_resnet50()
+def measure(dtype: torch.dtype, state: dict[str, Any], count: int, profiled: bool) -> None:
+    """Print the host time of a plain and an attached step, with activations of that dtype."""
+    x, model = images(), slim_resnet50()
+    attached(model, state)
     steps = {"plain": step_of(slim_resnet50(), x, dtype), "attached": step_of(model, x, dtype)}
-    with attached(model, Settling()) as handle:
-        steps["attached"]()
-        state = handle.state_dict()
-    # From here on the policy is as it is between two collection steps.
-    attached(model, Comet()).load_state_dict(state)
     for step in steps.values():
         for _ in range(5):
             step()
@@ -182,9 +181,11 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
+    hooks.SMALL = SMALLEST
+    states = {dtype: settled_state(dtype) for dtype in (torch.float32, torch.bfloat16)}
     leave_kernels_out()
-    for dtype in (torch.float32, torch.bfloat16):
-        measure(dtype, args.steps, args.profile)
+    for dtype, state in states.items():
+        measure(dtype, state, args.steps, args.profile)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What is alive at the peak of a training step: which operation it falls into, and the blocks that are there then.
+"""Memory at the peak of a ResNet-50 training step: the operation it falls into, and the blocks alive then.
 
-python3 benchmarks/peak_memory.py [--batch 256] [--precision fp32|bf16] [--plain | --collect] [--csv FILE]
+python3 benchmarks/peak_memory.py [--batch 256] [--precision fp32|bf16] [--method group2] [--collect] [--csv FILE]
 
-With --collect the policy collects in every step, also in the one that is looked at.
+With --collect the recorded step is a collection step.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 import torchvision
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import encke  # noqa: E402
+from encke.bench.methods import METHODS  # noqa: E402
 
 
 def nodes_behind(tensor: torch.Tensor) -> list[Any]:
-    """All nodes of the graph behind a tensor."""
+    """Return all nodes of the graph behind a tensor."""
     stack, seen = [tensor.grad_fn], set()
     while stack:
         node = stack.pop()
@@ -34,7 +34,7 @@ def nodes_behind(tensor: torch.Tensor) -> list[Any]:
 
 
 class Marks:
-    """For each operation of a step: memory before it, and the highest while it ran."""
+    """Memory before each operation of a step, and the highest while it ran."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[str, int, int]] = []
@@ -42,7 +42,7 @@ class Marks:
         torch.cuda.reset_peak_memory_stats()
 
     def at(self, name: str, gradients: Any) -> None:
-        """A node of that name begins."""
+        """Mark the beginning of a node."""
         self(name)
 
     def __call__(self, name: str) -> None:
@@ -52,7 +52,7 @@ class Marks:
 
 
 def replay(events: list[dict[str, Any]]) -> tuple[int, list[dict[str, Any]]]:
-    """The highest sum of what a trace allocates and frees, and the blocks alive then."""
+    """Return the peak of a trace of allocations, and the blocks alive then."""
     alive: dict[int, dict[str, Any]] = {}
     total, best, blocks = 0, 0, []
     for event in events:
@@ -68,7 +68,7 @@ def replay(events: list[dict[str, Any]]) -> tuple[int, list[dict[str, Any]]]:
 
 
 def source(block: dict[str, Any]) -> str:
-    """The innermost lines of ours or of the model that asked for a block; empty inside autograd's own operations."""
+    """Return the innermost lines outside torch that allocated a block; empty inside autograd's own operations."""
     frames = [f for f in block.get("frames", []) if f["filename"].endswith(".py")]
     known = [f for f in frames if "/torch/" not in f["filename"]]
     return " < ".join(f"{Path(f['filename']).stem}:{f['name']}" for f in known[:3])
@@ -78,9 +78,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    method = parser.add_mutually_exclusive_group()
-    method.add_argument("--plain", action="store_true")
-    method.add_argument("--collect", action="store_true")
+    parser.add_argument("--method", choices=[name for name, each in METHODS.items() if each.kind != "other"])
+    parser.add_argument("--collect", action="store_true", help="make the recorded step a collection step")
+    parser.set_defaults(method="group2")
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
     half = args.precision == "bf16"
@@ -90,12 +90,11 @@ def main() -> None:
     if half:
         model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
-    if args.collect:
-        encke.attach(model, encke.policies.Comet(every=1), optimizer)
-    elif not args.plain:
-        encke.attach(model, encke.policies.Fixed(encke.codecs.GroupQuant(bits=2)))
+    handle = METHODS[args.method].attach(model, optimizer)
 
     def step(marks: Marks | None = None) -> None:
+        if args.collect and not (handle and handle.collect_now()):
+            raise SystemExit(f"--collect: {args.method} has no collection steps; use --method default")
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast("cuda", torch.bfloat16, enabled=half):
             loss = torch.nn.functional.cross_entropy(model(x), y)
@@ -107,7 +106,7 @@ def main() -> None:
         if marks is not None:
             marks("end")
 
-    # Inputs of weights are collected from the tenth step on.
+    # The default policy collects in the tenth step.
     for _ in range(12):
         step()
     torch.cuda.synchronize()

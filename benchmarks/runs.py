@@ -1,6 +1,6 @@
-"""Many trainings, one table: runs (method, seed) as processes of their own and appends each result to a CSV.
+"""Many trainings, one table: each (method, seed) runs in its own process, and each result is appended to a CSV.
 
-accuracy_cifar.py and accuracy_gpt.py bring the training; here are methods, schedule, table and statistics.
+accuracy_cifar.py and accuracy_gpt.py define the training; here are methods, schedule, table and statistics.
 """
 
 from __future__ import annotations
@@ -22,60 +22,45 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
+from torch import nn
+from torch.optim import Optimizer
 
-    from encke.api import Handle
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import encke  # noqa: E402
+from encke.api import Handle  # noqa: E402
+from encke.policies.presets import FIXED, PRESETS  # noqa: E402
 
-NUMBER = r"\d+(?:\.\d*)?(?:e-?\d+)?"
-METHODS = "plain, default, division, 2 bits, 4 bits, 8 bits, comet nearest SIGMA, comet stochastic SIGMA"
+POLICIES = PRESETS | FIXED
+METHODS = ("plain", *POLICIES)
+PAIRS = [f"{method}:{seed}" for seed in range(5) for method in ("plain", "default")]
+"""Runs if none is named: five pairs, pair by pair."""
+RUN_HELP = f"methods: {', '.join(METHODS)}; by default plain and default with seeds 0 to 4, pair by pair"
+
 Job = dict[str, Any]
-"""What a worker gets: method, seed, data, device, history and the settings of the training."""
+"""A worker's task: method, seed, data, device, history and the settings of the training."""
 
 
 def check_method(method: str) -> None:
-    """Raises ValueError for a method that `attach_method` does not know."""
-    if not re.fullmatch(rf"plain|default|division|[248] bits|comet (nearest|stochastic) {NUMBER}", method):
-        raise ValueError(f"there is no method {method!r}; choose one of {METHODS}")
+    """Raise ValueError for an unknown method."""
+    if method not in METHODS:
+        raise ValueError(f"there is no method {method!r}; choose one of {', '.join(METHODS)}")
 
 
 def attach_method(method: str, model: nn.Module, optimizer: Optimizer) -> Handle | None:
-    """Attaches Encke as `method` says; None for plain. Policies are imported when they are asked for."""
-    import encke
-
+    """Attach the policy that is named; None for plain."""
     check_method(method)
-    if method == "plain":
-        return None
-    if method == "default":
-        return encke.attach(model, optimizer=optimizer)
-    kind, *rest = method.split()
-    policy: Any
-    if kind == "comet":
-        from encke.policies import Comet
-
-        policy = Comet(sigma=float(rest[1]), rounding="nearest" if rest[0] == "nearest" else "stochastic")
-    elif kind == "division":
-        from encke.policies import Division
-
-        policy = Division()
-    else:
-        from encke.codecs import GroupQuant
-        from encke.policies import Fixed
-
-        policy = Fixed(GroupQuant(bits=int(kind)))
-    return encke.attach(model, policy, optimizer=optimizer)
+    return None if method == "plain" else encke.attach(model, POLICIES[method], optimizer=optimizer)
 
 
 def parse_runs(texts: Iterable[str]) -> list[tuple[str, int]]:
-    """`plain:0-4` or `comet nearest 0.05:0,2` as (method, seed), in the order given, each once."""
+    """Return `plain:0-4` or `careful:0,2` as (method, seed), in the order given, each once."""
     runs = []
     for text in texts:
         method, _, seeds = text.rpartition(":")
         if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", seeds):
-            raise ValueError(f"a run is METHOD:SEEDS such as 'plain:0-4' or '2 bits:0,2', got {text!r}")
+            raise ValueError(f"a run is METHOD:SEEDS such as 'plain:0-4' or 'group2:0,2', got {text!r}")
         check_method(method)
         for part in seeds.split(","):
             first, _, last = part.partition("-")
@@ -84,7 +69,7 @@ def parse_runs(texts: Iterable[str]) -> list[tuple[str, int]]:
 
 
 class Table:
-    """A CSV that grows by one whole row at a time; a row that was cut off by a kill counts as not there."""
+    """A CSV that grows by one whole row at a time; a row that was cut off is ignored."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -113,7 +98,7 @@ class Table:
             os.fsync(file.fileno())
 
     def check(self, settings: Mapping[str, object]) -> None:
-        """Raises where the rows come from other settings than these: such figures do not belong together."""
+        """Raise ValueError if the rows come from other settings: such figures do not belong together."""
         for row in self.rows():
             for name, value in settings.items():
                 if row.get(name) != str(value):
@@ -134,7 +119,7 @@ class Worker:
 
 
 class Scheduler:
-    """Runs jobs as `script --job JSON`, some at a time, and starts none that would end behind the limit."""
+    """Runs jobs as `script --job JSON`, several at a time, and starts none that would end after the limit."""
 
     def __init__(
         self, script: Path, table: Table, workers: int, minutes: float | None, logs: Path, metric: str
@@ -154,7 +139,7 @@ class Scheduler:
                 self.durations.setdefault(row["method"], []).append(float(row["run_seconds"]))
 
     def run(self, jobs: Sequence[Job]) -> list[Job]:
-        """Runs what fits into the time, in order; returns the jobs that were not started."""
+        """Run what fits into the time, in order; return the jobs that were not started."""
         waiting = list(jobs)
         self.logs.mkdir(parents=True, exist_ok=True)
         before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -175,7 +160,7 @@ class Scheduler:
             signal.signal(signal.SIGTERM, before)
 
     def fits(self, job: Job) -> bool:
-        """Whether the job would end in time, judged by the longest run of its method, or of any method."""
+        """Return whether the job would end in time, judged by the longest run of its method, or of any method."""
         now = time.monotonic()
         known = self.durations.get(job["method"]) or [d for some in self.durations.values() for d in some]
         known = known + [now - worker.start for worker in self.running if worker.job["method"] == job["method"]]
@@ -192,7 +177,7 @@ class Scheduler:
         self.running.append(Worker(process, job, result, log, time.monotonic()))
 
     def collect(self) -> None:
-        """Takes the results of the runs that have ended."""
+        """Take the results of the runs that have ended."""
         for worker in [worker for worker in self.running if worker.process.poll() is not None]:
             self.running.remove(worker)
             job, seconds = worker.job, time.monotonic() - worker.start
@@ -216,7 +201,7 @@ class Scheduler:
 
 
 def command_line() -> str:
-    """The command as it can be given anywhere: folders of this machine are left out."""
+    """Return the command without folders of this machine."""
     arguments = [re.sub(r"(^|=)/\S*/", r"\1", argument) for argument in sys.argv[1:]]
     return shlex.join(["python3", f"benchmarks/{Path(sys.argv[0]).name}", *arguments])
 
@@ -226,7 +211,7 @@ def file_name(job: Job) -> str:
 
 
 def work(text: str, train: Callable[[Job], dict[str, Any]]) -> None:
-    """What a worker process does: trains, then leaves its row, whole, where the parent looks for it."""
+    """Train in a worker process, then write the row where the parent looks for it."""
     job = json.loads(text)
     row = train(job)
     result = Path(job["result"])
@@ -236,7 +221,7 @@ def work(text: str, train: Callable[[Job], dict[str, Any]]) -> None:
 
 
 def origin(device: str) -> dict[str, str]:
-    """The columns that say where a row comes from."""
+    """Return the provenance columns of a row."""
     import torch
 
     gpu = torch.cuda.get_device_name() if device == "cuda" else "none (cpu)"
@@ -244,7 +229,7 @@ def origin(device: str) -> dict[str, str]:
 
 
 def write_history(handle: Handle | None, job: Job) -> None:
-    """Writes what the policy decided on the way, where the handle keeps it and `--history` asks for it."""
+    """Write the policy's decisions if `--history` asks for them."""
     history = getattr(handle, "history", None)
     if job["history"] and history is not None:
         folder = Path(job["history"])
@@ -254,7 +239,7 @@ def write_history(handle: Handle | None, job: Job) -> None:
 
 
 class Ratios:
-    """What the reports of a run say, taken now and then; a plain run has no handle and a ratio of 1."""
+    """Ratios from the reports of a run; a plain run has no handle and a ratio of 1."""
 
     def __init__(self, handle: Handle | None) -> None:
         self.handle = handle
@@ -271,7 +256,7 @@ class Ratios:
         return self.values[-1]
 
     def row(self) -> dict[str, Any]:
-        """The columns: the mean and the smallest ratio, and the bytes of the last report."""
+        """Return the columns: the mean and the smallest ratio, and the bytes of the last report."""
         mean = round(statistics.fmean(self.values), 3)
         return {"ratio": mean, "smallest_ratio": round(min(self.values), 3), **self.columns}
 
@@ -285,7 +270,7 @@ T_POINTS = (
 
 
 def t_point(freedom: int) -> float:
-    """Half the width of a 95 % interval in standard errors."""
+    """Return half the width of a 95 % interval in standard errors."""
     if freedom <= len(T_POINTS):
         return T_POINTS[freedom - 1]
     z = 1.959964
@@ -306,7 +291,7 @@ class Summary:
 
 
 def summarise(rows: Iterable[Mapping[str, str]], metric: str) -> list[Summary]:
-    """The methods in the order in which they first appear."""
+    """Summarise each method, in the order in which they first appear."""
     methods: dict[str, dict[str, float]] = {}
     ratios: dict[str, list[float]] = {}
     for row in rows:
@@ -334,7 +319,7 @@ def summarise(rows: Iterable[Mapping[str, str]], metric: str) -> list[Summary]:
 
 
 def show(summaries: Sequence[Summary], metric: str, digits: int) -> str:
-    """The summary as a table for people."""
+    """Return the summary as a table."""
 
     def text(value: float | None, sign: str = "") -> str:
         return "-" if value is None else f"{value:{sign}.{digits}f}"
@@ -352,7 +337,7 @@ def show(summaries: Sequence[Summary], metric: str, digits: int) -> str:
 
 
 def plot(summaries: Sequence[Summary], metric: str, path: Path) -> None:
-    """Ratio against the metric; bars are one standard deviation over the seeds, the band is plain's."""
+    """Plot ratio against the metric; bars are one standard deviation over the seeds, the band is plain's."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -375,10 +360,10 @@ def plot(summaries: Sequence[Summary], metric: str, path: Path) -> None:
 
 
 def parser_for(description: str | None) -> argparse.ArgumentParser:
-    """The options that every script has."""
+    """Return a parser with the options that every script has."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="the data to train with")
-    parser.add_argument("--run", action="append", default=[], metavar="METHOD:SEEDS", help=f"methods: {METHODS}")
+    parser.add_argument("--run", action="append", metavar="METHOD:SEEDS", help=RUN_HELP)
     parser.add_argument("--workers", type=int, default=1, help="runs at a time")
     parser.add_argument("--csv", type=Path, help="the table; what is in it already is not run again")
     parser.add_argument("--minutes", type=float, help="starts no run that would end later than this")
@@ -399,20 +384,28 @@ def conduct(
     metric: str,
     digits: int,
 ) -> int:
-    """The main program of a script. `settings` are the options that define the training, and columns of the table;
-    `prepare(data, folder)` makes what the workers read and returns its path. Returns the exit status."""
+    """Run the main program of a script and return its exit status.
+
+    Args:
+        parser: The options, those of `parser_for` included.
+        train: Trains one job and returns its row.
+        settings: Options that define the training; they are columns of the table.
+        prepare: Makes what the workers read from the data, in a folder, and returns its path.
+        metric: The column to summarise.
+        digits: Digits of the metric.
+    """
     args = parser.parse_args()
     if args.job:
         work(args.job, train)
         return 0
     failed: list[Job] = []
     if not args.summary:
-        if not (args.data and args.run and args.csv):
-            parser.error("--data, --run and --csv are needed, or --summary CSV")
+        if not (args.data and args.csv):
+            parser.error("--data and --csv are needed, or --summary CSV")
         table = Table(args.csv)
         chosen = {name: getattr(args, name) for name in settings}
         try:
-            runs = parse_runs(args.run)
+            runs = parse_runs(args.run or PAIRS)
             table.check(chosen)
         except ValueError as error:
             parser.error(str(error))

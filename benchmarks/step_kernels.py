@@ -1,6 +1,6 @@
-"""Where the time of a training step goes on a GPU: ResNet-50, step and host time, and the kernels' own time by kind.
+"""Time of a ResNet-50 training step on a GPU: step and host time, and the kernels' own time by kind.
 
-python3 benchmarks/step_kernels.py [--batch 256] [--precision fp32|bf16] [--method plain|packed|bounded|default]
+python3 benchmarks/step_kernels.py [--batch 256] [--precision fp32|bf16] [--method group2]
         [--compile | --graphs] [--top 20]
 """
 
@@ -17,7 +17,7 @@ import torchvision
 from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import encke  # noqa: E402
+from encke.bench.methods import METHODS  # noqa: E402
 
 KINDS = {
     "gq_encode": "encode",
@@ -40,7 +40,7 @@ KINDS = {
 
 
 def kind(name: str) -> str:
-    """A kernel's kind from its name; convolutions are among the others."""
+    """Return a kernel's kind from its name; convolutions are among the others."""
     if "at::" in name and "_kernel" in name and not any(key in name for key in ("batch_norm", "pool", "threshold")):
         return "optimizer" if "multi_tensor" in name else "elementwise" if "elementwise" in name else "others"
     return next((value for key, value in KINDS.items() if key in name), "others")
@@ -50,7 +50,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--method", choices=("plain", "packed", "bounded", "default"), default="packed")
+    parser.add_argument("--method", choices=[name for name, each in METHODS.items() if each.kind != "other"])
+    parser.set_defaults(method="group2")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--graphs", action="store_true", help="the same, with CUDA graphs")
     parser.add_argument("--steps", type=int, default=12)
@@ -65,12 +66,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
     mode = "reduce-overhead" if args.graphs else None
     run = torch.compile(model, fullgraph=True, mode=mode) if args.compile or args.graphs else model
-    if args.method == "packed":
-        encke.attach(run, encke.policies.Fixed(encke.codecs.GroupQuant(bits=2)), optimizer)
-    elif args.method == "bounded":
-        encke.attach(run, encke.policies.Fixed(encke.codecs.ErrorBounded(0.01, "rel")), optimizer)
-    elif args.method == "default":
-        encke.attach(run, optimizer=optimizer)
+    METHODS[args.method].attach(run, optimizer)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)

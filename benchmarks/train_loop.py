@@ -1,4 +1,4 @@
-"""What the training program costs beside a loop written by hand: ResNet-18 on images like CIFAR-10's, the same policy.
+"""Cost of the training program beside a loop written by hand: ResNet-18 on images like CIFAR-10's, the same policy.
 
 python3 benchmarks/train_loop.py --epochs 4 --csv benchmarks/results/train_loop_h200.csv
 
@@ -30,14 +30,14 @@ BATCH = 256
 
 
 def write_cifar(folder: Path) -> None:
-    """50,000 and 10,000 images of noise as CIFAR-10's pickles."""
-    chance = np.random.default_rng(0)
+    """Write 50,000 and 10,000 images of noise as CIFAR-10's pickles."""
+    random = np.random.default_rng(0)
     names = {"batches.meta": None, **{f"data_batch_{i}": 10_000 for i in range(1, 6)}, "test_batch": 10_000}
     for name, count in names.items():
         content: dict[bytes, object] = {b"label_names": [f"class {i}".encode() for i in range(10)]}
         if count:
-            labels = chance.integers(0, 10, count).tolist()
-            content = {b"data": chance.integers(0, 256, (count, 3072), dtype=np.uint8), b"labels": labels}
+            labels = random.integers(0, 10, count).tolist()
+            content = {b"data": random.integers(0, 256, (count, 3072), dtype=np.uint8), b"labels": labels}
         (folder / name).write_bytes(pickle.dumps(content, protocol=2))
 
 
@@ -48,7 +48,7 @@ def load(folder: Path, names: list[str], device: str) -> tuple[torch.Tensor, tor
 
 
 def by_hand(folder: Path, epochs: int, policy: str, device: str) -> float:
-    """Seconds of an epoch of a plain loop, with crops and flips on the device, without the first one."""
+    """Return the seconds of an epoch of a plain loop, with crops and flips on the device, without the first one."""
     torch.backends.cudnn.benchmark = True
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     images, labels = load(folder, [f"data_batch_{i}" for i in range(1, 6)], device)
@@ -99,7 +99,7 @@ def synchronize(device: str) -> None:
 
 
 def by_recipe(folder: Path, epochs: int, policy: str, device: str, out: Path) -> float:
-    """Seconds of an epoch of `encke train resnet18-cifar10`, without the first one."""
+    """Return the seconds of an epoch of `encke train resnet18-cifar10`, without the first one."""
     words = ["train", "resnet18-cifar10", "--data.path", str(folder), "--epochs", str(epochs), "--policy", policy]
     words += ["--device", device, "--out", str(out), "--overwrite", "--data.augment", "crop"]
     subprocess.run([sys.executable, "-m", "encke", *words], check=True)
@@ -121,7 +121,7 @@ def main() -> None:
         folder.mkdir()
         write_cifar(folder)
         for number in range(options.rounds):
-            for policy in ("none", "comet"):
+            for policy in ("none", "default"):
                 hand = by_hand(folder, options.epochs, policy, device)
                 recipe = by_recipe(folder, options.epochs, policy, device, Path(temporary) / "run")
                 rows.append({"round": number, "policy": policy, "by_hand_s": hand, "recipe_s": recipe})

@@ -83,7 +83,7 @@ class Search:
     def close(self) -> None:
         """End the process."""
         if self.child is not None:
-            self.child.__exit__(None, None, None)
+            self.child.close()
             self.child = None
 
 

@@ -78,15 +78,23 @@ def measure_all(tables: Sequence[Sequence[Task]], csv: Path, rounds: int = 1) ->
         for task in tasks
     ]
     status = track(labels)
-    for tasks in tables:
-        with ExitStack() as stack:
+    with ExitStack() as stack:
+
+        def start(tasks: Sequence[Task]) -> dict[Task, Child]:
             able = [task for task in tasks if not METHODS[task.method].missing(task.device, task.compile)]
-            kept = {task: stack.enter_context(Child(task)) for task in able} if rounds > 1 else {}
+            return {task: stack.enter_context(Child(task)) for task in able} if rounds > 1 else {}
+
+        upcoming = start(tables[0])
+        for tasks, following in zip(tables, [*tables[1:], ()], strict=True):
+            # The next processes import their libraries while these measure.
+            kept, upcoming = upcoming, start(following)
             for number in range(1, rounds + 1):
                 for task in tasks:
                     next(status)
                     rows.append(measure_row(task, kept.get(task)) | {"round": number})
                     write_csv(csv, rows)
+            for child in kept.values():
+                child.close()
     next(status, None)
     return rows
 

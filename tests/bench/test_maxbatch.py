@@ -55,7 +55,7 @@ class FakeChild:
             return {"failed": "out of memory", "out_of_memory": True}
         return {"fits": True, "step_ms": 2.0}
 
-    def __exit__(self, *end: object) -> None:
+    def close(self) -> None:
         pass
 
 
@@ -104,22 +104,19 @@ def test_throughput_is_compared_with_plain_at_its_own_batch():
 @pytest.mark.slow
 @LINUX
 def test_the_largest_batch_under_a_cap_on_the_process(tmp_path, capsys):
-    cap = ["--memory", "40MiB", "--methods", "plain", "checkpoint", "--steps", "1"]
+    cap = ["--memory", "40MiB", "--methods", "plain", "--steps", "1"]
     main(["bench", "max-batch", "--models", "cnn", "--image", "64", *cap, "--out", str(tmp_path)])
     with (tmp_path / "max_batch.csv").open() as file:
-        plain, checkpoint = csv.DictReader(file)
-    assert plain["status"] == checkpoint["status"] == "ok"
+        (plain,) = csv.DictReader(file)
+    assert plain["status"] == "ok"
     assert 1 <= int(plain["largest_batch"]) < 100
-    assert float(checkpoint["throughput_over_plain"]) > 0
+    assert float(plain["throughput_over_plain"]) == 1
     assert float(plain["peak_above_bytes"]) < 40 * 2**20
     with (tmp_path / "max_batch_trials.csv").open() as file:
         trials = list(csv.DictReader(file))
-    # At this size weights dominate, so methods hardly differ; but each ends where its own trials say.
-    for row in (plain, checkpoint):
-        mine = [trial for trial in trials if trial["method"] == row["method"]]
-        fitting = [int(trial["batch"]) for trial in mine if trial["fits"] == "True"]
-        failing = [int(trial["batch"]) for trial in mine if trial["fits"] == "False"]
-        assert max(fitting) - 1 <= int(row["largest_batch"]) <= max(fitting) < min(failing)
+    fitting = [int(trial["batch"]) for trial in trials if trial["fits"] == "True"]
+    failing = [int(trial["batch"]) for trial in trials if trial["fits"] == "False"]
+    assert max(fitting) - 1 <= int(plain["largest_batch"]) <= max(fitting) < min(failing)
     assert (tmp_path / "max_batch.png").exists()
     assert "largest batch" in capsys.readouterr().out
 

@@ -95,7 +95,7 @@ def test_what_a_method_cannot_do_is_its_row():
 @pytest.mark.slow
 @LINUX
 def test_a_cap_that_is_too_small_is_out_of_memory():
-    answer = children.measure(Task("cnn", "plain", "fp32", 8, 32, 1, "cpu", cap=20 * 2**20))
+    answer = children.measure(Task("cnn", "plain", "fp32", 8, 32, 1, "cpu", cap=2**18))
     assert answer["failed"] == "out of memory"
 
 
