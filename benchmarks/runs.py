@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-import shlex
 import signal
 import statistics
 import subprocess
@@ -31,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import encke  # noqa: E402
 from encke.api import Handle  # noqa: E402
 from encke.policies.presets import FIXED, PRESETS  # noqa: E402
+from encke.tools.provenance import command_line, core_count  # noqa: E402
 
 POLICIES = PRESETS | FIXED
 METHODS = ("plain", *POLICIES)
@@ -169,8 +169,7 @@ class Scheduler:
     def start(self, job: Job, folder: Path) -> None:
         name = file_name(job)
         result, log = folder / f"{name}.json", self.logs / f"{name}.log"
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = {"OMP_NUM_THREADS": str(max(1, cores // self.workers))}
+        threads = {"OMP_NUM_THREADS": str(max(1, core_count() // self.workers))}
         command = [sys.executable, str(self.script), "--job", json.dumps({**job, "result": str(result)})]
         with log.open("wb") as file:
             process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env={**threads, **os.environ})
@@ -198,12 +197,6 @@ class Scheduler:
             columns = (self.metric, "train_loss", "ratio", "seconds")
             shown = ", ".join(f"{column.replace('_', ' ')} {row[column]}" for column in columns)
             print(f"{name}: {shown}, with start and end {seconds:.1f}", flush=True)
-
-
-def command_line() -> str:
-    """Return the command without folders of this machine."""
-    arguments = [re.sub(r"(^|=)/\S*/", r"\1", argument) for argument in sys.argv[1:]]
-    return shlex.join(["python3", f"benchmarks/{Path(sys.argv[0]).name}", *arguments])
 
 
 def file_name(job: Job) -> str:

@@ -7,6 +7,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -41,17 +42,18 @@ def version(package: str) -> str:
         return ""
 
 
-def program() -> list[str]:
-    """Return the words that called this process: a script of benchmarks/, or `encke`."""
+def command_line() -> str:
+    """Return the command that started this process, without folders of this machine."""
     script = Path(sys.argv[0])
-    return ["python3", f"benchmarks/{script.name}"] if script.parent.name == "benchmarks" else ["encke"]
+    words = ["python3", f"benchmarks/{script.name}"] if script.parent.name == "benchmarks" else ["encke"]
+    return shlex.join([*words, *(re.sub(r"(^|=)/\S*/", r"\1", argument) for argument in sys.argv[1:])])
 
 
 def provenance() -> dict[str, str | int | float]:
     """Return the columns that every row of a published CSV carries."""
     return {
         "date": datetime.date.today().isoformat(),
-        "command": shlex.join([*program(), *sys.argv[1:]]),
+        "command": command_line(),
         "cpu": cpu_name(),
         "cores": core_count(),
         "load_before": LOAD_BEFORE,

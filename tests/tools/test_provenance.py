@@ -20,3 +20,5 @@ from encke.tools.provenance import provenance
 def test_the_command_is_the_one_that_was_given(called, expected, monkeypatch):
     monkeypatch.setattr(sys, "argv", [called, "--csv", "f.csv"])
     assert provenance()["command"] == expected
+    monkeypatch.setattr(sys, "argv", [called, "--csv", "/a/folder/of/mine/f.csv"])
+    assert provenance()["command"] == expected
