@@ -25,10 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from encke.report import peak_bytes
-from encke.train.models.registry import build
-from encke.train.settings import Model
-from runs import Job, Ratios, attach_method, conduct, origin, parser_for, write_history
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from encke.report import peak_bytes  # noqa: E402
+from encke.train.models.registry import build  # noqa: E402
+from encke.train.settings import Model  # noqa: E402
+from runs import Job, Ratios, attach_method, conduct, origin, parser_for, write_history  # noqa: E402
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 PAD = 4

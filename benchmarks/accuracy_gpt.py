@@ -1,4 +1,4 @@
-"""What compression does to a small GPT: characters of a text file, bf16 autocast, each method beside plain.
+"""Validation loss of a small GPT with compression: characters of a text file, bf16 autocast, each method beside plain.
 
 python3 benchmarks/accuracy_gpt.py --data tinyshakespeare.txt --run plain:0-2 --run group2:0-2 --csv gpt.csv
 python3 benchmarks/accuracy_gpt.py --summary gpt.csv --plot gpt.png
@@ -20,15 +20,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from encke.report import peak_bytes
-from encke.train.models.gpt import Gpt
-from runs import Job, Ratios, attach_method, conduct, origin, parser_for, write_history
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from encke.report import peak_bytes  # noqa: E402
+from encke.train.models.gpt import Gpt  # noqa: E402
+from runs import Job, Ratios, attach_method, conduct, origin, parser_for, write_history  # noqa: E402
 
 SETTINGS = ("iterations", "every", "batch", "context", "layers", "heads", "width", "dropout", "lr")
 
 
 def prepare(data: str, folder: Path) -> str:
-    """Nothing to decode: the workers read the text themselves."""
+    """Return the path itself: the workers read the text."""
     return data
 
 
@@ -47,7 +48,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def factor(iteration: int, iterations: int) -> float:
-    """Of the learning rate: a linear warm-up, then a cosine down to a tenth."""
+    """Return the factor of the learning rate: a linear warm-up, then a cosine down to a tenth."""
     warm = min(100, iterations // 10)
     if iteration < warm:
         return (iteration + 1) / warm

@@ -1,4 +1,4 @@
-"""What Comet's collection costs: time of a collection step beside an ordinary one, ResNet-18 on CIFAR-sized images.
+"""Cost of Comet's collection: time of a collection step beside an ordinary one, ResNet-18 on CIFAR-sized images.
 
 python3 benchmarks/collection_cost.py [--batch 256] [--csv benchmarks/results/collection.csv]
 """
@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from pathlib import Path
 
 import torch
 from torch import nn
 
-import encke
-from encke.policies import Comet
-from encke.tools.provenance import write_csv
-from encke.train.models.registry import build
-from encke.train.settings import Model
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import encke  # noqa: E402
+from encke.policies import Comet  # noqa: E402
+from encke.tools.provenance import write_csv  # noqa: E402
+from encke.train.models.registry import build  # noqa: E402
+from encke.train.settings import Model  # noqa: E402
 
 
 def main() -> None:

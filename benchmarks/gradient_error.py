@@ -1,8 +1,8 @@
-"""How far compressed gradients are from plain ones after the first steps of a training, model by model.
+"""Error of compressed gradients after the first steps of a training, model by model.
 
-A model from torchvision is trained for a few steps on made-up images with the default policy; then, for one batch and
-the weights as they are, the whole gradient is computed three times compressed and once plain. Errors that are right on
-average are smaller by sqrt(3) in the mean of three. For comparison: the difference to another batch's gradient.
+A model from torchvision is trained for a few steps on synthetic images with the default policy. Then, for one batch and
+fixed weights, the whole gradient is computed three times compressed and once plain. Unbiased errors are smaller by
+sqrt(3) in the mean of three. For comparison: the difference to another batch's gradient.
 
 python3 benchmarks/gradient_error.py [MODEL ...] [--batch 32] [--size 96] [--steps 13] [--csv FILE]
 """
@@ -28,8 +28,8 @@ MODELS = (
 CLASSES, DRAWS = 10, 3
 
 
-def still(model: nn.Module) -> nn.Module:
-    """The model without what draws anew in every forward pass."""
+def without_dropout(model: nn.Module) -> nn.Module:
+    """Return the model without dropout and stochastic depth."""
     for module in model.modules():
         if isinstance(module, nn.Dropout) or type(module).__name__ == "StochasticDepth":
             module.p = 0.0
@@ -38,7 +38,7 @@ def still(model: nn.Module) -> nn.Module:
 
 def measure(name: str, batch: int, size: int, steps: int) -> dict[str, str | float]:
     torch.manual_seed(0)
-    model = still(torchvision_models().get_model(name, num_classes=CLASSES)).train()
+    model = without_dropout(torchvision_models().get_model(name, num_classes=CLASSES)).train()
     optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
     handle = encke.attach(model, optimizer=optimizer)
     generator = torch.Generator().manual_seed(1)
@@ -53,17 +53,17 @@ def measure(name: str, batch: int, size: int, steps: int) -> dict[str, str | flo
         nn.functional.cross_entropy(model(images), labels).backward()
         return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
-    looked_at = data()
+    fixed_batch = data()
     for _ in range(steps):
         gradient(*data())
         optimizer.step()
-    draws = [gradient(*looked_at) for _ in range(DRAWS)]
+    draws = [gradient(*fixed_batch) for _ in range(DRAWS)]
     ratio = handle.report().ratio
     handle.detach()
-    exact, other = gradient(*looked_at), gradient(*data())
+    exact, other = gradient(*fixed_batch), gradient(*data())
 
-    def error(found: Tensor) -> float:
-        return round(float((found - exact).norm() / exact.norm()), 3)
+    def error(gradients: Tensor) -> float:
+        return round(float((gradients - exact).norm() / exact.norm()), 3)
 
     errors = [error(draw) for draw in draws]
     row: dict[str, str | float] = {"model": name, "batch": batch, "size": size, "steps": steps}

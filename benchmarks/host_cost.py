@@ -9,18 +9,21 @@ import argparse
 import csv
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from encke.capture.hooks import Capture
-from encke.capture.modules import Layer
-from encke.codecs import ErrorBounded, GroupQuant
-from encke.codecs.base import EncoderState
-from encke.codecs.layout import flatten
-from encke.policies import Fixed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from encke.capture.hooks import Capture  # noqa: E402
+from encke.capture.modules import Layer  # noqa: E402
+from encke.codecs import ErrorBounded, GroupQuant  # noqa: E402
+from encke.codecs.base import EncoderState  # noqa: E402
+from encke.codecs.layout import flatten  # noqa: E402
+from encke.policies import Fixed  # noqa: E402
 
 
 def microseconds(function: Callable[[], object], calls: int = 500, rounds: int = 15) -> float:

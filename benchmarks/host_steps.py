@@ -18,19 +18,21 @@ import pstats
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-import encke
-from encke import kernels
-from encke.capture import hooks
-from encke.fused.base import LayerForward
-from encke.fused.conv import ConvForward
-from encke.kernels import gpu, reference
-from encke.kernels.gpu import launch
-from encke.train.models.vision import torchvision_models
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import encke  # noqa: E402
+from encke import kernels  # noqa: E402
+from encke.capture import hooks  # noqa: E402
+from encke.fused.base import LayerForward  # noqa: E402
+from encke.fused.conv import ConvForward  # noqa: E402
+from encke.kernels import gpu, reference  # noqa: E402
+from encke.kernels.gpu import launch  # noqa: E402
+from encke.train.models.vision import torchvision_models  # noqa: E402
 
 CHANNELS, BATCH, IMAGE = 16, 256, 2
 """Size of every tensor: the smallest that is packed in groups of one channel each, at 32 and 16 bits a value."""

@@ -13,6 +13,7 @@ import argparse
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,8 +22,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from encke.tools.provenance import version, write_csv
-from encke.train.data.lmdb import lmdb
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from encke.tools.provenance import version, write_csv  # noqa: E402
+from encke.train.data.lmdb import lmdb  # noqa: E402
 
 
 def generate(root: Path, images: int, side: int, classes: int = 20) -> list[Path]:

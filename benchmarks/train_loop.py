@@ -21,10 +21,11 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-import encke
-from encke.tools.provenance import write_csv
-from encke.train.models.registry import build
-from encke.train.settings import Model
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import encke  # noqa: E402
+from encke.tools.provenance import write_csv  # noqa: E402
+from encke.train.models.registry import build  # noqa: E402
+from encke.train.settings import Model  # noqa: E402
 
 BATCH = 256
 
