@@ -51,7 +51,7 @@ def at_least(bits: int, min_bits: int | None) -> int | None:
 class GroupQuant(FlatCodec):
     """Fixed-rate codes of `bits` bits with one scale for every `group` values. Decoded values are unbiased.
 
-    A value is off by less than a step of its group; rounding is stochastic. In groups without negative values, zeros
+    A value is off by at most half a step of its group; rounding is random. In groups without negative values, zeros
     and the mask of non-zeros are exact. A group that holds a NaN or an infinity decodes to NaN. In channels_last memory
     a group takes values of one channel.
 

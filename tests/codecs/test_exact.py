@@ -1,30 +1,33 @@
-"""Max-pool indices in pieces: the same bytes whatever the size of a piece, and little memory on the way."""
+"""Exact codecs: integers at the narrowest width; max-pool indices, in pieces that bound the memory on the way."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import functional as F
 
-from encke.codecs import exact
+import encke
+from encke.codecs import Lossless, exact
 from encke.codecs.exact import Window
 
 WINDOW = Window((3, 3), (2, 2), (1, 1), (1, 1), plane=(24, 20))
 
 
-def indices(batch: int, channels: int = 4, last: bool = False) -> Tensor:
+def indices(batch: int, channels: int = 4, channels_last: bool = False) -> Tensor:
     x = torch.randn(batch, channels, 24, 20, generator=torch.Generator().manual_seed(batch))
-    x = x.contiguous(memory_format=torch.channels_last) if last else x
+    x = x.contiguous(memory_format=torch.channels_last) if channels_last else x
     return F.max_pool2d(x, 3, 2, 1, return_indices=True)[1]
 
 
-@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("batch", [0, 1, 2, 7, 8])
-def test_pieces_change_nothing(batch, last, monkeypatch) -> None:
-    index = indices(batch, last=last)
+def test_pieces_change_nothing(batch, channels_last, monkeypatch) -> None:
+    index = indices(batch, channels_last=channels_last)
     whole = WINDOW.encode(index)
     for samples in (0, 1, 3):
         monkeypatch.setattr(exact, "PIECE", samples * 4 * 12 * 10 + 5)
@@ -61,9 +64,9 @@ def peak(run: Callable[[], object]) -> int:
     return most
 
 
-@pytest.mark.parametrize("last", [False, True])
-def test_memory_on_the_way_is_bounded(last, monkeypatch) -> None:
-    index = indices(128, 16, last)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_memory_on_the_way_is_bounded(channels_last, monkeypatch) -> None:
+    index = indices(128, 16, channels_last)
     packed = WINDOW.encode(index)
     assert peak(packed.decode) > 2 * 8 * index.numel(), "in one piece"
     monkeypatch.setattr(exact, "PIECE", index.numel() // 16)
@@ -71,3 +74,71 @@ def test_memory_on_the_way_is_bounded(last, monkeypatch) -> None:
     spare = index.numel() // 16 * 17 + 20_000
     assert peak(lambda: WINDOW.encode(index)) <= index.numel() + packed.nbytes + spare
     assert peak(packed.decode) <= (8 + 1) * index.numel() + spare
+
+
+@pytest.mark.parametrize(
+    ("make", "bits_each"),
+    [
+        (lambda g: torch.rand(3000, generator=g) < 0.5, 1),
+        (lambda g: torch.randint(0, 2, (3000,), generator=g), 1),
+        (lambda g: torch.randint(7, 11, (3000,), generator=g), 2),
+        (lambda g: torch.randint(-8, 8, (3000,), generator=g), 4),
+        (lambda g: torch.randint(1000, 1250, (3000,), generator=g), 8),
+        (lambda g: torch.randint(-30000, 30000, (3000,), generator=g), 16),
+        (lambda g: torch.randint(0, 2**31 - 1, (3000,), generator=g), 32),
+        (lambda g: torch.randint(-(2**62), 2**62, (3000,), generator=g), 64),
+        (lambda g: torch.randint(0, 100, (3000,), generator=g, dtype=torch.int32), 8),
+        (lambda g: torch.randint(0, 255, (3000,), generator=g, dtype=torch.uint8), 8),
+        (lambda g: torch.randint(-100, 100, (3000,), generator=g, dtype=torch.int8), 8),
+    ],
+)
+def test_lossless_integers_take_the_narrowest_width(make, bits_each: int) -> None:
+    x = make(torch.Generator().manual_seed(1)).view(30, 100)
+    for view in (x, x.t(), x[:, ::3], x[0]):
+        packed = Lossless().encode(view)
+        y = packed.decode()
+        assert torch.equal(y, view) and y.stride() == view.stride() and y.dtype == view.dtype
+        assert packed.nbytes <= math.ceil(view.numel() * bits_each / 8) + 1
+
+
+def test_lossless_float_that_is_zero_or_one_constant_takes_a_bit() -> None:
+    x = torch.nn.functional.dropout(torch.ones(8000), 0.3)
+    packed = Lossless().encode(x)
+    assert torch.equal(packed.decode(), x) and packed.nbytes <= 1004
+    x[5] = -0.0
+    assert np.signbit(Lossless().encode(x).decode()[5].item())
+
+
+@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "dilation", "ceil"),
+    [(2, 2, 0, 1, False), (3, 2, 1, 1, False), (3, 1, 1, 2, False), (5, 3, 2, 1, True), ((1, 16), 4, 0, 1, False)],
+)
+def test_max_pool_indices_come_back_from_their_windows(kernel, stride, padding, dilation, ceil: bool, memory) -> None:
+    x = torch.randn(3, 4, 13, 18).contiguous(memory_format=memory)
+    _, index = F.max_pool2d(x, kernel, stride, padding, dilation, ceil, return_indices=True)
+    pairs = [(v, v) if isinstance(v, int) else v for v in (kernel, stride, padding, dilation)]
+    packed = Window(*pairs, plane=(13, 18)).encode(index)
+    decoded = packed.decode()
+    assert torch.equal(decoded, index) and decoded.stride() == index.stride() and decoded.dtype == index.dtype
+    assert packed.nbytes <= index.numel()
+
+
+def test_max_pool_indices_in_three_dimensions_and_in_planes_smaller_than_the_window() -> None:
+    _, index = F.max_pool3d(torch.randn(2, 3, 6, 7, 8), 3, 2, 1, return_indices=True)
+    packed = Window((3, 3, 3), (2, 2, 2), (1, 1, 1), (1, 1, 1), plane=(6, 7, 8)).encode(index)
+    assert torch.equal(packed.decode(), index) and packed.nbytes == index.numel()
+    _, index = F.max_pool2d(torch.randn(2, 3, 2, 2), 3, 1, 1, return_indices=True)
+    assert torch.equal(Window((3, 3), (1, 1), (1, 1), (1, 1), plane=(2, 2)).encode(index).decode(), index)
+
+
+def test_windows_too_large_for_a_byte_fall_back_to_the_range() -> None:
+    x = torch.randn(4, 8, 40, 40, requires_grad=True)
+    expected = torch.autograd.grad(F.max_pool2d(x, 20, 1).square().sum(), x)[0]
+    context = encke.compress()
+    for _ in range(2):
+        with context as handle:
+            y = F.max_pool2d(x, 20, 1)
+        assert torch.equal(torch.autograd.grad(y.square().sum(), x)[0], expected)
+    (row,) = [row for row in handle.report().sites if row.slot == "result1"]
+    assert row.codec == "Lossless" and row.ratio > 3.9
