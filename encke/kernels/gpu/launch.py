@@ -22,7 +22,7 @@ TYPES = {
 }
 
 Runner = tuple[Callable[..., None], tuple]
-"""What starts a compiled kernel, and its arguments between the stream and the kernel's own arguments."""
+"""The function that starts a compiled kernel, and its arguments between the stream and the kernel's own arguments."""
 
 _compiled: dict[tuple, Runner] = {}
 _address = Tensor.data_ptr

@@ -51,7 +51,7 @@ class GpuPlan(GroupPlan):
         """Encodes 16-bit values, two at a time, where their address allows it."""
         self.relu: Launch | None = None
         self.moments: Launch | None = None
-        """The same in channels_last memory, with ReLU before it, or with the moments of groups beside it."""
+        """Encode the ReLU of values in channels_last memory, or write the moments of groups beside the codes."""
         if format.stride > 1:
             self._plan_channels(seed_table)
         else:

@@ -106,12 +106,12 @@ def find_levels(raw: Tensor, numel: int, eb: Tensor, format: BoundedFormat, seed
 
 @dataclass
 class Forms:
-    """How blocks are stored: `total` and `kind` for each group, the others for each block."""
+    """Forms in which blocks are stored: `total` and `kind` for each group, the others for each block."""
 
     total: Tensor
     """Bytes of a group."""
     kind: Tensor
-    """How bases are stored: not at all, in a byte, in four."""
+    """Bytes of a base: 0 none, 1 one byte, 2 four bytes."""
     size: Tensor
     """Bytes of a block."""
     head: Tensor
