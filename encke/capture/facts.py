@@ -10,7 +10,7 @@ from encke.codecs.base import EncoderState
 
 
 class SiteState(enum.Enum):
-    """What is known of a site's reader; `encke/capture/readers.py` shows the transitions."""
+    """Knowledge of a site's reader; `encke/capture/readers.py` shows the transitions."""
 
     PENDING = "pending"
     """A tensor was saved, its reader is not known yet: the tensor is held as it is."""
@@ -57,7 +57,7 @@ class SiteFacts:
         """Sites that later save the same memory: the strictest of them decides."""
         self.encoder_state = EncoderState()
         self.function: Any = None
-        """What runs in the operation's place (encke/fused); False if nothing does, None if nobody has asked yet."""
+        """Function that runs in the operation's place (encke/fused); False if there is none, None if not asked yet."""
 
     @property
     def stays(self) -> bool:

@@ -40,7 +40,7 @@ KEPT = SiteFacts(Site("", "(small or kept)", ""))
 
 
 class Tally:
-    """What one forward pass saves: a record for each site, each storage counted once."""
+    """Count of what one forward pass saves: a record for each site, each storage counted once."""
 
     __slots__ = ("_counted", "records", "small_bytes")
 

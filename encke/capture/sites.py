@@ -29,7 +29,7 @@ class Site:
     occurrence: int = 0
     """Number of the tensor among those that this call saves for the same operation and slot."""
     need: Need = field(default="exact", compare=False)
-    """What the reader needs of the tensor."""
+    """Need of the reader, which decides how far a policy may go."""
     dtype: torch.dtype = field(default=torch.float32, compare=False)
     dimensions: int = field(default=0, compare=False)
     place_v1: str = field(default="", compare=False, repr=False)
