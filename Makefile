@@ -16,7 +16,8 @@ INSTALL := $(PYTHON) -m pip install -qq --disable-pip-version-check -c constrain
 TRITON := triton==3.6.0
 
 # Two processes. One that is done takes tests from the other, so that no list of long tests has to be kept.
-PYTEST := OMP_WAIT_POLICY=passive $(PYTHON) -m pytest -n 2 --dist worksteal
+PYTEST := $(PYTHON) -m pytest -n 2 --dist worksteal
+export OMP_WAIT_POLICY := passive
 # Every page, once all of them have lines of at most 120 characters.
 MARKDOWN := *.md docs/design.md docs/performance.md docs/lab.md
 
