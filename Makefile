@@ -18,8 +18,7 @@ TRITON := triton==3.6.0
 # Two processes. One that is done takes tests from the other, so that no list of long tests has to be kept.
 PYTEST := $(PYTHON) -m pytest -n 2 --dist worksteal
 export OMP_WAIT_POLICY := passive
-# Every page, once all of them have lines of at most 120 characters.
-MARKDOWN := *.md docs/design.md docs/performance.md docs/lab.md
+MARKDOWN := *.md docs benchmarks/README.md
 
 .PHONY: demo test fast soak lint browser clean
 
@@ -40,7 +39,7 @@ lint: .venv/installed-dev
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
-	$(PYTHON) -m codespell_lib encke tests benchmarks Makefile pyproject.toml *.md docs
+	$(PYTHON) -m codespell_lib encke tests benchmarks Makefile pyproject.toml $(MARKDOWN)
 	$(PYTHON) -m pymarkdown scan $(MARKDOWN)
 
 browser:

@@ -34,7 +34,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 handle = encke.attach(model, optimizer=optimizer)
 for step in range(3):
     optimizer.zero_grad()
-    model(torch.randn(32, 3, 32, 32)).square().mean().backward()
+    model(torch.randn(96, 3, 32, 32)).square().mean().backward()
     optimizer.step()
 assert handle.report().ratio > 2
 print(encke.__file__)
@@ -140,10 +140,11 @@ def test_the_wheel_brings_its_data_files(full: Environment) -> None:
     assert len(recipes) == len(list((ROOT / "encke" / "recipes").glob("*.yaml")))
 
 
-def test_a_training_loop_runs_in_a_bare_install(bare: Environment) -> None:
+def test_a_training_loop_runs_in_a_bare_install_and_names_the_missing_kernels_once(bare: Environment) -> None:
     found = bare.run("python", "-c", LOOP)
     assert found.returncode == 0, found.stderr
     assert str(bare.folder) in found.stdout
+    assert found.stderr.count("encke[cpu]") == 1
 
 
 @pytest.mark.soak

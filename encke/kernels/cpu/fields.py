@@ -43,7 +43,7 @@ def put_word(out, at, word):
 
 @inline
 def take_bytes(v, b, out, at):
-    """Move the low byte of each value of a block to out. (With less to do the loop is unrolled, not vectorised.)"""
+    """Move the low byte of each value of a block to out. With less to do the loop is unrolled, not vectorised."""
     for i in range(BLOCK):
         out[index(at) + i] = u8(v[b, i])
         v[b, i] >>= 8
