@@ -98,12 +98,12 @@ def test_a_changed_source_of_a_failed_prediction_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", [Fixed(ErrorBounded(0.01)), Fixed(ErrorBounded(0.01, "rel")), Fixed(GroupQuant()), None]
+    "policy", [Fixed(ErrorBounded(0.01)), Fixed(ErrorBounded(0.01, "rel")), Fixed(GroupQuant()), "default"]
 )
 def test_a_training_step_does_not_wait_for_the_gpu(policy) -> None:
     model = convs()
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, foreach=True)
-    encke.attach(model, policy, optimizer)
+    encke.attach(model, policy, optimizer=optimizer)
     x = torch.randn(64, 3, 64, 64, device="cuda")
 
     def step() -> None:
