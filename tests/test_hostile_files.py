@@ -89,6 +89,7 @@ def test_arrays_with_pickled_objects_are_refused(trace: Path, tmp_path: Path, ca
 @pytest.mark.parametrize(
     "content",
     [b"", b"\x1f\x8b" + b"\xff" * 64, gzip.compress(b"\0\0\x08\x03" + b"\xff" * 12), gzip.compress(b"\0" * 4096)[:30]],
+    ids=["empty", "no gzip", "short", "cut off"],
 )
 def test_an_idx_file_that_promises_what_it_does_not_hold_is_refused(content: bytes, tmp_path: Path, capsys) -> None:
     for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):

@@ -82,7 +82,7 @@ class Replaceable(Rounded):
         (Rounded(), "aot_eager", {"kept", "Mask"}),
         (Replaceable(), "aot_eager", {"GroupQuant", "Mask"}),
     ],
-    ids=str,
+    ids=["eager", "compiled, kept", "compiled, fixed rate"],
 )
 def test_a_codec_of_two_methods_trains(codec: Codec, backend: str | None, shown: set[str]) -> None:
     torch.manual_seed(0)
