@@ -14,6 +14,7 @@ import platform
 import shlex
 import shutil
 import sys
+import zipfile
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,13 @@ MAY_CHANGE = ("data.path", "data.validation", "data.workers", "device", "out", "
 
 
 class RunFolder:
-    """The folder of a run, locked for this process."""
+    """The folder of a run, locked for this process. Until `begin` nothing in it changes."""
 
     def __init__(self, settings: Settings, resume: bool, overwrite: bool) -> None:
         self.path = Path(settings.out)
+        if resume and not (self.path / SETTINGS).exists():
+            raise UsageError(f"there is no run to resume in {self.path}")
+        self.is_new = not self.path.exists()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock = (self.path / "lock").open("a")
@@ -47,27 +51,52 @@ class RunFolder:
             raise UsageError(f"cannot write to out, {self.path}: {error.strerror}") from None
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            (self.path / "lock").stat()  # gone if another process has just abandoned its start here
         except OSError:
             raise UsageError(f"another process is training in {self.path}; name another folder with --out") from None
         self.checkpoint = self.path / CHECKPOINT
         if resume:
             self.check_same(settings)
-            if (self.path / OLD_SITES).exists():
-                (self.path / OLD_SITES).rename(self.path / SITES)
-        elif (self.path / SETTINGS).exists() and not overwrite:
+        elif not overwrite and any((self.path / name).exists() for name in (CHECKPOINT, METRICS, RESULT)):
             raise UsageError(
                 f"{self.path} holds a run already: --resume goes on with it, --overwrite deletes it, "
                 "--out names another folder"
             )
-        else:
-            for name in (CHECKPOINT, METRICS, SITES, OLD_SITES, RESULT, ENVIRONMENT):
+
+    def begin(self, settings: Settings, facts: dict[str, Any], state: dict[str, Any] | None) -> None:
+        """Make the files ready for the first step, now that nothing else can fail before it.
+
+        Args:
+            settings: The settings of the run.
+            facts: What environment.json says besides where and when the process started.
+            state: The checkpoint that the run goes on from; None starts at step 0, without what was there before.
+        """
+        if state is None:
+            for name in (CHECKPOINT, f"{CHECKPOINT}.part", METRICS, SITES, OLD_SITES, RESULT, ENVIRONMENT):
                 (self.path / name).unlink(missing_ok=True)
-        write_whole(self.path / SETTINGS, to_yaml(settings))
+        else:
+            if (self.path / OLD_SITES).exists():
+                (self.path / OLD_SITES).rename(self.path / SITES)
+            self.truncate(state["sizes"])
+        self.write(SETTINGS, to_yaml(settings))
+        self.note_start(facts, state["progress"]["step"] if state is not None else 0)
+
+    def abandon(self) -> None:
+        """Leave no trace of a start that failed: remove the folder if it is new and nothing else is in it."""
+        if self.is_new and [each.name for each in self.path.iterdir()] == ["lock"]:
+            (self.path / "lock").unlink()
+            self.path.rmdir()
+
+    def finished(self) -> dict[str, Any] | None:
+        """Return the result of a run that has ended; None if there are steps left to do."""
+        try:
+            result = json.loads((self.path / RESULT).read_text())
+        except (OSError, ValueError):
+            return None
+        return result if isinstance(result, dict) and result.get("finished") is True else None
 
     def check_same(self, settings: Settings) -> None:
         """Raise an error if the run was trained with other settings: resuming it would be another training."""
-        if not (self.path / SETTINGS).exists():
-            raise UsageError(f"there is no run to resume in {self.path}")
         before = read(str(self.path))
         for name in fields():
             old, new = attrgetter(name)(before), attrgetter(name)(settings)
@@ -100,12 +129,33 @@ class RunFolder:
         if step:
             self.append(METRICS, {"event": "resume", "step": step, **here})
         else:
-            write_json(self.path / ENVIRONMENT, {**here, **facts})
+            self.write(ENVIRONMENT, {**here, **facts})
 
     def append(self, name: str, line: dict[str, Any]) -> None:
         """Append a line of JSON to a file."""
-        with (self.path / name).open("a") as file:
-            file.write(json.dumps(finite_json(line)) + "\n")
+        try:
+            with (self.path / name).open("a") as file:
+                file.write(json.dumps(finite_json(line)) + "\n")
+        except OSError as error:
+            raise self.write_error(name, error) from None
+
+    def write(self, name: str, content: str | dict[str, Any]) -> None:
+        """Write a file of text or JSON, whole or not at all."""
+        try:
+            if isinstance(content, str):
+                write_whole(self.path / name, content)
+            else:
+                write_json(self.path / name, content)
+        except OSError as error:
+            raise self.write_error(name, error) from None
+
+    def write_error(self, name: str, error: Exception) -> UsageError:
+        """Return an error that names the file and the way on."""
+        words = getattr(error, "strerror", None) or first_line(error)
+        free = units.size(shutil.disk_usage(self.path).free)
+        way_on = "the checkpoint before is kept: " if self.checkpoint.exists() else ""
+        way_on += f"when that is mended, encke train {shlex.quote(str(self.path))} --resume goes on"
+        return UsageError(f"cannot write {self.path / name} ({words}; {free} are free); {way_on}")
 
     def sizes(self) -> dict[str, int]:
         """Return the lengths of the growing files, for a checkpoint."""
@@ -129,19 +179,24 @@ class RunFolder:
                 os.fsync(file.fileno())
         except (OSError, RuntimeError) as error:
             draft.unlink(missing_ok=True)
-            kept = f"; the checkpoint before is kept: {self.checkpoint}" if self.checkpoint.exists() else ""
-            raise UsageError(f"cannot write a checkpoint to {self.path}: {first_line(error)}{kept}") from None
+            raise self.write_error(CHECKPOINT, error) from None
         draft.replace(self.checkpoint)
 
     def load(self) -> dict[str, Any] | None:
-        """Read the last checkpoint; None if the run ended before its first one."""
+        """Read the last checkpoint, each byte checked; None if the run ended before its first one."""
         if not self.checkpoint.exists():
             return None
         try:
+            with zipfile.ZipFile(self.checkpoint) as archive:  # torch.load does not look at the checksums
+                if (damaged := archive.testzip()) is not None:
+                    raise ValueError(f"its part {damaged} has a wrong checksum")
             return torch.load(self.checkpoint, map_location="cpu", weights_only=True)
         except Exception as error:
-            words = f"{self.checkpoint} cannot be read ({first_line(error)}): start again with --overwrite"
-            raise UsageError(words) from None
+            raise self.unusable(f"cannot be read ({first_line(error)})") from None
+
+    def unusable(self, why: str) -> UsageError:
+        """Return an error about a checkpoint that no run can go on from."""
+        return UsageError(f"{self.checkpoint} {why}: put back a copy of it, or start again with --overwrite")
 
 
 def first_line(error: BaseException) -> str:

@@ -12,6 +12,8 @@ from typing import NoReturn
 from encke.tools.errors import UsageError
 from encke.train.settings import RECIPES, Settings, parse, read_as
 
+EXIT_CODES = {"done": 0, "diverged": 2, "interrupted": 130}
+"""Exit code of the command by the reason in result.json."""
 ABOUT = """Train from one settings file. RECIPE is a YAML file, a name from the list below, or the folder of a run.
 Every setting can be changed here: --optimizer.lr 0.05 --policy none --epochs 5. Under torchrun the same command trains
 with many processes: torchrun --nproc-per-node 2 -m encke train RECIPE.
@@ -42,7 +44,7 @@ def train(arguments: Sequence[str]) -> None:
     settings = Settings(**{field.name: getattr(options, field.name) for field in fields(Settings)})
     from encke.train.loop import train as run  # slow to import: after everything that can be wrong in a line
 
-    code = 0 if run(settings, options.resume, options.overwrite)["finished"] else 130
+    code = EXIT_CODES[run(settings, options.resume, options.overwrite).get("reason", "done")]
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         end(code)
     if code:

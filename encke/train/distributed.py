@@ -67,6 +67,13 @@ class World:
         dist.gather_object(value, values)
         return values or []
 
+    def share(self, value: Any) -> Any:
+        """Return the first process's value on every process."""
+        values = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(values)
+        return values[0]
+
     def leave(self) -> None:
         """Leave the process group."""
         if self.size > 1 and dist.is_initialized():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,13 +13,14 @@ from torch.nn import functional as F
 
 import encke
 from encke.tools.errors import UsageError
-from encke.train.checkpoint import RunFolder
+from encke.tools.terminal import note
+from encke.train.checkpoint import RunFolder, first_line
 from encke.train.data.order import Batch, Source
 from encke.train.data.sources import batches
 from encke.train.distributed import StopSignal, World
 from encke.train.factories import lr_factor, policy_for
 from encke.train.metrics import Log, Meter, facts, memory_held
-from encke.train.run import Run, shared_state
+from encke.train.run import Run
 from encke.train.settings import Settings
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -29,8 +30,21 @@ def train(settings: Settings, resume: bool = False, overwrite: bool = False) -> 
     """Train as the settings say, into the folder `settings.out`; return the content of result.json."""
     world = World(settings.device)
     folder = RunFolder(settings, resume, overwrite) if world.first else None
-    run = prepare(settings, world, folder, resume)
-    factor = lr_factor(settings.schedule, run.total_steps, run.steps_per_epoch)
+    try:
+        return train_in(folder, settings, world, resume)
+    finally:
+        if folder is not None:
+            folder.lock.close()
+
+
+def train_in(folder: RunFolder | None, settings: Settings, world: World, resume: bool) -> dict[str, Any]:
+    """Train in an open folder; only the first process has one."""
+    if resume and (result := world.share(folder.finished() if folder is not None else None)) is not None:
+        if world.first:
+            note(f"{settings.out} has finished its {result['steps']} steps: nothing to resume, nothing changed")
+        world.leave()
+        return result
+    run, factor = prepare(settings, world, folder, resume)
     progress, stopped = run.progress, False
 
     with Log(run, folder) as log, StopSignal() as stop:
@@ -59,21 +73,47 @@ def train(settings: Settings, resume: bool = False, overwrite: bool = False) -> 
     return result
 
 
-def prepare(settings: Settings, world: World, folder: RunFolder | None, resume: bool) -> Run:
-    """Make the run, or restore it from its last checkpoint, and make the folder ready for it."""
+def prepare(
+    settings: Settings, world: World, folder: RunFolder | None, resume: bool
+) -> tuple[Run, Callable[[int], float]]:
+    """Make the run, or restore it from its last checkpoint, and make the folder ready for it.
+
+    Returns it with its schedule. The folder changes last, when nothing else can fail.
+    """
     torch.backends.cudnn.benchmark = world.cuda
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    run = Run.make(settings, world)
-    state = shared_state(folder, world) if resume else None
-    if state is not None:
-        run.restore(state)
+    try:
+        run = Run.make(settings, world)
+        factor = lr_factor(settings.schedule, run.total_steps, run.steps_per_epoch)
+        state = world.share(folder.load() if folder is not None else None) if resume else None
+        if state is not None:
+            restore(run, state, folder)
+        if not world.cuda:
+            rehearse(run)
+        if folder is not None:
+            folder.check_disk(run.checkpoint_bytes if settings.save is not None else 0)
+    except BaseException:
+        if folder is not None:
+            folder.abandon()
+        raise
     if folder is not None:
-        folder.check_disk(run.checkpoint_bytes if settings.save is not None else 0)
-        folder.truncate(state["sizes"] if state is not None else {})
-        folder.note_start(facts(run), run.progress.step)
-    if not world.cuda:
-        rehearse(run)
-    return run
+        if resume and state is None:
+            note(f"{folder.path} has no checkpoint: the run starts again at step 0")
+        folder.begin(settings, facts(run), state)
+    return run, factor
+
+
+def restore(run: Run, state: dict[str, Any], folder: RunFolder | None) -> None:
+    """Restore a checkpoint; one of another run, or with something missing in it, is an error of one line."""
+    try:
+        run.restore(state)
+        dict(state["sizes"])
+    except UsageError:
+        raise
+    except Exception as error:
+        if folder is None:
+            raise
+        raise folder.unusable(f"is not of this run ({type(error).__name__}: {first_line(error)})") from None
 
 
 def read(run: Run, source: Source, **which: Any) -> Iterator[Batch]:

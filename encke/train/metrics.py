@@ -16,14 +16,18 @@ from torch import Tensor
 
 from encke.report import Report
 from encke.tools.errors import UsageError
-from encke.tools.files import write_json
 from encke.tools.process import ALLOCATOR, forget_peak, memory
 from encke.tools.units import duration, size
 from encke.train.checkpoint import METRICS, RESULT, SITES, RunFolder
 from encke.train.display import Display
+from encke.train.settings import Settings
 
 if TYPE_CHECKING:
     from encke.train.run import Run
+
+LESS = "A smaller --optimizer.lr, --optimizer.clip 1 or --schedule.warmup 1 may help"
+WORSE_THAN_GUESSING = 10
+"""A training has diverged if its last epoch's loss is this many times that of guessing, log(classes)."""
 
 
 class Meter:
@@ -235,6 +239,7 @@ class Log:
         if run.settings.save is None or not (stopped or step == run.total_steps or step % self.save_every == 0):
             return
         self.deferred.flush()
+        check_weights(run)
         run.progress.seconds = self.seconds
         snapshot = run.snapshot()
         if self.folder is not None:
@@ -245,8 +250,8 @@ class Log:
         """Write and return the result."""
         result = result_of(self.run, self.timer.median, self.seconds, stopped)
         if self.folder is not None:
-            write_json(self.folder.path / RESULT, result)
-        self.display.say(closing(result, self.run.settings.out))
+            self.folder.write(RESULT, result)
+        self.display.say(closing(result, self.run.settings))
         return result
 
 
@@ -312,7 +317,7 @@ def result_of(run: Run, step_seconds: float | None, seconds: float, stopped: boo
     progress, peak, before = run.progress, run.progress.peak_bytes, run.progress.memory_before_bytes
     return {
         "finished": not stopped,
-        "reason": "interrupted" if stopped else "done",
+        "reason": "interrupted" if stopped else "diverged" if has_diverged(run) else "done",
         "steps": progress.step,
         "epochs": run.epoch,
         **{name: value for name, value in asdict(progress).items() if name not in ("step", "seconds")},
@@ -325,10 +330,16 @@ def result_of(run: Run, step_seconds: float | None, seconds: float, stopped: boo
     }
 
 
-def closing(result: dict[str, Any], out: str) -> str:
+def closing(result: dict[str, Any], settings: Settings) -> str:
     """Return the last line that a training shows."""
-    if not result["finished"]:
+    out = settings.out
+    if result["reason"] == "interrupted":
+        if settings.save is None:
+            return f"interrupted after step {result['steps']}; nothing is saved, as the setting save is none"
         return f"interrupted after step {result['steps']}, and saved. Go on with: encke train {out} --resume"
+    if result["reason"] == "diverged":
+        losses = f"train loss {result['train_loss']:.4g}, validation loss {result['validation_loss']}"
+        return f"diverged: {losses} after step {result['steps']}. {LESS}. To see it: encke report {out}"
     words = []
     if result["validation_accuracy"] is not None:
         words.append(f"validation accuracy {100 * result['validation_accuracy']:.2f} %")
@@ -345,7 +356,25 @@ def closing(result: dict[str, Any], out: str) -> str:
 def check_loss(loss: float, run: Run) -> None:
     """Raise an error with the way out if the loss is not finite."""
     if not math.isfinite(loss):
+        raise UsageError(f"the loss is {loss} near step {run.progress.step}: this training has diverged. {LESS}")
+
+
+def check_weights(run: Run) -> None:
+    """Raise an error if a weight is not finite, so that the last good checkpoint is kept."""
+    names, weights = zip(*run.model.named_parameters(), strict=True)
+    finite = torch.stack([weight.detach().isfinite().all() for weight in weights]).tolist()
+    if not all(finite):
         raise UsageError(
-            f"the loss is {loss} near step {run.progress.step}: this training has diverged. A smaller --optimizer.lr, "
-            "--optimizer.clip 1 or --schedule.warmup 1 may help"
+            f"{names[finite.index(False)]} is not finite after step {run.progress.step}: this training has diverged, "
+            f"and is not saved. {LESS}"
         )
+
+
+def has_diverged(run: Run) -> bool:
+    """Return whether the training has ended far worse than guessing, or its validation with no finite loss.
+
+    Only the end is judged: a loss may rise in an early epoch and come back.
+    """
+    progress, guessing = run.progress, math.log(max(run.data.classes, 3))
+    losses = [loss for loss in (progress.train_loss, progress.validation_loss) if loss is not None]
+    return not all(map(math.isfinite, losses)) or (progress.train_loss or 0) > WORSE_THAN_GUESSING * guessing

@@ -11,7 +11,6 @@ from torch import nn
 import encke
 from encke.api import Handle
 from encke.tools.errors import UsageError
-from encke.train.checkpoint import RunFolder
 from encke.train.data.order import batches_per_epoch
 from encke.train.data.sources import Datasets, load
 from encke.train.distributed import World
@@ -148,11 +147,3 @@ class Run:
         torch.set_rng_state(mine["cpu"])
         if self.world.cuda and mine["cuda"] is not None:
             torch.cuda.set_rng_state(mine["cuda"])
-
-
-def shared_state(folder: RunFolder | None, world: World) -> dict[str, Any] | None:
-    """Read the last checkpoint and give it to every process; None if there is none yet."""
-    state = [folder.load() if folder is not None else None]
-    if world.size > 1:
-        torch.distributed.broadcast_object_list(state)
-    return state[0]

@@ -194,7 +194,8 @@ def read(recipe: str, overrides: Sequence[str] = ()) -> Settings:
     """Read a recipe and apply options of the command line.
 
     Args:
-        recipe: The path of a YAML file, the folder of a run, or the name of a recipe that comes with Encke.
+        recipe: The path of a YAML file, the folder of a run, or the name of a recipe that comes with Encke. The folder
+            of a run is its own `out`, wherever it was trained: a copy never writes into its original.
         overrides: Options as on the command line, such as `["--optimizer.lr", "0.05"]`.
 
     Raises:
@@ -210,7 +211,10 @@ def read(recipe: str, overrides: Sequence[str] = ()) -> Settings:
 def read_as(kind: type[S], recipe: str, overrides: Sequence[str]) -> S:
     """Read a recipe into `Settings` or a subclass with more options."""
     path = find(recipe)
-    settings = parse(kind, arguments_of(load(path), str(path)), kind(), str(path))
+    values = load(path)
+    if path == Path(recipe) / SETTINGS:
+        values["out"] = recipe
+    settings = parse(kind, arguments_of(values, str(path)), kind(), str(path))
     return check(parse(kind, list(spelt_out(overrides)), settings, "the command line"))
 
 

@@ -223,6 +223,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path):
     train(settings(tmp_path / "whole"))
     shutil.copytree(tmp_path / "whole", tmp_path / "part")
     (tmp_path / "part" / "checkpoint.pt").unlink()
+    (tmp_path / "part" / "result.json").unlink()
     train(settings(tmp_path / "part"), resume=True)
     assert same_weights(tmp_path / "whole", tmp_path / "part")
     assert repeatable(tmp_path / "whole") == repeatable(tmp_path / "part")
@@ -231,6 +232,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path):
 def test_a_broken_checkpoint_is_named(tmp_path):
     train(settings(tmp_path / "run", "--steps", "2"))
     (tmp_path / "run" / "checkpoint.pt").write_bytes(b"half a checkpoint")
+    (tmp_path / "run" / "result.json").unlink()
     with pytest.raises(UsageError, match="checkpoint.pt cannot be read.*--overwrite"):
         train(settings(tmp_path / "run", "--steps", "2"), resume=True)
 
