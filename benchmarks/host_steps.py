@@ -27,7 +27,6 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import encke  # noqa: E402
 from encke import kernels  # noqa: E402
-from encke.capture import hooks  # noqa: E402
 from encke.fused.base import LayerForward  # noqa: E402
 from encke.fused.conv import ConvForward  # noqa: E402
 from encke.kernels import gpu, reference  # noqa: E402
@@ -73,7 +72,7 @@ def settled_state(dtype: torch.dtype) -> dict[str, Any]:
     """Train for real until the default policy has collected, and return its state."""
     model = slim_resnet50()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
-    handle = encke.attach(model, optimizer=optimizer)
+    handle = encke.attach(model, optimizer=optimizer, min_bytes=SMALLEST)
     step = step_of(model, images(), dtype)
     for _ in range(REAL_STEPS):
         step()
@@ -90,7 +89,7 @@ def attached(model: nn.Module, state: dict[str, Any]) -> None:
     """
     LayerForward.device_type = "cpu"
     LayerForward.min_bytes = ConvForward.min_bytes = 1
-    handle = encke.attach(model, optimizer=torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+    handle = encke.attach(model, optimizer=torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), min_bytes=SMALLEST)
     handle.load_state_dict(state)
     convolutions = [module.forward for module in model.modules() if isinstance(module, nn.Conv2d)]
     for forward in convolutions[::2]:
@@ -183,7 +182,6 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    hooks.SMALL = SMALLEST
     states = {dtype: settled_state(dtype) for dtype in (torch.float32, torch.bfloat16)}
     leave_kernels_out()
     for dtype, state in states.items():

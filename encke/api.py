@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from encke.capture.hooks import Capture
+from encke.capture.hooks import SMALL, Capture
 from encke.capture.modules import Layer, WatchHook, drop_inert, hook_layers, layer_name, layers_of
 from encke.capture.passes import may_push
 from encke.codecs.pending import settle_all
@@ -229,6 +229,7 @@ def attach(
     policy: Policy | str = "default",
     optimizer: Optimizer | None = None,
     overrides: Mapping[str, Override] | None = None,
+    min_bytes: int = SMALL,
 ) -> Handle:
     """Keep what autograd saves in `model` compressed from now on, in place, until `handle.detach()`.
 
@@ -244,6 +245,7 @@ def attach(
             gives them, without what wrappers put in front. A pattern stands for the layers it matches and all
             below them; the last pattern that matches a layer wins. None leaves what these layers save as it is; a
             codec, a policy or a preset's name is used for them.
+        min_bytes: Tensors of fewer bytes are kept as they are: packing them costs time and saves little memory.
 
     Returns:
         The handle with report, log, history, state and `detach()`.
@@ -251,8 +253,8 @@ def attach(
     Raises:
         NotImplementedError: Only a part of the model is compiled.
         TypeError: An argument has the wrong type.
-        ValueError: The model has no parameters or is attached already, there is no such preset, or a pattern matches
-            no layer.
+        ValueError: The model has no parameters or is attached already, there is no such preset, a pattern matches no
+            layer, or `min_bytes` is below 1.
 
     Example:
         >>> import torch, encke
@@ -270,6 +272,7 @@ def attach(
             f"attach takes a torch.nn.Module, got {type(model).__name__}; for functions use `with encke.compress():`"
         )
     check_optimizer(optimizer, policy, "attach(model, optimizer=optimizer)")
+    check_min_bytes(min_bytes)
     policy = as_policy(policy)
     if next(model.parameters(), None) is None:
         raise ValueError(f"{type(model).__name__} has no parameters, so there is no training to compress")
@@ -287,7 +290,7 @@ def attach(
 
     for module in model.modules():
         drop_inert(module)
-    capture = Capture(bind_policy(with_overrides(policy, by_layer), model, optimizer), model)
+    capture = Capture(bind_policy(with_overrides(policy, by_layer), model, optimizer), model, min_bytes)
     handle = Handle._make(capture, model)
     left_alone = {name for name, each in by_layer.items() if each is None}
     if compiled is not None:
@@ -372,6 +375,14 @@ def check_optimizer(optimizer: Any, policy: Any, right: str) -> None:
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
 
 
+def check_min_bytes(min_bytes: Any) -> None:
+    """Refuse a smallest size that is no whole number of bytes from 1 on."""
+    if isinstance(min_bytes, bool) or not isinstance(min_bytes, int):
+        raise TypeError(f"min_bytes must be a whole number of bytes, got {min_bytes!r}")
+    if min_bytes < 1:
+        raise ValueError(f"min_bytes must be at least 1 (pack everything), got {min_bytes}; the default is {SMALL}")
+
+
 def bind_policy(policy: Policy, model: nn.Module | None, optimizer: Optimizer | None) -> Policy:
     """Return the policy at work in one training: an adaptive one gets a state of its own."""
     return policy.bind(model, optimizer) if isinstance(policy, AdaptivePolicy) else policy
@@ -386,11 +397,12 @@ class compress:
     Args:
         policy: A policy of `encke.policies`, or a preset's name; see `attach`.
         optimizer: The optimizer, if it exists already.
+        min_bytes: Tensors of fewer bytes are kept as they are.
 
     Raises:
         RuntimeError: It is entered while it is entered already.
         TypeError: An argument has the wrong type.
-        ValueError: There is no such preset.
+        ValueError: There is no such preset, or `min_bytes` is below 1.
 
     Example:
         >>> import torch, encke
@@ -404,9 +416,12 @@ class compress:
         True
     """
 
-    def __init__(self, policy: Policy | str = "default", optimizer: Optimizer | None = None) -> None:
+    def __init__(
+        self, policy: Policy | str = "default", optimizer: Optimizer | None = None, min_bytes: int = SMALL
+    ) -> None:
         check_optimizer(optimizer, policy, "compress(optimizer=optimizer)")
-        self._capture = Capture(bind_policy(as_policy(policy), None, optimizer), None)
+        check_min_bytes(min_bytes)
+        self._capture = Capture(bind_policy(as_policy(policy), None, optimizer), None, min_bytes)
         self._layer = Layer("", None, None, True)
         self._handle = Handle._make(self._capture, None)
 

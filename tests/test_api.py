@@ -86,6 +86,10 @@ def test_attaching_again_is_an_error_for_the_model_its_parts_and_what_contains_i
         (lambda: encke.attach(net(), torch.optim.SGD(net().parameters())), TypeError, "optimizer=optimizer"),
         (lambda: encke.compress(torch.optim.SGD(net().parameters())), TypeError, "optimizer=optimizer"),
         (lambda: encke.Handle(), TypeError, "made by encke.attach"),
+        (lambda: encke.attach(net(), min_bytes=0), ValueError, "min_bytes must be at least 1.*got 0.*16384"),
+        (lambda: encke.attach(net(), min_bytes=1.5), TypeError, "min_bytes must be a whole number of bytes, got 1.5"),
+        (lambda: encke.attach(net(), min_bytes=True), TypeError, "min_bytes must be a whole number"),
+        (lambda: encke.compress(min_bytes=-1), ValueError, "min_bytes must be at least 1"),
         (lambda: encke.compress(policy=3), TypeError, "policy must be"),
         (lambda: Fixed("2 bits"), TypeError, "Fixed takes a codec"),
         (lambda: encke.attach(nn.Sequential(torch.compile(net()), nn.ReLU())), NotImplementedError, "is compiled"),
@@ -94,6 +98,19 @@ def test_attaching_again_is_an_error_for_the_model_its_parts_and_what_contains_i
 def test_wrong_arguments_name_the_value_and_the_way_out(call, kind, words: str) -> None:
     with pytest.raises(kind, match=words):
         call()
+
+
+def test_min_bytes_is_the_size_from_which_tensors_are_packed() -> None:
+    def packed(**options) -> list[str]:
+        model = net()
+        with encke.attach(model, Fixed(ErrorBounded(0)), **options) as handle:
+            for _ in range(2):
+                model(torch.randn(8, 64)).square().mean().backward()
+        return [row.operation for row in handle.report().sites if row.codec != "kept"]
+
+    size = 4 * 8 * 64
+    assert packed() == packed(min_bytes=size + 1) == []
+    assert packed(min_bytes=size) == packed(min_bytes=1) != []
 
 
 def test_layer_names_drop_what_wrappers_put_in_front() -> None:

@@ -36,7 +36,7 @@ from encke.policies.base import AdaptivePolicy, Policy, Schedule
 from encke.torch_internals import current_autograd_node
 
 SMALL = 16384
-"""Tensors of fewer bytes than this pass through as they are."""
+"""Tensors of fewer bytes than this pass through as they are, unless `attach(..., min_bytes=...)` says otherwise."""
 
 Kept = tuple[Tensor, int]
 """A tensor that is kept as it is, and its version when it was saved."""
@@ -45,8 +45,9 @@ Kept = tuple[Tensor, int]
 class Capture:
     """Pack what one model (or one `compress` context) saves."""
 
-    def __init__(self, policy: Policy, root: nn.Module | None) -> None:
+    def __init__(self, policy: Policy, root: nn.Module | None, min_bytes: int = SMALL) -> None:
         self.policy = policy
+        self.min_bytes = min_bytes
         self.schedule: Schedule | None = policy.schedule if isinstance(policy, AdaptivePolicy) else None
         self.step = 0
         """Training forward passes so far."""
@@ -94,7 +95,7 @@ class Capture:
             # A leaf has no node that would keep it alive in a circle.
             return (t, t._version) if t.is_leaf else keep(t)
         size = t.numel() * t.element_size()
-        if size < SMALL:
+        if size < self.min_bytes:
             if not is_parameter_view(t):
                 forward.tally.small_bytes += size
             return keep(t)

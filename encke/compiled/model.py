@@ -42,7 +42,7 @@ ERROR_NESTED_COMPILE = (
 )
 ERROR_NOTHING_PACKED = (
     "encke: this compiled model ran a training step and packed nothing. Either its backend does not go through "
-    "AOTAutograd (backend='eager'), or all that it saves is smaller than 16 KiB, held by somebody else, or to be kept "
+    "AOTAutograd (backend='eager'), or all that it saves is smaller than `min_bytes` of attach (16 KiB), held by somebody else, or to be kept "
     "exact. Attach the model without torch.compile, or detach() it."
 )
 
@@ -163,7 +163,7 @@ class CompiledModel:
         self, forward: GraphModule, backward: GraphModule, outputs: int, static: list[int], differentiable: list[int]
     ) -> None:
         """Pack what passes between the two graphs that AOTAutograd has made; the arguments are those of `Pair`."""
-        pair = Pair(forward.graph, backward.graph, outputs, static, differentiable)
+        pair = Pair(forward.graph, backward.graph, outputs, static, differentiable, self.capture.min_bytes)
         if not pair.saved:
             return
         lowerings.install()

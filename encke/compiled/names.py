@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from encke.capture.encoding import limits_of
-from encke.capture.hooks import SMALL
 from encke.capture.needs import need_of
 from encke.capture.sites import Need, Site
 
@@ -138,7 +137,8 @@ def is_relu(node: Node) -> bool:
 class SiteNames:
     """Name the sites of a pair of compiled graphs."""
 
-    def __init__(self, forward: Graph, backward: Graph) -> None:
+    def __init__(self, forward: Graph, backward: Graph, min_bytes: int) -> None:
+        self.min_bytes = min_bytes
         self.forward = {node.name: node for node in forward.nodes}
         self.operations: dict[int, list[Node]] = {}
         """Nodes of the forward graph by sequence number."""
@@ -155,7 +155,7 @@ class SiteNames:
     def _count(self, reader: Node) -> None:
         for source in reader.all_input_nodes:
             made = self.forward.get(behind_views(source).name)
-            if made is None or not isinstance(value(source), Tensor) or bytes_of(value(source)) < SMALL:
+            if made is None or not isinstance(value(source), Tensor) or bytes_of(value(source)) < self.min_bytes:
                 continue
             for name in self._operation_and_slot(made, reader, source)[:1]:
                 self._savings.setdefault((*self._call(reader, made), *name), set()).add(reader.meta.get("seq_nr", -1))

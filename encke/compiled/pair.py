@@ -31,7 +31,13 @@ class Pair:
     """The two graphs of one compilation, and what the forward graph saves for the backward graph."""
 
     def __init__(
-        self, forward: Graph, backward: Graph, outputs: int, static: Iterable[int], differentiable: Iterable[int]
+        self,
+        forward: Graph,
+        backward: Graph,
+        outputs: int,
+        static: Iterable[int],
+        differentiable: Iterable[int],
+        min_bytes: int = SMALL,
     ) -> None:
         """Take the two graphs apart.
 
@@ -41,7 +47,9 @@ class Pair:
             outputs: Number of results of the forward graph that are not saved: its first ones.
             static: Indices of the forward graph's inputs that are weights and buffers.
             differentiable: Indices of the forward graph's inputs that need a gradient.
+            min_bytes: Size from which tensors are packed.
         """
+        self.min_bytes = min_bytes
         self.forward = forward
         self.backward = backward
         self.outputs = outputs
@@ -66,7 +74,7 @@ class Pair:
         self.sizes: dict[str, Node] = {
             str(value(node)): node for node in self.inputs.values() if isinstance(value(node), torch.SymInt)
         }
-        self.site_names = SiteNames(forward, backward)
+        self.site_names = SiteNames(forward, backward, min_bytes)
         self._know_forward(set(static), set(differentiable))
 
     def _know_forward(self, static: set[int], differentiable: set[int]) -> None:
@@ -100,7 +108,7 @@ class Pair:
             and type(t).__name__ == "FakeTensor"
             and t.layout == torch.strided
             and not overlaps([*map(size_hint, t.shape)], [*map(size_hint, t.stride())])
-            and bytes_of(t) >= SMALL
+            and bytes_of(t) >= self.min_bytes
             and node in self.data
             and storage(t) not in self.held
         )

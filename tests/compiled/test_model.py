@@ -38,6 +38,16 @@ def test_one_graph_that_packs_and_is_compiled_once() -> None:
     assert "2 bits" in str(report)
 
 
+def test_min_bytes_is_the_size_from_which_tensors_are_packed() -> None:
+    size = 4 * 8 * 16 * 24 * 24
+    model = compile(net())
+    with encke.attach(model, EIGHT, min_bytes=size) as handle:
+        gradients(model, images())
+        assert [row.codec for row in handle.report().sites].count("GroupQuant") == 3
+    with encke.attach(model, EIGHT, min_bytes=size + 1), pytest.raises(RuntimeError, match="packed nothing.*min_bytes"):
+        gradients(model, images())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "lstm"])
 def test_eight_bits_are_close_to_plain_gradients_on_all_models(name: str) -> None:

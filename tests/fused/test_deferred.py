@@ -14,7 +14,6 @@ from torch import nn
 
 import encke
 from encke import kernels
-from encke.capture import hooks
 from encke.capture.deferred import DeferredForward
 from encke.capture.facts import SiteFacts, SiteState
 from encke.capture.sites import Site
@@ -42,12 +41,11 @@ def gpu_kernels(monkeypatch) -> None:
     from encke.kernels import gpu
 
     monkeypatch.setattr(kernels, "backend_for", lambda device: gpu)
-    monkeypatch.setattr(hooks, "SMALL", 1)
 
 
 def attach(model: nn.Module, policy=TWO_BITS, device: str = DEVICE) -> encke.Handle:
     """An attached model whose layers are fused on that device, whatever their size; nowhere on `none`."""
-    handle = encke.attach(model, policy)
+    handle = encke.attach(model, policy, min_bytes=1)
     for forward in [hook for hook in handle._hooks if isinstance(hook, LayerForward)]:
         forward.device_type, forward.device_seen, forward.min_bytes = device, None, 1
     return handle
