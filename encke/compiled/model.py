@@ -42,8 +42,8 @@ ERROR_NESTED_COMPILE = (
 )
 ERROR_NOTHING_PACKED = (
     "encke: this compiled model ran a training step and packed nothing. Either its backend does not go through "
-    "AOTAutograd (backend='eager'), or all that it saves is smaller than `min_bytes` of attach (16 KiB), held by somebody else, or to be kept "
-    "exact. Attach the model without torch.compile, or detach() it."
+    "AOTAutograd (backend='eager'), or all that it saves is smaller than 16 KiB (min_bytes of attach), held by "
+    "somebody else, or to be kept exact. Attach the model without torch.compile, or detach() it."
 )
 
 _graph_ids = itertools.count()
