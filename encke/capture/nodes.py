@@ -98,7 +98,7 @@ def is_polynomial(node: Any) -> bool:
 def window_of(node: Any) -> tuple[tuple[int, ...], ...] | None:
     """Return kernel, stride, padding and dilation of a max-pool, or None where the window is not a fixed one."""
     kernel = saved_setting(node, "kernel_size", None)
-    if kernel is None:
+    if kernel is None or "Fractional" in node.name():
         return None
     kernel = tuple(kernel)
     stride, padding, dilation = (tuple(saved_setting(node, name)) for name in ("stride", "padding", "dilation"))
