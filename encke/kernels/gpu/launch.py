@@ -130,7 +130,11 @@ def seed_halves(seed: int) -> tuple[int, int]:
 
 def seed_arguments(seed: Seed, dummy: Tensor) -> tuple[Tensor, int, int]:
     """Return a seed as the kernels take it: (seed table, row, 0), or (dummy, low half, high half)."""
-    return (seed[0], seed[1], 0) if type(seed) is tuple else (dummy, *seed_halves(seed))  # type: ignore[arg-type]
+    if type(seed) is tuple:
+        return seed[0], seed[1], 0
+    # As in `seed_halves`, without a call: this runs for every saved tensor.
+    low, high = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF  # type: ignore[operator]
+    return dummy, (low ^ 0x80000000) - 0x80000000, (high ^ 0x80000000) - 0x80000000
 
 
 def power_of_two(n: int) -> int:

@@ -115,18 +115,20 @@ class GpuPlan(GroupPlan):
         else:
             self.pairs((x, data, data, seeds), numbers)
 
+    # The methods below that run for every saved tensor launch directly: small batches wait for the host.
+
     def encode_relu(self, x: Tensor, out: Tensor, seed: Seed) -> Tensor:
-        return self._encode_beside(self.relu, x, out, seed)
-
-    def encode_moments(self, x: Tensor, workspace: Tensor, seed: Seed) -> Tensor:
-        return self._encode_beside(self.moments, x, workspace, seed)
-
-    def _encode_beside(self, launch: Launch | None, x: Tensor, beside: Tensor, seed: Seed) -> Tensor:
-        """Return the codes from a launch that writes something else too. `x` lies at a multiple of 4 bytes."""
-        assert launch is not None, "check fuses_forward first"
+        assert self.relu is not None, "check fuses_forward first"
         data = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         seeds, low, high = seed_arguments(seed, data)
-        launch((x, data, beside, seeds), (*self.numbers, low, high))
+        self.relu((x, data, out, seeds), (*self.numbers, low, high))
+        return data
+
+    def encode_moments(self, x: Tensor, workspace: Tensor, seed: Seed) -> Tensor:
+        assert self.moments is not None, "check fuses_forward first"
+        data = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+        seeds, low, high = seed_arguments(seed, data)
+        self.moments((x, data, workspace, seeds), (*self.numbers, low, high))
         return data
 
     def decode_into(self, data: Tensor, seed: Seed, out: Tensor) -> None:
@@ -135,7 +137,8 @@ class GpuPlan(GroupPlan):
 
     def decode_strided(self, data: Tensor, seed: Seed, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
         out = torch.empty_strided(size, stride, dtype=self.format.dtype, device=self.device)
-        self.decode_into(data, seed, out)
+        seeds, low, high = seed_arguments(seed, data)
+        self.decoder((data, out, seeds), (*self.numbers, low, high, self.limit))
         return out
 
     def mask_into(self, data: Tensor, out: Tensor) -> None:
@@ -143,6 +146,11 @@ class GpuPlan(GroupPlan):
 
     def gate_into(self, data: Tensor, grad: Tensor, out: Tensor) -> None:
         self.gater((data, grad, out), self.numbers)
+
+    def gate(self, data: Tensor, grad: Tensor) -> Tensor:
+        out = torch.empty_like(grad)
+        self.gater((data, grad, out), self.numbers)
+        return out
 
 
 @functools.lru_cache(maxsize=4096)
