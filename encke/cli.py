@@ -82,13 +82,13 @@ def _codec() -> Function:
 
 
 def _memory() -> Function:
-    from encke.bench.memory import memory
+    from encke.bench.compare import memory
 
     return memory
 
 
 def _speed() -> Function:
-    from encke.bench.speed import speed
+    from encke.bench.compare import speed
 
     return speed
 

@@ -218,15 +218,6 @@ def storageless(size: tuple[int, ...], stride: tuple[int, ...], like: Tensor) ->
     return x
 
 
-def operator_name(target: Any) -> str:
-    """Return the name of an operator or function without namespace and overload: `aten.mul.Tensor` -> `mul`.
-
-    Checked with 2.11 to 2.13.
-    """
-    schema = getattr(target, "_schema", None)
-    return schema.name.rpartition("::")[2] if schema is not None else getattr(target, "__name__", str(target))
-
-
 storage_from_weak_pointer: Callable[[Any], torch.UntypedStorage | None] = _find(
     "UntypedStorage._new_with_weak_ptr", "capture"
 )

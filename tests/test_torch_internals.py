@@ -228,11 +228,6 @@ def test_the_format_that_a_convolution_reads_and_gradients_from_a_storageless_in
     assert internals.conv_memory_format(strided, weight, settings) is None
 
 
-def test_names_of_operators() -> None:
-    assert internals.operator_name(torch.ops.aten.mul.Tensor) == "mul"
-    assert internals.operator_name(len) == "len"
-
-
 def test_a_storage_comes_back_while_somebody_holds_it() -> None:
     x = torch.arange(4.0)
     reference = StorageWeakRef(x.untyped_storage())

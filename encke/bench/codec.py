@@ -14,6 +14,7 @@ from encke.bench.contenders import contenders
 from encke.bench.data import Mode, from_file, generated
 from encke.bench.plots import COLOURS, MARKERS
 from encke.tools.errors import UsageError
+from encke.tools.figures import figure
 from encke.tools.progress import track
 from encke.tools.provenance import write_csv
 from encke.tools.terminal import note, table
@@ -124,27 +125,18 @@ def error(r: Result) -> str:
 
 def plot(results: Sequence[Result], path: Path) -> None:
     """Plot ratio against throughput, encode and decode side by side, one row of panels for each kind of data."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     kinds = list(dict.fromkeys(r.data for r in results))
-    figure, panels = plt.subplots(
-        len(kinds), 2, figsize=(12, 4.2 * len(kinds) + 0.8), squeeze=False, layout="constrained"
-    )
-    for kind, pair in zip(kinds, panels, strict=True):
-        rows = [r for r in results if r.data == kind and r.family != "mask"]
-        for axes, direction in zip(pair, ("encode", "decode"), strict=True):
-            draw(axes, rows, direction)
-            axes.set_title(f"{kind}: {direction}", loc="left")
-    first = results[0]
-    where = "GPU" if first.device == "cuda" else f"CPU, Encke on {torch.get_num_threads()} threads, peers on one"
-    figure.suptitle(f"Ratio and throughput, {first.dtype}, {where}")
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", frameon=False)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with figure(path, len(kinds), 2, (12, 4.2 * len(kinds) + 0.8)) as (made, panels):
+        for kind, pair in zip(kinds, panels, strict=True):
+            rows = [r for r in results if r.data == kind and r.family != "mask"]
+            for axes, direction in zip(pair, ("encode", "decode"), strict=True):
+                draw(axes, rows, direction)
+                axes.set_title(f"{kind}: {direction}", loc="left")
+        first = results[0]
+        where = "GPU" if first.device == "cuda" else f"CPU, Encke on {torch.get_num_threads()} threads, peers on one"
+        made.suptitle(f"Ratio and throughput, {first.dtype}, {where}")
+        handles, labels = panels[0][0].get_legend_handles_labels()
+        made.legend(handles, labels, loc="outside right center", frameon=False)
 
 
 def draw(axes: Axes, rows: Sequence[Result], direction: str) -> None:

@@ -62,16 +62,9 @@ class Result:
         def rounded(value: float | None, digits: int) -> float | str:
             return "" if value is None else float(f"{value:.{digits}g}")
 
+        names = ("data", "tensor", "codec", "dtype", "device", "threads", "mode", "bound", "input_bytes")
         return {
-            "data": self.data,
-            "tensor": self.tensor,
-            "codec": self.codec,
-            "dtype": self.dtype,
-            "device": self.device,
-            "threads": self.threads or "",
-            "mode": self.mode,
-            "bound": "" if self.bound is None else self.bound,
-            "input_bytes": self.input_bytes,
+            **{name: "" if (value := getattr(self, name)) is None else value for name in names},
             "packed_bytes": round(self.packed_bytes),
             "ratio": rounded(self.ratio, 5),
             "encode_mb_s": rounded(self.encode_rate and self.encode_rate / 1e6, 5),
@@ -122,23 +115,11 @@ def measure(sample: Sample, entrants: Sequence[Contender], repeat: int) -> Itera
     """Measure every contender on one sample, in turn; then the entropy limit."""
     x, bound = sample.tensor, sample.absolute
     device = x.device.type
+    dtype = str(x.dtype).removeprefix("torch.")
     limit = Result(
-        data=sample.data,
-        tensor=sample.name,
-        codec="entropy of the levels",
-        family="limit",
-        bounded=True,
-        dtype=str(x.dtype).removeprefix("torch."),
-        device=device,
-        threads=None,
-        mode=sample.mode,
-        bound=sample.bound,
-        input_bytes=x.nbytes,
-        packed_bytes=entropy_bytes(x, bound),
-        encode_seconds=None,
-        decode_seconds=None,
-        error=None,
-    )
+        sample.data, sample.name, "entropy of the levels", "limit", True, dtype, device, None, sample.mode,
+        sample.bound, x.nbytes, entropy_bytes(x, bound), None, None, None,
+    )  # fmt: skip
     trials = [contender.trial(sample) for contender in entrants]
     packed = [trial.encode() for trial in trials]
     encode: list[list[float]] = [[] for _ in trials]

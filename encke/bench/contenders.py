@@ -43,19 +43,14 @@ def ours(threads: int | None) -> list[Contender]:
     """Return Encke's codecs, with the settings that are worth comparing."""
 
     def bounded(rounding: Any, bitmap: bool) -> Contender:
-        name = f"ErrorBounded {rounding}{', bitmap' if bitmap else ''}"
-        return Contender(
-            name,
-            "encke",
-            threads,
-            True,
-            lambda s: _trial(ErrorBounded(s.bound, mode=s.mode, rounding=rounding, bitmap=bitmap), s.tensor),
-        )
+        def trial(s: Sample) -> Trial:
+            return _trial(ErrorBounded(s.bound, mode=s.mode, rounding=rounding, bitmap=bitmap), s.tensor)
+
+        return Contender(f"ErrorBounded {rounding}{', bitmap' if bitmap else ''}", "encke", threads, True, trial)
 
     def fixed(bits: int) -> Contender:
-        return Contender(
-            f"GroupQuant {bits} bits", "encke", threads, False, lambda s: _trial(GroupQuant(bits=bits), s.tensor)
-        )
+        name, codec = f"GroupQuant {bits} bits", GroupQuant(bits=bits)
+        return Contender(name, "encke", threads, False, lambda s: _trial(codec, s.tensor))
 
     return [
         *(bounded(rounding, bitmap) for rounding in ("nearest", "stochastic") for bitmap in (True, False)),
@@ -108,12 +103,7 @@ def zfp() -> Contender:
 
     def trial(sample: Sample) -> Trial:
         x, bound = rows(sample.tensor), sample.absolute
-        return Trial(
-            sample.tensor,
-            lambda: zfpy.compress_numpy(x, tolerance=bound),
-            zfpy.decompress_numpy,
-            len,
-        )
+        return Trial(sample.tensor, lambda: zfpy.compress_numpy(x, tolerance=bound), zfpy.decompress_numpy, len)
 
     return Contender("zfp", "peer", 1, True, trial)
 
@@ -167,13 +157,8 @@ def contenders(samples: Sequence[Sample]) -> tuple[list[Contender], list[str]]:
         ]
         supported = {torch.float32, torch.float64}
     else:
-        peers = [
-            (
-                "nvidia.nvcomp",
-                "pip install nvidia-nvcomp-cu12 or nvidia-nvcomp-cu13",
-                [lambda: bitcomp(False), lambda: bitcomp(True)],
-            )
-        ]
+        hint = "pip install nvidia-nvcomp-cu12 or nvidia-nvcomp-cu13"
+        peers = [("nvidia.nvcomp", hint, [lambda: bitcomp(False), lambda: bitcomp(True)])]
         supported = {torch.float16, torch.float32, torch.float64}
     for module, hint, makers in peers:
         if not installed(module):

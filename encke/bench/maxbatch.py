@@ -166,16 +166,9 @@ def show(rows: Sequence[Row]) -> None:
     plain = plain_row(rows)
 
     def cells(row: Row) -> list[str]:
-        compared = [times(row[column], plain.get(column)) for column in ("largest_batch", "per_second")]
-        peak = row["reserved_bytes"] or row["peak_above_bytes"]
-        return [
-            str(row["largest_batch"]),
-            compared[0],
-            number(row["per_second"]),
-            compared[1],
-            number(row["pipelined_ms"]),
-            size_in(peak, GB),
-        ]
+        batch, speed = (times(row[column], plain.get(column)) for column in ("largest_batch", "per_second"))
+        peak = size_in(row["reserved_bytes"] or row["peak_above_bytes"], GB)
+        return [str(row["largest_batch"]), batch, number(row["per_second"]), speed, number(row["pipelined_ms"]), peak]
 
     heads = ["method", "largest batch", "of plain", f"{rows[0]['unit']}/s", "of plain", "step ms", "taken GB"]
     table(title(rows[0] | {"batch": 0}), heads, table_lines(rows, cells))

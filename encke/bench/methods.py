@@ -70,18 +70,9 @@ def call_checkpointed(function: Callable[..., Any], options: dict[str, Any], *ar
 
 def checkpoint_selectively(model: nn.Module) -> None:
     """Checkpoint each block, but keep results that are expensive: convolutions, matrix products, attention."""
-    aten = torch.ops.aten
-    kept = [
-        aten.convolution.default,
-        aten.mm.default,
-        aten.addmm.default,
-        aten.bmm.default,
-        aten.baddbmm.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-    ]
+    attention = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+    names = ["convolution", "mm", "addmm", "bmm", "baddbmm", *(f"_scaled_dot_product_{kind}" for kind in attention)]
+    kept = [getattr(torch.ops.aten, name).default for name in names]
     for module in model.modules():
         if getattr(module, "inplace", False):
             # Results that are kept are not recomputed, so nothing may change them in place.

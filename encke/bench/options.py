@@ -76,20 +76,8 @@ class Options:
         if cap is not None and gpu and cap > (total := torch.cuda.get_device_properties(0).total_memory):
             raise UsageError(f"--memory {self.memory} is more than this GPU has ({total / 2**30:.0f} GiB)")
         self.out.mkdir(parents=True, exist_ok=True)
-        return Plan(
-            models,
-            batch,
-            methods,
-            self.precision,
-            compiled,
-            self.graphs,
-            image,
-            tokens,
-            self.steps,
-            cap,
-            device,
-            rounds,
-        )
+        sizes = (image, tokens, self.steps, cap)
+        return Plan(models, batch, methods, self.precision, compiled, self.graphs, *sizes, device, rounds)
 
 
 @dataclass(frozen=True)

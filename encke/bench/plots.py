@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from encke.bench.methods import METHODS, compiled_as
+from encke.tools.figures import figure
 from encke.tools.terminal import note
 
 if TYPE_CHECKING:
@@ -153,28 +154,19 @@ def draw(
     if importlib.util.find_spec("matplotlib") is None:
         note(f"no {path.name}: matplotlib is not installed")
         return []
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     parts: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         parts.setdefault(tuple(row[name] for name in split), []).append(row)
     columns = min(len(parts), 2)
     lines = -(-len(parts) // columns)
-    figure, grid = plt.subplots(
-        lines, columns, figsize=(7.5 * columns, 4.4 * lines), squeeze=False, layout="constrained"
-    )
-    for axes in grid.flat[len(parts) :]:
-        axes.remove()
-    for axes, (key, part) in zip(grid.flat, parts.items(), strict=False):
-        words = [str(key[0]), str(key[1]), *(f"batch {batch}" for batch in key[2:])]
-        words += [compiled_as(part[0]["graphs"])] if part[0]["compile"] else []
-        words += [f"at most {part[0]['cap_bytes'] / GIB:.4g} GiB"] if part[0]["cap_bytes"] else []
-        axes.set_title(", ".join(words), loc="left")
-        axes.grid(alpha=0.3, which="both")
-        panel(axes, part)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with figure(path, lines, columns, (7.5 * columns, 4.4 * lines)) as (_, grid):
+        for axes in grid.flat[len(parts) :]:
+            axes.remove()
+        for axes, (key, part) in zip(grid.flat, parts.items(), strict=False):
+            words = [str(key[0]), str(key[1]), *(f"batch {batch}" for batch in key[2:])]
+            words += [compiled_as(part[0]["graphs"])] if part[0]["compile"] else []
+            words += [f"at most {part[0]['cap_bytes'] / GIB:.4g} GiB"] if part[0]["cap_bytes"] else []
+            axes.set_title(", ".join(words), loc="left")
+            axes.grid(alpha=0.3, which="both")
+            panel(axes, part)
     return [path]

@@ -50,11 +50,9 @@ def describe(task: Task) -> str:
 
 
 def measure_row(task: Task, child: Child | None = None) -> Row:
-    """Measure one task; `status` is "ok" or says why there are no figures.
+    """Measure one task, in a new process or in `child`, which keeps its training for the next round.
 
-    Args:
-        task: What to measure.
-        child: The process that measures and keeps its training for the next round; by default a new one.
+    `status` is "ok" or says why there are no figures.
     """
     row = blank_row(task)
     if reason := METHODS[task.method].missing(task.device, task.compile):

@@ -11,18 +11,6 @@ from encke.kernels.operators import dispatched
 from encke.kernels.plans import GroupPlan
 
 __all__ = [
-    "FLOATS",
-    "Backend",
-    "BackendChoice",
-    "BoundedFormat",
-    "DualFormat",
-    "GroupFormat",
-    "GroupPlan",
-    "LogFormat",
-    "Seed",
-    "backend_for",
-    "choose_backend",
-    "describe_backends",
-    "dispatched",
-    "mix",
-]
+    "FLOATS", "Backend", "BackendChoice", "BoundedFormat", "DualFormat", "GroupFormat", "GroupPlan", "LogFormat",
+    "Seed", "backend_for", "choose_backend", "describe_backends", "dispatched", "mix",
+]  # fmt: skip

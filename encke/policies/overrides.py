@@ -57,12 +57,7 @@ def resolve(overrides: Mapping[str, Override], layers: Sequence[str]) -> dict[st
 
 
 def with_overrides(policy: Policy, overrides: dict[str, Policy | None]) -> Policy:
-    """Return one policy that asks `policy`, or for overridden layers theirs.
-
-    Args:
-        policy: The policy of all other layers.
-        overrides: What `resolve` returned.
-    """
+    """Return one policy that asks `policy`, or for overridden layers theirs, as `resolve` returned them."""
     by_layer = {layer: other for layer, other in overrides.items() if other is not None}
     if not by_layer:
         return policy

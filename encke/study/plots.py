@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from encke.study.predict import codec_error
 from encke.study.results import Result
 from encke.study.tables import TITLES, run_title
 from encke.study.zeros import TRAINING_BOUNDS
+from encke.tools.figures import figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,25 +26,11 @@ MARKERS = "osD^vP*X"
 BINS = 60
 
 
-@contextmanager
-def figure(path: Path, rows: int, columns: int, size: tuple[float, float]) -> Iterator[tuple[Any, Any]]:
-    """Make a figure with its panels and write it when the block ends."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    made, panels = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
-    yield made, panels
-    made.savefig(path, dpi=100)
-    plt.close(made)
-
-
 def predicted(results: Sequence[Result], path: Path) -> None:
     """Plot predicted against measured errors of weight gradients, with a band of 10 %; below, their ratio."""
     known = [r for r in results if r.measured and r.predicted]
     multiples = sorted({r.multiple for r in known})
-    with figure(path, 2, 2, (12, 8.5)) as (made, panels):
+    with figure(path, 2, 2, (12, 8.5), dpi=100) as (made, panels):
         for top, bottom, rounding in zip(*panels, COLOURS, strict=True):
             rows = [r for r in known if r.rounding == rounding]
             for i, multiple in enumerate(multiples):
@@ -112,7 +98,7 @@ def distributions(results: Sequence[Result], path: Path) -> None:
     chosen = list(dict.fromkeys([names[0], names[len(names) // 2], names[-1]]))
     multiples = sorted({r.multiple for r in known})
     multiple = multiples[len(multiples) // 2]
-    with figure(path, len(chosen), 4, (16, 3.2 * len(chosen) + 0.6)) as (made, panels):
+    with figure(path, len(chosen), 4, (16, 3.2 * len(chosen) + 0.6), dpi=100) as (made, panels):
         for line, name in zip(panels, chosen, strict=True):
             for i, rounding in enumerate(COLOURS):
                 (r,) = (r for r in known if (r.layer.name, r.multiple, r.rounding) == (name, multiple, rounding))
@@ -159,7 +145,7 @@ def label(axes: Axes, r: Result, what: str, text: str) -> None:
 
 def zeros(rows: Sequence[Mapping[str, Any]], curves: Mapping[str, Sequence[float]], path: Path) -> None:
     """Plot gradient errors by layer with and without exact zeros, and the losses of the trainings."""
-    with figure(path, 1, 3 if curves else 2, (16 if curves else 11, 5)) as (made, panels):
+    with figure(path, 1, 3 if curves else 2, (16 if curves else 11, 5), dpi=100) as (made, panels):
         for axes, how in zip(panels[0], ("alone", "together"), strict=False):
             for run in ("zeros", "no_zeros"):
                 errors = [row[f"{how}_{run}"] for row in rows]
@@ -210,7 +196,7 @@ def frequency(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     path.unlink(missing_ok=True)
     if not rows:
         return
-    with figure(path, 1, 2, (13, 5)) as (made, panels):
+    with figure(path, 1, 2, (13, 5), dpi=100) as (made, panels):
         errors, sizes = panels[0]
         for part, colour in PARTS.items():
             style = {"color": colour, "marker": "o", "linestyle": "none", "label": part}

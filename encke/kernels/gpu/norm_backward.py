@@ -40,23 +40,6 @@ ROUND = False
 class NormPlan:
     """Plan of batch norm's backward for gradients of one size: grids, numbers and constants of its launches."""
 
-    __slots__ = (
-        "channels",
-        "channels_last",
-        "device",
-        "finish",
-        "finish_below",
-        "finish_together",
-        "format",
-        "gather",
-        "numbers",
-        "reduce",
-        "rest",
-        "sums_numel",
-        "workspace_numel",
-        "write",
-    )
-
     def __init__(
         self, size: tuple[int, ...], format: GroupFormat, channels_last: bool, weight_dtype: torch.dtype | None,
         device: torch.device, seed_table: bool,
@@ -130,13 +113,8 @@ def norm_plan(
 ) -> NormPlan | None:  # fmt: skip
     """Return the plan for gradients of that size; None where the kernels do not take them.
 
-    Args:
-        size: Size of the gradient and of the packed input.
-        format: How the input is packed.
-        channels_last: Whether both lie in channels_last memory; otherwise they are contiguous.
-        weight_dtype: The dtype of batch norm's weight, or None.
-        device: Where the tensors are.
-        seed_table: Whether seeds come as a tensor and a row.
+    The packed input, in `format`, has the size and the memory format of the gradient: channels_last or contiguous. With
+    `seed_table` seeds come as a tensor and a row.
     """
     numel, channels = math.prod(size), size[1]
     if format.bits not in (2, 4, 8) or format.group != NORM_GROUP or format.signs or not numel:
@@ -151,26 +129,13 @@ def norm_plan(
 
 
 def norm_backward(
-    grad: Tensor,
-    data: Tensor,
-    mean: Tensor,
-    invstd: Tensor | None,
-    weight: Tensor | None,
-    plan: NormPlan,
-    seed: Seed,
+    grad: Tensor, data: Tensor, mean: Tensor, invstd: Tensor | None, weight: Tensor | None, plan: NormPlan, seed: Seed,
     apply: bool = True,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients of input (if `apply`), weight and bias of batch norm in training.
 
-    Args:
-        grad: Gradient of the result, of the input's dtype and in its memory format.
-        data: The packed input.
-        mean: Mean of each channel; without `invstd`, a second row is 1 / deviation.
-        invstd: 1 / deviation of each channel.
-        weight: Weight of batch norm.
-        plan: From `norm_plan`.
-        seed: The seed that the input was packed with.
-        apply: Whether the gradient of the input is wanted.
+    `grad` has the dtype and memory format of the input, which is packed in `data` with that seed. `invstd` is
+    1 / deviation of each channel; None: it is the second row of `mean`.
     """
     seed_args = seed_arguments(seed, data)
     sums = plan.sum_up(grad, data, mean, seed_args)

@@ -137,18 +137,6 @@ def normalise_kernel(
 class ForwardPlan:
     """Plan of batch norm's forward for tensors of one size."""
 
-    __slots__ = (
-        "apply",
-        "channels",
-        "device",
-        "merge",
-        "merged",
-        "moments",
-        "numbers",
-        "statistics",
-        "workspace_numel",
-    )
-
     def __init__(self, pixels: int, channels: int, dtype: torch.dtype, device: torch.device) -> None:
         self.channels, self.device = channels, device
         blocks = -(-pixels // NORM_GROUP)

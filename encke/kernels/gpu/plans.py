@@ -31,19 +31,6 @@ PAIRS_THREADS = 2  # threads that share a group of 16-bit values
 class GpuPlan(GroupPlan):
     """Plan for Triton kernels. With `seed_table` it takes seeds that are on the device."""
 
-    __slots__ = (
-        "decoder",
-        "encoder",
-        "fuses_forward",
-        "gater",
-        "limit",
-        "masker",
-        "moments",
-        "numbers",
-        "pairs",
-        "relu",
-    )
-
     def __init__(self, format: GroupFormat, numel: int, device: torch.device, seed_table: bool) -> None:
         super().__init__(format, numel, device)
         self.limit = torch.finfo(format.dtype).max

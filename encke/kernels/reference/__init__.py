@@ -11,17 +11,6 @@ from encke.kernels.reference.seeds import site_seeds
 NAME = "reference"
 
 __all__ = [
-    "NAME",
-    "bits_decode",
-    "bits_encode",
-    "bounded_decode",
-    "bounded_encode",
-    "dual_decode",
-    "dual_encode",
-    "group_plan",
-    "log_decode",
-    "log_encode",
-    "norm_apply",
-    "norm_sums",
-    "site_seeds",
-]
+    "NAME", "bits_decode", "bits_encode", "bounded_decode", "bounded_encode", "dual_decode", "dual_encode",
+    "group_plan", "log_decode", "log_encode", "norm_apply", "norm_sums", "site_seeds",
+]  # fmt: skip

@@ -115,10 +115,7 @@ class StepFigures:
 def figures_of(step: FinishedStep, early: bool, norms: bool) -> StepFigures:
     """Fetch the figures of a collection step, with one transfer from each device.
 
-    Args:
-        step: The finished step.
-        early: Whether this is the first step, in which weight gradients are not assessed.
-        norms: Whether the gradients propagated by batch norms are assessed.
+    Weight gradients are not assessed in an `early` step, nor what batch norms propagate without `norms`.
     """
     collected = step.collected
     measured = [each for each in collected.weight_samples if each.power is not None and not early]
@@ -252,11 +249,7 @@ class Assessment:
     ) -> bool:
         """Set an input that a weight's gradient is computed from; return False if the figures are of no use.
 
-        Args:
-            weight_sample: The weight and its use.
-            tensor: Figures of the input.
-            gradient: Figures of the output gradient.
-            first: Index in BITS of the fewest bits that may be chosen.
+        `first` is the index in BITS of the fewest bits that may be chosen.
         """
         step, comet = self.step, self.comet
         allowed = comet.tolerance / (step.spread * math.sqrt(weight_sample.uses))
@@ -290,13 +283,7 @@ class Assessment:
         return True
 
     def _assess_spread(self, site: Site, tensor: TensorFigures, first: int) -> None:
-        """Set an input that no weight's gradient is computed from, relative to its own spread.
-
-        Args:
-            site: Where the input is saved.
-            tensor: Its figures.
-            first: Index in BITS of the fewest bits that may be chosen.
-        """
+        """Set an input that no weight's gradient is computed from, relative to its own spread; `first` as above."""
         if not math.isfinite(tensor.std) or tensor.std <= 0:
             return
         comet, setting = self.comet, self._setting(site, 0)
