@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from encke.kernels.backends import Backend, backend_for
-from encke.kernels.formats import BoundedFormat, DualFormat, GroupFormat, LogFormat, Seed
+from encke.kernels.formats import BoundedFormat, DualFormat, Format, GroupFormat, LogFormat, Seed
 from encke.kernels.plans import GroupPlan
 
 _library = torch.library.Library("encke", "FRAGMENT")
-SCHEMAS: dict[str, str] = {}
-"""Schemas of the operators in this file."""
 
 
 def register(
@@ -31,17 +29,6 @@ def register(
     _library.impl(name, function, "CompositeExplicitAutograd")
 
 
-def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function, under its own name, as an operator with these arguments and results."""
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        SCHEMAS[function.__name__] = schema
-        register(function.__name__ + schema, function, fake)
-        return function
-
-    return decorate
-
-
 def plan_of(data: Tensor, format: list[int], numel: int) -> GroupPlan:
     return backend_for(data.device.type).group_plan(GroupFormat.from_numbers(format), numel, data.device)
 
@@ -50,90 +37,73 @@ def new_bytes(like: Tensor, size: Any) -> Tensor:
     return like.new_empty(size, dtype=torch.uint8)
 
 
-def decoded(like: Tensor, numel: Any, dtype: torch.dtype, mask: bool) -> Tensor:
+def decoded(like: Tensor, numel: Any, dtype: torch.dtype, mask: bool = False) -> Tensor:
     return like.new_empty(numel, dtype=torch.bool if mask else dtype)
 
 
-@operator(
-    "(Tensor x, int[] format, int seed) -> Tensor",
-    lambda x, format, seed: new_bytes(x, GroupFormat.from_numbers(format).nbytes(x.numel())),
-)
-def group_encode(x: Tensor, format: list[int], seed: int) -> Tensor:
-    return plan_of(x, format, x.numel()).encode(x.reshape(-1), seed)
-
-
-@operator(
-    "(Tensor data, int[] format, SymInt numel, int seed) -> Tensor",
-    lambda data, format, numel, seed: decoded(data, numel, GroupFormat.from_numbers(format).dtype, False),
-)
-def group_decode(data: Tensor, format: list[int], numel: int, seed: int) -> Tensor:
-    return plan_of(data, format, numel).decode(data, seed)
-
-
-@operator(
-    "(Tensor data, int[] format, SymInt numel) -> Tensor",
-    lambda data, format, numel: decoded(data, numel, torch.bool, True),
-)
-def group_mask(data: Tensor, format: list[int], numel: int) -> Tensor:
-    return plan_of(data, format, numel).mask(data)
-
-
-def _bounded_sizes(x: Tensor, format: list[float], seed: int, capacity: int) -> tuple[Tensor, Tensor]:
+def bounded_sizes(x: Tensor, format: list[float], seed: int, capacity: int) -> tuple[Tensor, Tensor]:
     size = capacity if capacity >= 0 else torch.library.get_ctx().new_dynamic_size()
     return new_bytes(x, BoundedFormat.meta_size(x.numel())), new_bytes(x, size)
 
 
-@operator("(Tensor x, float[] format, int seed, int capacity) -> (Tensor, Tensor)", _bounded_sizes)
-def bounded_encode(x: Tensor, format: list[float], seed: int, capacity: int) -> tuple[Tensor, Tensor]:
-    return backend_for(x.device.type).bounded_encode(x, BoundedFormat.from_numbers(format), seed, capacity)
+def backend_function(name: str, format: type[Format]) -> Callable[..., Any]:
+    """Return a function that calls that of the tensor's backend, with the format made from its numbers."""
+
+    def call(first: Tensor, *others: Any) -> Any:
+        arguments = [format.from_numbers(each) if isinstance(each, list) else each for each in others]
+        return getattr(backend_for(first.device.type), name)(first, *arguments)
+
+    return call
 
 
-@operator(
-    "(Tensor meta, Tensor payload, float[] format, SymInt numel, bool mask) -> Tensor",
-    lambda meta, payload, format, numel, mask: decoded(meta, numel, BoundedFormat.from_numbers(format).dtype, mask),
+register(
+    "group_encode(Tensor x, int[] format, int seed) -> Tensor",
+    lambda x, format, seed: plan_of(x, format, x.numel()).encode(x.reshape(-1), seed),
+    lambda x, format, seed: new_bytes(x, GroupFormat.from_numbers(format).nbytes(x.numel())),
 )
-def bounded_decode(meta: Tensor, payload: Tensor, format: list[float], numel: int, mask: bool) -> Tensor:
-    backend = backend_for(meta.device.type)
-    return backend.bounded_decode(meta, payload, BoundedFormat.from_numbers(format), numel, mask)
-
-
-@operator(
-    "(Tensor x, int[] format, int seed) -> Tensor",
-    lambda x, format, seed: new_bytes(x, DualFormat.from_numbers(format).nbytes(x.numel())),
+register(
+    "group_decode(Tensor data, int[] format, SymInt numel, int seed) -> Tensor",
+    lambda data, format, numel, seed: plan_of(data, format, numel).decode(data, seed),
+    lambda data, format, numel, seed: decoded(data, numel, GroupFormat.from_numbers(format).dtype),
 )
-def dual_encode(x: Tensor, format: list[int], seed: int) -> Tensor:
-    return backend_for(x.device.type).dual_encode(x, DualFormat.from_numbers(format), seed)
-
-
-@operator(
-    "(Tensor data, int[] format, SymInt numel, bool mask) -> Tensor",
-    lambda data, format, numel, mask: decoded(data, numel, DualFormat.from_numbers(format).dtype, mask),
+register(
+    "group_mask(Tensor data, int[] format, SymInt numel) -> Tensor",
+    lambda data, format, numel: plan_of(data, format, numel).mask(data),
+    lambda data, format, numel: decoded(data, numel, torch.bool),
 )
-def dual_decode(data: Tensor, format: list[int], numel: int, mask: bool) -> Tensor:
-    return backend_for(data.device.type).dual_decode(data, DualFormat.from_numbers(format), numel, mask)
-
-
-@operator("(Tensor x, float[] format, int seed) -> Tensor", lambda x, format, seed: new_bytes(x, x.numel()))
-def log_encode(x: Tensor, format: list[float], seed: int) -> Tensor:
-    return backend_for(x.device.type).log_encode(x, LogFormat.from_numbers(format), seed)
-
-
-@operator(
-    "(Tensor data, float[] format, int seed) -> Tensor",
-    lambda data, format, seed: decoded(data, data.numel(), LogFormat.from_numbers(format).dtype, False),
-)
-def log_decode(data: Tensor, format: list[float], seed: int) -> Tensor:
-    return backend_for(data.device.type).log_decode(data, LogFormat.from_numbers(format), seed)
-
-
-@operator("(Tensor x, int bits) -> Tensor", lambda x, bits: new_bytes(x, (x.numel() * bits + 7) // 8))
-def bits_encode(x: Tensor, bits: int) -> Tensor:
-    return backend_for(x.device.type).bits_encode(x, bits)
-
-
-@operator("(Tensor data, int bits, SymInt numel) -> Tensor", lambda data, bits, numel: new_bytes(data, numel))
-def bits_decode(data: Tensor, bits: int, numel: int) -> Tensor:
-    return backend_for(data.device.type).bits_decode(data, bits, numel)
+# Schema, format, and fake of the functions that all backends have.
+OPERATORS: dict[str, tuple[str, type[Format], Callable[..., Any]]] = {
+    "bounded_encode": (
+        "(Tensor x, float[] format, int seed, int capacity) -> (Tensor, Tensor)", BoundedFormat, bounded_sizes
+    ),
+    "bounded_decode": (
+        "(Tensor meta, Tensor payload, float[] format, SymInt numel, bool mask) -> Tensor", BoundedFormat,
+        lambda meta, payload, format, numel, mask: decoded(meta, numel, BoundedFormat.from_numbers(format).dtype, mask),
+    ),
+    "dual_encode": (
+        "(Tensor x, int[] format, int seed) -> Tensor", DualFormat,
+        lambda x, format, seed: new_bytes(x, DualFormat.from_numbers(format).nbytes(x.numel())),
+    ),
+    "dual_decode": (
+        "(Tensor data, int[] format, SymInt numel, bool mask) -> Tensor", DualFormat,
+        lambda data, format, numel, mask: decoded(data, numel, DualFormat.from_numbers(format).dtype, mask),
+    ),
+    "log_encode": (
+        "(Tensor x, float[] format, int seed) -> Tensor", LogFormat, lambda x, format, seed: new_bytes(x, x.numel())
+    ),
+    "log_decode": (
+        "(Tensor data, float[] format, int seed) -> Tensor", LogFormat,
+        lambda data, format, seed: decoded(data, data.numel(), LogFormat.from_numbers(format).dtype),
+    ),
+    "bits_encode": (
+        "(Tensor x, int bits) -> Tensor", Format, lambda x, bits: new_bytes(x, (x.numel() * bits + 7) // 8)
+    ),
+    "bits_decode": (
+        "(Tensor data, int bits, SymInt numel) -> Tensor", Format, lambda data, bits, numel: new_bytes(data, numel)
+    ),
+}  # fmt: skip
+for name, (schema, format, fake) in OPERATORS.items():
+    register(name + schema, backend_function(name, format), fake)
 
 
 class DispatchedPlan(GroupPlan):
@@ -175,6 +145,6 @@ dispatched = cast(
     SimpleNamespace(
         NAME="operators",
         group_plan=lambda format, numel, device, seed_table=False: DispatchedPlan(format, numel, device),
-        **{name: _dispatched(name) for name in SCHEMAS if not name.startswith("group")},
+        **{name: _dispatched(name) for name in OPERATORS},
     ),
 )

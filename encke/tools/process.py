@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -17,21 +18,17 @@ PR_SET_PDEATHSIG = 1
 
 def memory(field: Literal["VmRSS", "VmHWM", "VmData"]) -> int | None:
     """Return bytes of this process: in use, the peak, or the part that a cap limits; None if unknown."""
-    try:
+    with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(field):
                 return int(line.split()[1]) * 1024
-    except OSError:
-        pass
     return None
 
 
 def forget_peak() -> None:
     """Let VmHWM start again from the memory in use, where the system allows it."""
-    try:
+    with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        pass
 
 
 def environment() -> dict[str, str]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from encke.kernels import BoundedFormat, DualFormat, GroupFormat, LogFormat, backend_for, dispatched
-from encke.kernels.operators import SCHEMAS
+from encke.kernels.operators import OPERATORS
 
 X = torch.randn(3000)
 GROUP = GroupFormat(2, 256, X.dtype)
@@ -33,7 +33,11 @@ SAMPLES = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
+def test_every_operator_has_a_sample() -> None:
+    assert set(OPERATORS) <= set(SAMPLES)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
 def test_operator(name: str) -> None:
     torch.library.opcheck(getattr(torch.ops.encke, name).default, SAMPLES[name]())
 

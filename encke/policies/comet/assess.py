@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from encke.policies.comet.measure import CometCollector, NormGradientSample, Ten
 from encke.policies.comet.schedule import FinishedStep
 from encke.policies.comet.settings import Learnt, Setting
 from encke.policies.comet.theory import error_std, paper_std
+
+if TYPE_CHECKING:
+    from encke.policies.comet.policy import Comet
 
 PAPER_SIGMA = 0.01
 """COMET's sigma, the default for rounding to nearest."""
@@ -188,23 +191,10 @@ class Fetch:
 # -- settings ----------------------------------------------------------------------------------------------------------
 
 
-class Sigma(Protocol):
-    """The part of Comet's own settings that an assessment needs."""
-
-    @property
-    def tolerance(self) -> float: ...
-    @property
-    def stochastic(self) -> bool: ...
-    @property
-    def formula(self) -> str: ...
-    @property
-    def seed(self) -> int: ...
-
-
 class Assessment:
     """New settings from the figures of one collection step."""
 
-    def __init__(self, comet: Sigma, learnt: Learnt, choose: Callable[[Site], Codec], step: StepFigures) -> None:
+    def __init__(self, comet: Comet, learnt: Learnt, choose: Callable[[Site], Codec], step: StepFigures) -> None:
         self.comet = comet
         self.learnt = learnt
         self.choose = choose

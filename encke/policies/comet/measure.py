@@ -212,11 +212,6 @@ def mixed_share(packed: Packed, layout: Layout) -> float:
     return (group - math.gcd(plane, group)) / plane
 
 
-def invstd_of(node: Any) -> Tensor | None:
-    """Return 1 / standard deviation of the channels of a batch norm's input, as its node has it; empty in eval."""
-    return saved_setting(node, "result2", None)
-
-
 class CometCollector:
     """Measures one collection step: a forward pass (with accumulation several), its backward, the optimizer's step."""
 
@@ -301,7 +296,7 @@ class CometCollector:
 
     def _sample_norm(self, node: Any, saved: SavedTensor) -> None:
         _, stats, packed = self._stats[id(saved.cell)]
-        invstd = invstd_of(node)
+        invstd = saved_setting(node, "result2", None)  # 1 / deviation of each channel; empty in eval
         if invstd is None:
             return
         norm_sample = NormGradientSample(saved.site, stats, mixed_share(packed, saved.layout))
