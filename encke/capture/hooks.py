@@ -141,6 +141,9 @@ class Capture:
         node = t.grad_fn
         parameter = is_view_of_parameter(node) or comes_from_leaves(node, parameters=True)
         saved.pending = Pending(frame, parameter, comes_from_leaves(node, parameters=False))
+        if is_parameter_view(t) or self.readers.is_weight(t):
+            # Sharded training frees a weight's memory behind its layer: a view cannot be made of it later.
+            saved.tensor, saved.version = keep(t)
         cell.waiting += 1
         cell.hold(flat)
         forward.pending.add(saved)

@@ -81,7 +81,7 @@ class ForwardPass:
         """Sequence numbers of the autograd nodes that were read already."""
         self.tally = Tally()
         self.weights: set[int] | None = None
-        """Addresses of the model's parameters and buffers, once somebody asked."""
+        """Storages of the model's parameters and buffers, once somebody asked."""
         self.collection: Collector | None = None
         self.nodes: list[Any] = []
         self.outer: Any = None

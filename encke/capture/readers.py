@@ -135,7 +135,7 @@ class Readers:
 
     def _need(self, node: Any, operation: str, slot: str, saved: Saved, pending: Pending) -> Need:
         assert saved.cell is not None and saved.cell.held is not None
-        if saved.cell.held.untyped_storage().data_ptr() in self._weights():
+        if self.is_weight(saved.cell.held):
             return "weight"
         dtype, _, requires_grad, _ = saved.facts.signature
         module = pending.frame.layer.owner()
@@ -172,10 +172,11 @@ class Readers:
             if not cell.wanted:
                 cell.record.codec = "shape"
         elif codec is None or changed:
-            saved.tensor = saved.layout.restore(held)
-            saved.version = saved.tensor._version if saved.layout.copied else cell.version
+            if saved.tensor is None:
+                saved.tensor = saved.layout.restore(held)
+                saved.version = saved.tensor._version if saved.layout.copied else cell.version
             saved.cell = None
-            if held.untyped_storage().data_ptr() in self._weights():
+            if self.is_weight(held):
                 cell.record.saved_bytes = 0
             if not cell.wanted:
                 cell.record.packed_bytes = cell.record.saved_bytes
@@ -192,14 +193,23 @@ class Readers:
                 encode(cell, saved, forward, held)
             cell.held = None
 
-    def _weights(self) -> set[int]:
-        """Return the addresses of the model's parameters and buffers."""
+    def is_weight(self, t: Tensor) -> bool:
+        """Return whether a tensor lies in the memory of a parameter or buffer of the model.
+
+        Storages are compared, not addresses: sharded training (FSDP2) frees weights and allocates them again, layer by
+        layer, so that an address belongs to a weight now and to something else later.
+        """
         forward = self.threads.forward
-        if forward.weights is None:
+        weights = forward.weights
+        if weights is None:
             root = self.root() if self.root is not None else None
             tensors = [] if root is None else [*root.parameters(), *root.buffers()]
-            forward.weights = {t.untyped_storage().data_ptr() for t in tensors if t.layout == torch.strided}
-        return forward.weights
+            plain = [t for t in tensors if t.layout == torch.strided and not is_wrapper(t)]
+            weights = {t.untyped_storage()._cdata for t in plain}
+            # Sharded parameters are replaced by whole ones while their layer runs: look again next time.
+            if len(plain) == len(tensors):
+                forward.weights = weights
+        return t.untyped_storage()._cdata in weights
 
     def learn_in_backward(self, node: Any) -> None:
         """Learn in backward what the forward pass could not tell: the readers of the last tensors saved."""
@@ -220,6 +230,11 @@ class Readers:
             "and what was kept may not be enough for this gradient. Run this step again: from now on this place is "
             f"examined anew each time. Or leave the layer out with attach(..., overrides={{{site.layer!r}: None}})."
         )
+
+
+def is_wrapper(t: Tensor) -> bool:
+    """Return whether a tensor is a wrapper around others, as DTensor is, and has no memory of its own."""
+    return hasattr(t, "__tensor_flatten__")
 
 
 def sequence_number(node: Any) -> int:
