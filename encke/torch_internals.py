@@ -249,6 +249,26 @@ def active_ddp_module() -> DistributedDataParallel | None:
     return getattr(DistributedDataParallel, "_active_ddp_module", None)
 
 
+def sharded_parameters(model: nn.Module) -> list[tuple[Tensor | None, Tensor]]:
+    """Return (whole, sharded) for all parameters that FSDP2's `fully_shard` manages in a model.
+
+    While a layer runs its parameter is whole, and the graph has that one; the optimizer has the sharded one. The whole
+    one is None before its layer has run once. Checked with 2.11 to 2.13.
+    """
+    pairs: list[tuple[Tensor | None, Tensor]] = []
+    for module in model.modules():
+        get_state = getattr(module, "_get_fsdp_state", None)
+        if get_state is None:
+            continue
+        state = get_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # before 2.12 there is at most one
+            groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+        parameters = [parameter for group in groups for parameter in group.fsdp_params]
+        pairs += [(getattr(each, "_unsharded_param", None), each.sharded_param) for each in parameters]
+    return pairs
+
+
 # -- torch.compile -----------------------------------------------------------------------------------------------------
 
 AOT_INLINE = "maybe_inline_graph_saved_tensors_hooks"

@@ -1,4 +1,4 @@
-"""Two real gloo processes: DistributedDataParallel, attached outside or inside, gives plain autograd's gradients."""
+"""Two real gloo processes, data parallel (DDP) or sharded (FSDP2), attached first or last, train as plain ones do."""
 
 from __future__ import annotations
 
@@ -116,8 +116,83 @@ os._exit(0)
 """
 
 
+SHARDED = """
+import os, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+import encke
+from encke.codecs import ErrorBounded, GroupQuant
+from encke.policies import Comet, Fixed
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.set_num_threads(1)
+mesh = init_device_mesh("cpu", (2,))
+FORMS = {
+    "fp32": {},
+    "bf16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+    "whole": {"reshard_after_forward": False},
+}
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+def train(form, policy=None, attach_first=False, steps=4):
+    torch.manual_seed(0)
+    # The head's seven rows are shared unevenly: four and three.
+    model = nn.Sequential(nn.Linear(64, 64), Block(), nn.LayerNorm(64), Block(), nn.Linear(64, 7))
+    if policy is not None and attach_first:
+        handle = encke.attach(model, policy)
+    for module in (model[1], model[3], model):
+        fully_shard(module, mesh=mesh, **FORMS[form])
+    optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
+    if policy is not None and not attach_first:
+        handle = encke.attach(model, policy, optimizer)
+    gradients = []
+    for step in range(steps):
+        x = torch.randn(128, 64, generator=torch.Generator().manual_seed(10 * step + rank)).requires_grad_()
+        optimizer.zero_grad()
+        model(x).float().square().mean().backward()
+        gradients += [p.grad.to_local().clone() for p in model.parameters()] + [x.grad]
+        optimizer.step()
+    return gradients, (handle if policy is not None else None), model, optimizer
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+for form in FORMS:
+    plain = train(form)[0]
+    for attach_first in (True, False):
+        assert same(plain, train(form, Fixed(ErrorBounded(0)), attach_first)[0]), (form, attach_first)
+        handle = train(form, Fixed(GroupQuant(bits=2)), attach_first)[1]
+        packed = [row for row in handle.report().sites if row.codec != "kept"]
+        assert len(packed) > 6 and not any(row.slot in ("mat2", "weight") for row in packed), handle.report()
+        if form == "fp32":
+            handle, model, optimizer = train(form, Comet(every=2), attach_first, steps=6)[1:]
+            everyone = [None, None]
+            dist.all_gather_object(everyone, handle.policy.decisions())
+            assert everyone[0] == everyone[1]
+            rows = [row for row in handle.history if "predicted" in row]
+            assert {row["layer"] for row in rows} >= {"1.up", "1.down", "3.up", "3.down"}, rows
+            if not attach_first:
+                # After the last step the buffers are still those that the last decision was made with.
+                for row in [row for row in rows if row["step"] == 6]:
+                    weight = model.get_submodule(row["layer"]).weight
+                    seen = 0.9**5 * 0.1 + 1 - 0.9**5
+                    momentum = optimizer.state[weight]["momentum_buffer"].full_tensor().abs().mean().item() / seen
+                    assert abs(row["momentum"] / momentum - 1) < 1e-5, (row, momentum)
+print("ok", flush=True)
+dist.barrier()
+os._exit(0)
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("worker", [WORKER, COMET], ids=["gradients", "comet"])
+@pytest.mark.parametrize("worker", [WORKER, COMET, SHARDED], ids=["gradients", "comet", "sharded"])
 def test_two_processes(worker: str, tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(worker)

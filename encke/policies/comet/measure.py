@@ -25,6 +25,7 @@ from encke.codecs.layout import Layout
 from encke.policies.base import PackedMemory, SavedTensor
 from encke.policies.comet.momentum import gradient_norm
 from encke.policies.comet.products import PRODUCTS, WeightGradient, WeightProduct
+from encke.policies.comet.shards import Shards
 from encke.torch_internals import queue_backward_callback, saved_setting
 
 SAMPLE = 1 << 20
@@ -227,6 +228,8 @@ class CometCollector:
         self.norm_samples: list[NormGradientSample] = []
         self.norm_after_backward: Tensor | None = None
         """Norm of the gradients after the last backward."""
+        self.shards: Shards | None = None
+        """The model's sharded parameters, if it has any."""
         self._stats: dict[int, tuple[PackedMemory, TensorStats, Packed]] = {}
         self._probes: dict[int, ErrorProbe] = {}
 
@@ -269,9 +272,11 @@ class CometCollector:
                 for _, saved in saved_by(node):
                     if saved.site.slot == "input" and saved.cell is not None and id(saved.cell) in self._stats:
                         self._sample_norm(node, saved)
+        sharded = self.shards.by_whole() if self.shards is not None else {}
         for samples in by_weight.values():
             for weight_sample in samples:
                 weight_sample.uses = len(samples)
+                weight_sample.weight = sharded.get(id(weight_sample.weight), weight_sample.weight)
         self.weight_samples = [weight_sample for samples in by_weight.values() for weight_sample in samples]
         self._stats.clear()
         self._probes.clear()

@@ -15,12 +15,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from encke.policies.comet.shards import local_part
+
 DECAY = 0.9
 """Decay of the running gradient averages kept for optimizers without momentum."""
 
 
 def mean_abs(x: Tensor) -> Tensor:
-    """Return the mean absolute value, as a 0-dim tensor on x's device."""
+    """Return the mean absolute value, as a 0-dim tensor on x's device; of a sharded tensor that of its local part."""
+    x = local_part(x)
     return torch.linalg.vector_norm(x.detach(), 1, dtype=torch.float32 if x.dtype.itemsize < 8 else None) / x.numel()
 
 
@@ -35,7 +38,7 @@ class Averages:
         if gradient.layout != torch.strided:
             return
         # One bad gradient must not spoil the average for good.
-        gradient = torch.nan_to_num(gradient.detach(), 0.0, 0.0, 0.0)
+        gradient = torch.nan_to_num(local_part(gradient.detach()), 0.0, 0.0, 0.0)
         average, count = self._kept.get(weight, (None, 0))
         average = gradient * (1 - DECAY) if average is None else average.lerp_(gradient.to(average.dtype), 1 - DECAY)
         self._kept[weight] = (average, count + 1)
@@ -108,8 +111,11 @@ class Momenta:
 
 
 def gradient_norm(weights: Iterable[Tensor]) -> Tensor | None:
-    """Return the norm of the weights' gradients together, None without any; nothing waits for the GPU."""
-    gradients = [w.grad.detach() for w in weights if w.grad is not None and w.grad.layout == torch.strided]
+    """Return the norm of the weights' gradients together, None without any; nothing waits for the GPU.
+
+    Of sharded weights it is the norm of this process's part.
+    """
+    gradients = [local_part(w.grad.detach()) for w in weights if w.grad is not None and w.grad.layout == torch.strided]
     if not gradients:
         return None
     device = gradients[0].device

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from encke.policies.comet.measure import CometCollector
 from encke.policies.comet.momentum import Averages, Momenta, gradient_norm
+from encke.policies.comet.shards import Shards, local_part
 from encke.torch_internals import active_ddp_module
 
 FIRST = 10
@@ -76,6 +77,8 @@ class CollectionSchedule:
         self.averaging = False
         self.optimizer = optimizer
         self.ddp: Any = None
+        self.shards: Shards | None = None
+        """The model's sharded parameters (FSDP2), looked up in collection steps."""
         self._model = weakref.ref(model) if model is not None else None
         self._norm_at_step: Tensor | None = None
         self._hooks: list[Any] = []
@@ -98,13 +101,13 @@ class CollectionSchedule:
         self._hooks.clear()
         self._hooked.clear()
         self.averages.clear()
-        self._model = self.optimizer = self.open = self.ddp = None
+        self._model = self.optimizer = self.open = self.ddp = self.shards = None
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the schedule, and the gradient averages by parameter name."""
-        if self.optimizer is None and self.ddp is None:
+        if self.optimizer is None and self.ddp is None and self.shards is None:
             # Nobody tells when a step is over; whoever saves a state thinks that it is.
             self._close(None)
         requested = self.requested or (self.open is not None and self.optimizer is None)
@@ -148,6 +151,8 @@ class CollectionSchedule:
         elif not (self.requested or self.due(step)):
             return None
         self.open = self.policy.collector()
+        shards = Shards(model)
+        self.shards = self.open.shards = shards if shards.mesh is not None else None
         return self.open
 
     def collects_next(self) -> bool:
@@ -210,14 +215,33 @@ class CollectionSchedule:
 
         averaged = self.ddp is not None and self.optimizer is not None
         ranks = dist.get_world_size(self.ddp.process_group) if averaged else 1
-        self.policy.observe(FinishedStep(self.updates, collector, momentum, norm_at_step, ranks))
+        step = FinishedStep(self.updates, collector, momentum, norm_at_step, ranks)
+        self.policy.observe(step if self.shards is None else combined(step, self.shards))
         self.requested = not self.policy.update()
-        if self.ddp is not None:
-            self.requested = share_decisions(self.policy, self.requested, self.ddp.process_group)
-        if self.optimizer is None and self.model is None:
+        groups = [self.ddp.process_group] if self.ddp is not None else self.shards.groups if self.shards else []
+        for group in groups:
+            self.requested = share_decisions(self.policy, self.requested, group)
+        if self.optimizer is None and (self.model is None or self.shards is not None):
+            # Parameters that were sharded after `attach` are others than those that it found.
             self._average_gradients(collector.weights())
         if not self._collects_soon(self.updates + 1):
             self.averages.clear()
+
+
+def combined(step: FinishedStep, shards: Shards) -> FinishedStep:
+    """Return a finished step with momenta and norms over all processes, each of which has only its part of a weight."""
+    collector = step.collected
+    momenta = {id(weight): (step.momentum(weight), weight) for weight in collector.weights()}
+    known = {key: (mean, local_part(weight).numel()) for key, (mean, weight) in momenta.items() if mean is not None}
+    norms = [norm for norm in (collector.norm_after_backward, step.norm_at_step) if norm is not None]
+    means, norms = shards.combine(list(known.values()), norms)
+    by_weight = dict(zip(known, means, strict=True))
+    if step.norm_at_step is not None:
+        step.norm_at_step = norms.pop()
+    if norms:
+        collector.norm_after_backward = norms.pop()
+    # Gradients are averaged before the optimizer or anybody else sees them.
+    return replace(step, momentum=lambda weight: by_weight.get(id(weight)), ranks=shards.ranks)
 
 
 def share_decisions(policy: MeasuringPolicy, requested: bool, group: Any) -> bool:
