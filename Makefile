@@ -31,7 +31,7 @@ test: lint
 fast: .venv/installed-dev
 	$(PYTEST) -m "not slow"
 
-# After 25 minutes no test is started any more. `timeout` is for one that hangs.
+# After 25 minutes no test is started any more, and none may take longer than four. `timeout` is for one that hangs.
 soak: .venv/installed-dev
 	timeout --kill-after=30 1770 $(PYTEST) --soak --minutes 25
 

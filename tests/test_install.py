@@ -58,7 +58,7 @@ class Environment:
             env={"PATH": "/usr/bin:/bin", "HOME": str(away)},
             capture_output=True,
             text=True,
-            timeout=500,
+            timeout=1200,
         )
 
 

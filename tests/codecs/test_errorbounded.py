@@ -55,12 +55,16 @@ def check_promise(backend: Backend, device: str, case: dict) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_error_bounded_promise(name: str) -> None:
+def test_error_bounded_promise(name: str, times: int) -> None:
     # The interpreter is slow: shrinking a failure there would take many minutes.
     phases = (Phase.explicit, Phase.generate) if name == "gpu" else tuple(Phase)
 
-    @settings(max_examples=EXAMPLES[name], deadline=None, derandomize=True, phases=phases)
+    # At length every run has other cases. In the interpreter there are few more: a soak test may take four minutes.
+    examples = min(times, 2) * EXAMPLES[name] if DEVICES[name] == "cpu" and name == "gpu" else times * EXAMPLES[name]
+
+    @settings(max_examples=examples, deadline=None, derandomize=times == 1, phases=phases)
     @given(cases)
     def run(case: dict) -> None:
         check_promise(IMPLEMENTATIONS[name], DEVICES[name], case)
