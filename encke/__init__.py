@@ -7,6 +7,7 @@ gradient stays small beside its momentum. `encke.attach(model, optimizer=optimiz
 
 from encke import codecs, policies
 from encke.api import Handle, attach, compress
+from encke.capture.needs import register_reader
 from encke.capture.sites import Site
 from encke.codecs import Codec, Packed
 from encke.policies.base import AdaptivePolicy, Policy
@@ -25,6 +26,7 @@ __all__ = [
     "codecs",
     "compress",
     "policies",
+    "register_reader",
 ]
 
 

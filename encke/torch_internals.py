@@ -41,6 +41,8 @@ ATTRIBUTES: dict[str, tuple[type, str]] = {
     "_compiled_call_impl": (nn.Module, "what `Module.compile()` put in its place, or None"),
     "_check_input_dim": (nn.BatchNorm2d, "raises unless the input has the right number of dimensions"),
     "_raw_saved_tensors": (torch.autograd.Function, "on a node: its saved tensors as packed; `.data` is what we gave"),
+    "_backward_cls": (torch.autograd.Function, "class of the nodes that a function makes"),
+    "_input_metadata": (torch.autograd.graph.Node, "on a node: shape of each result of its operation"),
     "_sequence_nr": (torch.autograd.graph.Node, "on a node: its number within the process, by order of creation"),
 }
 """Private attributes that are read in place: where they are found, and what they hold. Checked with 2.11 to 2.13."""

@@ -333,6 +333,8 @@ def test_attributes_hold_what_the_table_says() -> None:
     y = torch.ones(1, requires_grad=True)
     first, second = y.exp().grad_fn, y.exp().grad_fn
     assert first._sequence_nr() < second._sequence_nr()
+    assert list(y.expand(5).grad_fn._input_metadata[0].shape) == [5]
+    assert type(Double.apply(y).grad_fn) is Double._backward_cls
 
 
 # -- nobody else -------------------------------------------------------------------------------------------------------

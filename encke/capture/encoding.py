@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from encke.capture.deferred import DeferredForward
 from encke.capture.facts import SiteFacts
 from encke.capture.ledger import SIZE_PENDING, Record
+from encke.capture.nodes import expand_window
 from encke.capture.passes import ForwardPass, Frame
 from encke.capture.saved import Saved, SharedCell
 from encke.codecs import Codec, Lossless
@@ -40,15 +42,29 @@ def codec_for(policy: Policy, facts: SiteFacts, dtype: torch.dtype, frame: Frame
     elif need == "exact":
         if facts.stays:
             return None
-        codec = Lossless(high=facts.high)
-        plane = frame.sizes.get(facts.input_index) if frame is not None and frame.sizes is not None else None
-        if facts.window is not None and plane is not None:
-            kernel, stride, padding, dilation = facts.window
-            window = Window(kernel, stride, padding, dilation, plane[-len(kernel) :])
-            codec = window if window.takes(dtype) else codec
+        codec = Lossless() if frame is None else exact_codec(facts, dtype, frame)
     else:
         codec = policy.choose(site)
     return codec if codec.takes(dtype) else None
+
+
+def exact_codec(facts: SiteFacts, dtype: torch.dtype, frame: Frame) -> Codec:
+    """Return the codec for values that must come back bit for bit, by what is known of them in this pass."""
+    high, window = facts.high, facts.window
+    if facts.of_module:
+        module: Any = frame.layer.owner()
+        if window is None:
+            high = len(module.weight)
+        else:
+            settings = (module.kernel_size, module.stride or module.kernel_size, module.padding, module.dilation)
+            window = expand_window(*settings, dimensions=len(window[0]))
+    plane = None if window is None or frame.sizes is None else frame.sizes.get(facts.input_index)
+    if window is not None and plane is not None:
+        kernel, stride, padding, dilation = window
+        codec = Window(kernel, stride, padding, dilation, plane[-len(kernel) :])
+        if codec.takes(dtype):
+            return codec
+    return Lossless(high=high)
 
 
 def shared_cell(facts: SiteFacts, t: Tensor, layout: Layout, length: int, forward: ForwardPass) -> SharedCell:

@@ -17,7 +17,8 @@ class SiteState(enum.Enum):
     KNOWN = "known"
     """The reader is known: what is saved next is packed at once."""
     UNSTABLE = "unstable"
-    """Another operation than the one learnt has read from here: every pass learns it anew."""
+    """Every pass learns the reader anew: another one than that learnt has read from this call of the layer, or the need
+    goes by numbers that only the reader's node tells."""
 
 
 class SiteFacts:
@@ -29,8 +30,12 @@ class SiteFacts:
         "encoder_state",
         "index",
         "input_index",
+        "of_module",
+        "position",
+        "raw_slot",
         "reader",
         "sharers",
+        "siblings",
         "signature",
         "site",
         "state",
@@ -47,6 +52,14 @@ class SiteFacts:
         self.state = SiteState.PENDING
         self.reader = ""
         """Name of the autograd node that reads, as `operation_name` gives it."""
+        self.raw_slot = ""
+        """Attribute of the reader's node that must hold what is saved here; empty where any slot is served."""
+        self.position = 0
+        """Number in that attribute, if it holds several."""
+        self.siblings: list[SiteFacts | None] = []
+        """Facts about all sites of the same call."""
+        self.of_module = False
+        """Whether the layer tells window and limit: it is a max-pool or an embedding of torch."""
         self.window: tuple[tuple[int, ...], ...] | None = None
         """Kernel, stride, padding and dilation, if this is where a max-pool saves its indices."""
         self.input_index = -1
@@ -58,6 +71,22 @@ class SiteFacts:
         self.encoder_state = EncoderState()
         self.function: Any = None
         """Function that runs in the operation's place (encke/fused); False if there is none, None if not asked yet."""
+
+    def same_as(self, other: SiteFacts) -> bool:
+        """Return whether the reader and everything learnt from it are the same."""
+        return (
+            all(
+                getattr(self, name) == getattr(other, name)
+                for name in ("site", "signature", "reader", "raw_slot", "window", "input_index", "high")
+            )
+            and self.site.need == other.site.need
+        )
+
+    def distrust(self) -> None:
+        """Have every site of the call learnt anew from now on: the order of its operations has changed."""
+        for facts in (self, *self.siblings):
+            if facts is not None:
+                facts.state = SiteState.UNSTABLE
 
     @property
     def stays(self) -> bool:

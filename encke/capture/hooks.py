@@ -61,6 +61,7 @@ class Capture:
         """Count one more training forward pass; the one before goes to the log."""
         self.ledger.write(self.step)
         self.step += 1
+        self.readers.step = self.step
         self.rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
     def _begin_pass(self, forward: ForwardPass) -> None:
@@ -111,14 +112,18 @@ class Capture:
         if deferred is not None:
             return self._save(t, deferred.facts, frame, forward, deferred)
         known = frame.sites[index] if index < len(frame.sites) else None
-        if known is not None and known.state is SiteState.KNOWN and matches(known, t):
-            need = known.site.need
-            if need == "weight":
-                return self._keep(t)
-            if need != "shape":
-                return self._save(t, known, frame, forward)
-            if not weight_unfrozen(known.site, frame.layer):
-                return self._save_shape(t, known, frame)
+        if known is not None and known.state is SiteState.KNOWN:
+            if matches(known, t):
+                need = known.site.need
+                if need == "weight":
+                    return self._keep(t)
+                if need != "shape":
+                    return self._save(t, known, frame, forward)
+                if not weight_unfrozen(known.site, frame.layer):
+                    return self._save_shape(t, known, frame)
+            elif signature(t)[1::2] != known.signature[1::2]:
+                # Another operation made it, or it has other dimensions.
+                known.distrust()
         return self._hold(t, frame, index)
 
     def _keep(self, t: Tensor) -> Kept:
@@ -167,6 +172,10 @@ class Capture:
         saved = Saved(self.readers, facts, t, layout, cell)
         first = cell.record.facts
         if first is not facts:
+            if need == "mask":
+                # ReLU is the first to save its result: this is somebody else.
+                facts.distrust()
+                return self._hold(t, frame, facts.index)
             first.sharers.add(facts)
         elif facts.sharers:
             for sharer in tuple(facts.sharers):
@@ -211,6 +220,11 @@ def unpack(saved: Saved | Kept) -> Tensor:
             facts.site.need == "shape" and needs_weight_gradient(node)
         ):
             saved.owner.mismatch(saved, node)
+        elif facts.raw_slot:
+            # Functions in an operation's place have no such attribute: they are ours, and have the slots it has.
+            slot = getattr(node, facts.raw_slot, None)
+            if slot is not None and (slot[facts.position] if type(slot) is tuple else slot).data is not saved:
+                saved.owner.mismatch(saved, node)
     return saved.restore()
 
 

@@ -13,17 +13,28 @@ compiled mode those of aten operations (`convolution_backward` -> `Convolution`,
     attention   lossy, but the softmax amplifies errors: the policy refines its codec
     logprob     lossy, read through an exponential: an absolute bound
     lossy       the policy decides
+
+The table is a list of what is allowed. An operation or a slot that it does not list is exact: nothing is known about
+how its derivative takes errors. Lossy entries say how it does, by their kind:
+
+    linear      the gradient is linear in the tensor: noise without bias gives a gradient without bias
+    quadratic   the tensor is read twice in a product: noise without bias adds a bias in proportion to its variance
+    smooth      the derivative is a function of each value: an error changes it by at most `LIPSCHITZ` times the error,
+                plus `JUMPS` where the value crosses a corner of the function
 """
 
 from __future__ import annotations
 
 import functools
-from fnmatch import fnmatchcase
+from typing import Any, Literal, get_args
 
 import torch
 
 from encke.capture.sites import Need
 from encke.kernels import FLOATS
+
+Kind = Literal["linear", "quadratic", "smooth"]
+"""Ways in which the reader of a lossy tensor takes errors."""
 
 # Operations that different backends of torch implement: one name for all of them.
 CANONICAL = {
@@ -35,78 +46,187 @@ CANONICAL = {
     "ScaledDotProductEfficientAttention": "ScaledDotProductAttention",
     "ScaledDotProductCudnnAttention": "ScaledDotProductAttention",
     "ScaledDotProductFusedAttentionOverrideable": "ScaledDotProductAttention",
+    "EfficientAttention": "ScaledDotProductAttention",
+    "FlashAttention": "ScaledDotProductAttention",
 }
 
-# (operation, slot) -> need; the first match counts. `*` stands for any text.
-TABLE: tuple[tuple[str, str, Need], ...] = (
-    ("*", "weight*", "weight"),
-    ("MaxPool2DWithIndices", "self", "shape"),
-    ("MaxPool3DWithIndices", "self", "shape"),
-    ("AdaptiveMaxPool2D", "self", "shape"),
-    ("AdaptiveMaxPool3D", "self", "shape"),
-    ("AvgPool2D", "self", "shape"),
-    ("AvgPool3D", "self", "shape"),
-    ("AdaptiveAvgPool2D", "self", "shape"),
-    ("AdaptiveAvgPool3D", "self", "shape"),
-    ("NllLoss", "self", "shape"),
-    ("NllLoss2D", "self", "shape"),
-    ("Relu", "result", "mask"),
-    ("LeakyRelu", "self", "sign"),
-    ("LeakyRelu", "result", "sign"),
-    # Where the limits are known; lossy otherwise.
-    ("Hardsigmoid", "*", "range"),
-    ("Hardtanh", "*", "range"),
-    ("LogSoftmax", "*", "logprob"),
-    # Losses, and checkpointing, which computes again from what it saves.
-    ("*Loss*", "*", "exact"),
-    ("*CrossEntropy*", "*", "exact"),
-    ("*NoopSaveInputs*", "*", "exact"),
-    ("*CheckpointFunction*", "*", "exact"),
-    ("*", "*logsumexp*", "exact"),
-    # Normalisations: the input may be lossy, statistics may not.
-    ("*BatchNorm*", "input", "lossy"),
-    ("*BatchNorm*", "*", "exact"),
-    ("*LayerNorm*", "input", "lossy"),
-    ("*LayerNorm*", "*", "exact"),
-    ("*GroupNorm*", "input", "lossy"),
-    ("*GroupNorm*", "*", "exact"),
-    ("*InstanceNorm*", "input", "lossy"),
-    ("*InstanceNorm*", "*", "exact"),
-    ("*RmsNorm*", "input", "lossy"),
-    ("*RmsNorm*", "*", "exact"),
-    ("*RMSNorm*", "input", "lossy"),
-    ("*RMSNorm*", "*", "exact"),
-    ("ScaledDotProduct*", "*", "attention"),
-    ("Bmm*", "*", "attention"),
-    ("Baddbmm*", "*", "attention"),
-    ("Softmax*", "*", "attention"),
-    ("SafeSoftmax*", "*", "attention"),
-    ("EfficientAttention*", "*", "attention"),
-    ("FlashAttention*", "*", "attention"),
-)
+NORMS = ("BatchNorm", "LayerNorm", "GroupNorm", "InstanceNorm", "RmsNorm", "RMSNorm")
+"""Parts of the names of normalisations."""
 
-# The rule for operations that the table does not list: lossy, except for these. Their derivatives divide by what was
-# saved or raise it to a power: a bounded error is not a small one there.
-FRAGILE = (
-    "Div", "Log", "Sqrt", "Rsqrt", "Reciprocal", "Pow", "Atan2", "Acos", "Asin", "Acosh", "Atanh", "Erfinv", "Logit",
-    "Norm", "LinalgVectorNorm", "LinalgInv", "Cholesky", "Std", "Var", "Prod", "Cumprod", "Digamma", "Lgamma", "Hypot",
-)  # fmt: skip
+# need or kind -> {operation: slots}.
+LISTED: dict[Need | Kind, dict[str, str]] = {
+    "shape": {
+        "MaxPool2DWithIndices": "self",
+        "MaxPool3DWithIndices": "self",
+        "AdaptiveMaxPool2D": "self",
+        "AdaptiveMaxPool3D": "self",
+        "AvgPool2D": "self",
+        "AvgPool3D": "self",
+        "AdaptiveAvgPool2D": "self",
+        "AdaptiveAvgPool3D": "self",
+        "NllLoss": "self",
+        "NllLoss2D": "self",
+    },
+    # The noise is saved first and drawn afterwards.
+    "weight": {"RreluWithNoise": "noise"},
+    "mask": {"Relu": "result"},
+    "sign": {"LeakyRelu": "self result"},
+    "range": {"Hardsigmoid": "self", "Hardtanh": "self"},
+    "linear": {
+        "Convolution": "input",
+        "Linear": "input",
+        "Mm": "self mat2",
+        "Addmm": "mat1 mat2",
+        "Mv": "self vec",
+        "Addmv": "mat vec",
+        "Dot": "self tensor",
+        "Mul": "self other",
+        "Addcmul": "tensor1 tensor2",
+    },
+    "quadratic": {
+        "BatchNorm": "input",
+        "NativeLayerNorm": "input",
+        "NativeGroupNorm": "input",
+        "FusedRmsNorm": "input",
+    },
+    "smooth": {
+        "Gelu": "self",
+        "Silu": "self",
+        "Mish": "self",
+        "Sigmoid": "result",
+        "Tanh": "result",
+        "Hardswish": "self",
+        "PreluKernel": "self",
+        "Elu": "self",
+        "Softplus": "self",
+        "Pow": "self",
+    },
+    "attention": {
+        "ScaledDotProductAttention": "query key value output",
+        "Bmm": "self mat2",
+        "Baddbmm": "batch1 batch2",
+        "Softmax": "result",
+        "SafeSoftmax": "result",
+    },
+    "logprob": {"LogSoftmax": "result"},
+}
+
+TABLE: dict[tuple[str, str], Need | Kind] = {
+    (operation, slot): need
+    for need, operations in LISTED.items()
+    for operation, slots in operations.items()
+    for slot in slots.split()
+}
+"""(operation, slot) -> need, or kind of a lossy one."""
+
+LIPSCHITZ = {
+    "Gelu": 0.8,
+    "Silu": 0.5,
+    "Mish": 0.65,
+    "Sigmoid": 1.0,
+    "Tanh": 2.0,
+    "Hardswish": 1 / 3,
+    "PreluKernel": 0.0,
+    "Elu": 1.76,
+    "Softplus": 0.25,
+    "Pow": 2.0,
+}
+"""Change of a smooth operation's derivative for each unit of error in what it saved.
+
+Sigmoid and tanh save their results. The third power has 6 times the largest value in place of the constant.
+"""
+JUMPS = {"Hardswish": 0.5, "PreluKernel": 1.0, "Elu": 0.71}
+"""Change of the derivative at a corner: hard swish at -3 and 3, SELU and PReLU (with a slope from 0 to 2) at zero."""
+
+SETTINGS: dict[str, tuple[str, tuple[float, ...]]] = {
+    # Derivatives of other powers divide, or are not numbers where a value came back below zero.
+    "Pow": ("exponent", (2, 3)),
+    "Softplus": ("beta", (1,)),
+    # ELU as it is by default, and SELU.
+    "Elu": ("alpha", (1, 1.6732632423543772)),
+}
+"""Settings of an operation for which its entry holds: name and values. With others it is exact."""
 
 # Slots that hold data whether or not it needs a gradient: the first layer's input is such a tensor.
 DATA_SLOTS = {"input", "query", "key", "value", "output"}
-NORMS = ("BatchNorm", "LayerNorm", "GroupNorm", "InstanceNorm", "RmsNorm", "RMSNorm")
-MATMULS = {"Addmm", "Mm", "Linear", "Addmv", "Mv", "Matmul"}
-SECOND = {"mat2", "other", "vec"}
+MATMULS = {"Addmm", "Mm", "Linear", "Addmv", "Mv"}
+SECOND = {"mat2", "vec"}
 """Slots of a product's second operand."""
+
+REGISTRABLE = ("exact", "shape", *get_args(Kind), "attention", "logprob")
+_registered: dict[tuple[str, str], tuple[Need | Kind, type | None]] = {}
+"""Readers that users have added: need, and the class of their nodes where a function was given."""
+
+
+def register_reader(function_or_name: type[torch.autograd.Function] | str, slot: str | int, need: str) -> None:
+    """Say what an operation that Encke does not know needs of a tensor it saves. Without that the tensor is exact.
+
+    Call it before the first training step. It holds for every model, in eager mode. A compiled model sees the
+    operations inside of a function instead.
+
+    Args:
+        function_or_name: A class derived from `torch.autograd.Function`, or an operation's name: that of its autograd
+            node without `Backward0`.
+        slot: Number of the tensor among those given to `save_for_backward`; for an operation of torch the name under
+            which its node saves it, `self` for `node._saved_self`.
+        need: `linear` if the gradients are linear in the tensor, so that noise without bias does no harm; `quadratic`
+            if it is read twice in a product, as in a norm; `smooth` for a function of each value whose derivative has
+            no steep places; `attention` for what goes through a softmax; `logprob` for logarithms of probabilities;
+            `shape` if no value is read; `exact` to take an operation out.
+
+    Raises:
+        TypeError: The first argument is neither a class of that kind nor a name, or the slot neither text nor number.
+        ValueError: There is no such need, or it is none that may be registered.
+
+    Example:
+        >>> import torch, encke
+        >>> class Gate(torch.autograd.Function):
+        ...     @staticmethod
+        ...     def forward(ctx, x, gate):
+        ...         ctx.save_for_backward(x, gate)
+        ...         return x * gate
+        ...
+        ...     @staticmethod
+        ...     def backward(ctx, gradient):
+        ...         x, gate = ctx.saved_tensors
+        ...         return gradient * gate, gradient * x
+        >>> encke.register_reader(Gate, 0, "linear")
+        >>> encke.register_reader(Gate, 1, "linear")
+    """
+    function = function_or_name if isinstance(function_or_name, type) else None
+    if function is not None and issubclass(function, torch.autograd.Function):
+        name, node_class = function.__name__, function._backward_cls
+    elif isinstance(function_or_name, str) and function_or_name:
+        name, node_class = CANONICAL.get(function_or_name, function_or_name), None
+    else:
+        raise TypeError(
+            "register_reader takes a class derived from torch.autograd.Function or an operation's name such as "
+            f"'Mul', got {function_or_name!r}"
+        )
+    if isinstance(slot, bool) or not isinstance(slot, str | int):
+        raise TypeError(f"a slot is a number such as 0 or a name such as 'self', got {slot!r}")
+    if need not in REGISTRABLE:
+        raise ValueError(f"need of {name}: one of {', '.join(REGISTRABLE)}, got {need!r}")
+    slots = [slot] if isinstance(slot, str) else [f"tensors{slot}"] if slot else ["tensors", "tensors0"]
+    for each in slots:
+        _registered[name, each] = (need, node_class)  # type: ignore[assignment]
+    listed_need.cache_clear()
 
 
 @functools.lru_cache(maxsize=4096)
-def listed_need(operation: str, slot: str) -> Need | None:
-    """Return the need that the table lists for a reader; None if it lists none."""
-    for operations, slots, need in TABLE:
-        if fnmatchcase(operation, operations) and fnmatchcase(slot, slots):
-            return need
-    return None
+def listed_need(operation: str, slot: str, node_class: type | None = None) -> Need | Kind | None:
+    """Return the need, or kind, that is listed for a reader; None if none is.
+
+    Args:
+        operation: The operation that reads.
+        slot: The name under which it saved the tensor.
+        node_class: The class of its autograd node, if there is one.
+    """
+    need, registered = _registered.get((operation, slot), (None, None))
+    # Two functions may have one name.
+    if need is not None and registered in (None, node_class):
+        return need
+    return "weight" if slot.startswith("weight") else TABLE.get((operation, slot))
 
 
 def need_of(
@@ -119,8 +239,9 @@ def need_of(
     from_leaves: bool = False,
     in_linear: bool = False,
     limits: bool = False,
-    polynomial: bool = False,
+    setting: Any = None,
     weight_gradient: bool = True,
+    node_class: type | None = None,
 ) -> Need:
     """Return what a reader needs of the tensor saved for it.
 
@@ -129,29 +250,30 @@ def need_of(
         slot: The name under which it saved the tensor.
         dtype: The tensor's dtype.
         requires_grad: Whether the tensor needs a gradient.
-        parameter: It is a parameter behind views and casts, or computed from parameters alone.
+        parameter: It is a parameter behind views and casts, or computed from parameters and constants alone.
         from_leaves: It is computed from leaves of any kind alone.
         in_linear: The layer that saves it is a linear layer.
         limits: The operation has limits that are known, inside of which it propagates the gradient unchanged.
-        polynomial: The operation raises to a small whole power: its derivative is a polynomial.
+        setting: Value of the setting that `SETTINGS` names for the operation; None if it is not known.
         weight_gradient: The operation computes its weight's gradient, for which a convolution reads its input.
+        node_class: The class of the operation's autograd node, if there is one.
     """
-    lossless = dtype not in FLOATS
-    if parameter and not lossless:
+    is_float = dtype in FLOATS
+    if parameter and is_float:
         return "weight"
-    need = listed_need(operation, slot)
+    need = listed_need(operation, slot, node_class)
     if need in ("weight", "shape"):
         return need
     if operation == "Convolution" and slot == "input" and not weight_gradient:
         return "shape"
-    if lossless:
+    if not is_float or need is None or (need == "range" and not limits):
         return "exact"
     if operation in MATMULS and slot in SECOND and (not requires_grad or in_linear or from_leaves):
         return "weight"
-    if need == "range" and not limits:
-        need = None
-    if need is None:
-        need = "exact" if operation.startswith(FRAGILE) and not polynomial else "lossy"
-    if need in ("lossy", "attention") and not (requires_grad or slot in DATA_SLOTS):
+    if operation in SETTINGS and setting not in SETTINGS[operation][1]:
         return "exact"
-    return need
+    if need in ("logprob", "mask", "sign", "range", "exact"):
+        return need
+    if not (requires_grad or slot in DATA_SLOTS or (operation, slot) in _registered):
+        return "exact"
+    return "attention" if need == "attention" else "lossy"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from encke.capture.needs import SETTINGS
 from encke.capture.saved import Saved
 from encke.torch_internals import RAW_SAVED, raw_saved_slots, saved_setting
 
@@ -15,10 +17,7 @@ VIEWS = {
     "T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Expand", "ToCopy", "Unsqueeze", "Squeeze",
     "AsStrided", "Slice", "Select", "Clone", "Alias", "Detach", "Split", "Chunk", "Unbind", "SplitWithSizes",
 }  # fmt: skip
-# Powers whose derivatives are polynomials: errors stay in proportion there. Roots and inverses are not like that, and
-# other powers of a value that came back below zero are not numbers.
-POLYNOMIAL = (2, 3)
-
+PRODUCTS = {"Addmm", "Mm", "Linear", "Addmv", "Mv", "Dot", "Bmm", "Baddbmm", "Convolution"}
 KNOWN: dict[type, str] = {}
 """The names of operations whose nodes have a type of their own."""
 _slots: dict[type, list[str]] = {}
@@ -44,9 +43,10 @@ def signature(t: Tensor) -> tuple[Any, ...]:
 
 
 def comes_from_leaves(grad_fn: Any, parameters: bool, limit: int = 64) -> bool:
-    """Return whether a tensor was computed from leaves alone, as weight norm does.
+    """Return whether a tensor was computed from leaves and constants alone, as weight norm and masked weights are.
 
-    Rows looked up in a table are not computed from leaves alone: which rows is data.
+    Rows looked up in a table are not computed from leaves alone: which rows is data. What needs no gradient is data if
+    it is an operand of a product or if it is larger than the leaves it meets, and a constant otherwise.
 
     Args:
         grad_fn: The node that made the tensor.
@@ -63,12 +63,24 @@ def comes_from_leaves(grad_fn: Any, parameters: bool, limit: int = 64) -> bool:
             if parameters and not isinstance(node.variable, nn.Parameter):
                 return False
             continue
-        if operation_name(node) in LOOKUPS:
+        operation, edges = operation_name(node), node.next_functions
+        inputs = [edge for edge in edges if edge[0] is not None]
+        if operation in LOOKUPS or not inputs:
             return False
-        stack.extend(next_node for next_node, _ in node.next_functions)
-        if not node.next_functions:
+        if len(inputs) < len(edges) and (operation in PRODUCTS or result_size(node) > max(map(input_size, inputs))):
             return False
+        stack.extend(source for source, _ in inputs)
     return True
+
+
+def result_size(node: Any, index: int = 0) -> int:
+    """Return the number of values in a result of the operation that a node belongs to."""
+    return math.prod(node._input_metadata[index].shape)
+
+
+def input_size(edge: tuple[Any, int]) -> int:
+    """Return the number of values that come in over an edge of the graph."""
+    return result_size(*edge)
 
 
 def is_view_of_parameter(grad_fn: Any) -> bool:
@@ -89,10 +101,11 @@ def needs_weight_gradient(node: Any) -> bool:
     return operation_name(node) == "Convolution" and node.next_functions[1][0] is not None
 
 
-def is_polynomial(node: Any) -> bool:
-    """Return whether a node raises a tensor to a small whole power, given as a number."""
-    # Other forms of `pow` save the exponent as a tensor: to ask for it would unpack it.
-    return node.name() == "PowBackward0" and saved_setting(node, "exponent") in POLYNOMIAL
+def setting_of(node: Any, operation: str) -> Any:
+    """Return the setting that decides whether the operation's entry in the table of needs holds; None if none does."""
+    # Other forms save it as a tensor: to ask for it would unpack it.
+    known = operation in SETTINGS and node.name().endswith("Backward0")
+    return saved_setting(node, SETTINGS[operation][0], None) if known else None
 
 
 def window_of(node: Any) -> tuple[tuple[int, ...], ...] | None:
@@ -100,11 +113,14 @@ def window_of(node: Any) -> tuple[tuple[int, ...], ...] | None:
     kernel = saved_setting(node, "kernel_size", None)
     if kernel is None or "Fractional" in node.name():
         return None
-    kernel = tuple(kernel)
-    stride, padding, dilation = (tuple(saved_setting(node, name)) for name in ("stride", "padding", "dilation"))
-    rest = (stride or kernel, padding, dilation)
-    dimensions = 3 if "3D" in node.name() else 2
-    return tuple(v * dimensions if len(v) == 1 else v for v in (kernel, *rest))
+    stride, padding, dilation = (saved_setting(node, name) for name in ("stride", "padding", "dilation"))
+    return expand_window(kernel, stride or kernel, padding, dilation, dimensions=3 if "3D" in node.name() else 2)
+
+
+def expand_window(*settings: int | Sequence[int], dimensions: int) -> tuple[tuple[int, ...], ...]:
+    """Return kernel, stride, padding and dilation with a number for each dimension."""
+    lists = [(value,) if isinstance(value, int) else tuple(value) for value in settings]
+    return tuple(v * dimensions if len(v) == 1 else v for v in lists)
 
 
 def saved_by(node: Any) -> list[tuple[str, Saved]]:

@@ -38,17 +38,21 @@ from torch import Tensor, nn
 from encke.capture.encoding import codec_for, encode, encode_alone, limits_of
 from encke.capture.facts import SiteFacts, SiteState
 from encke.capture.ledger import Record
-from encke.capture.needs import CANONICAL, need_of
-from encke.capture.nodes import KNOWN, is_polynomial, needs_weight_gradient, operation_name, saved_by, window_of
+from encke.capture.needs import CANONICAL, SETTINGS, TABLE, need_of
+from encke.capture.nodes import KNOWN, needs_weight_gradient, operation_name, saved_by, setting_of, window_of
 from encke.capture.passes import Frame, Threads
 from encke.capture.saved import Pending, Saved
 from encke.capture.sites import Need, Site
 from encke.codecs.exact import Between
 from encke.kernels import mix
 from encke.policies.base import Policy
-from encke.torch_internals import saved_setting
+from encke.torch_internals import RAW_SAVED, saved_setting
 
 LINEAR_MODULES = (nn.Linear, nn.LazyLinear)
+POOLS = (nn.MaxPool2d.forward, nn.MaxPool3d.forward)
+EMBEDDINGS = (nn.Embedding.forward,)
+SETTING_SITES = {reader for reader in TABLE if reader[0] in SETTINGS}
+"""Sites whose need goes by a setting of the operation."""
 
 
 class Readers:
@@ -58,6 +62,8 @@ class Readers:
         self.policy = policy
         self.root = weakref.ref(root) if root is not None else None
         self.threads = threads
+        self.step = 0
+        """Training forward passes so far."""
 
     def read_graph(self, grad_fn: Any) -> None:
         """Walk the graph behind `grad_fn` and settle what is pending in the nodes not visited before."""
@@ -97,20 +103,44 @@ class Readers:
             saved.pending = None
             facts.reader = operation_name(node)
             facts.site = self._site(node, slot, saved, pending)
-            if "MaxPool" in facts.site.operation and facts.site.dtype == torch.int64:
-                inputs = [other.facts for name, other in mine if name == "self"]
-                if inputs:
-                    facts.window, facts.input_index = window_of(node), inputs[0].index
-            if facts.site.operation == "Embedding":
-                facts.high = int(saved_setting(node, "weight_sym_argsize_0"))
+            unstable = self._read_settings(node, slot, facts, frame, mine)
             sites, index = frame.sites, facts.index
             sites.extend([None] * (index + 1 - len(sites)))
             before = sites[index]
-            unstable = before is not None and before.state is SiteState.UNSTABLE
+            if before is not None and before.state is SiteState.UNSTABLE:
+                unstable = True
+                if before.same_as(facts):
+                    # The same objects from pass to pass: those who share the memory and the encoder remember them.
+                    assert saved.cell is not None
+                    if saved.cell.record.facts is facts:
+                        saved.cell.record.facts = before
+                    saved.facts = facts = before
             facts.state = SiteState.UNSTABLE if unstable else SiteState.KNOWN
+            facts.siblings = sites
             sites[index] = facts
             learnt.append((saved, frame))
         return learnt
+
+    def _read_settings(
+        self, node: Any, slot: str, facts: SiteFacts, frame: Frame, savings: list[tuple[str, Saved]]
+    ) -> bool:
+        """Learn what the node tells of a site besides its reader; return whether only a node can tell it."""
+        site, owner = facts.site, frame.layer.owner()
+        forward = getattr(type(owner), "forward", None)
+        if "MaxPool" in site.operation and site.dtype == torch.int64:
+            inputs = [other.facts for name, other in savings if name == "self"]
+            if inputs:
+                facts.window, facts.input_index = window_of(node), inputs[0].index
+        elif site.operation == "Embedding":
+            facts.high = int(saved_setting(node, "weight_sym_argsize_0"))
+        facts.of_module = forward in (POOLS if facts.window is not None else EMBEDDINGS)
+        told = facts.window is not None or facts.high is not None
+        if site.need != "exact" or told:
+            # Functions save a list of tensors.
+            name = slot if hasattr(type(node), RAW_SAVED + slot) else slot.rstrip("0123456789")
+            if hasattr(type(node), RAW_SAVED + name):
+                facts.raw_slot, facts.position = RAW_SAVED + name, int(slot.removeprefix(name) or 0)
+        return (told and not facts.of_module) or (site.operation, site.slot) in SETTING_SITES
 
     def _site(self, node: Any, slot: str, saved: Saved, pending: Pending) -> Site:
         """Return the key of the site where `node` saved `saved` under the name `slot`."""
@@ -149,8 +179,9 @@ class Readers:
             from_leaves=pending.from_leaves,
             in_linear=isinstance(module, LINEAR_MODULES),
             limits=limits is not None and Between(*limits).takes(dtype),
-            polynomial=is_polynomial(node),
+            setting=setting_of(node, operation),
             weight_gradient=needs_weight_gradient(node),
+            node_class=type(node),
         )
 
     def settle(self, saved: Saved, frame: Frame) -> None:
@@ -220,15 +251,19 @@ class Readers:
 
     def mismatch(self, saved: Saved, node: Any) -> None:
         """Handle a reader other than the one learnt: exact values serve any reader, anything else is an error."""
-        site, cell = saved.site, saved.cell
-        saved.facts.state = SiteState.UNSTABLE
-        if cell is not None and (cell.held is not None or (cell.packed is not None and cell.packed.codec.exact)):
-            return
+        facts, site, cell = saved.facts, saved.site, saved.cell
+        facts.distrust()
+        if cell is not None:
+            packed = cell.packed
+            exact = packed is not None and packed.codec.exact and packed.codec.restores_values and facts.high is None
+            if cell.held is not None or exact:
+                return
         raise RuntimeError(
-            f"encke: what layer '{site.layer or '(root)'}' saved for {site.operation}.{site.slot} is read by "
-            f"{node.name()}: the order of operations in this layer, or what is frozen, changed since the last step, "
-            "and what was kept may not be enough for this gradient. Run this step again: from now on this place is "
-            f"examined anew each time. Or leave the layer out with attach(..., overrides={{{site.layer!r}: None}})."
+            f"encke: step {self.step}: what layer '{site.layer or '(root)'}' saved for {site.operation}.{site.slot} is "
+            f"read by {node.name()}, or in another place: the order of operations in this layer, or what is frozen, "
+            "changed since the last step, and what was kept may not be enough for this gradient. Run this step again: "
+            "from now on this layer's operations are examined anew each time. Or leave the layer out with "
+            f"attach(..., overrides={{{site.layer!r}: None}})."
         )
 
 

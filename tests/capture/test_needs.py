@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
-from encke.capture.needs import CANONICAL, NORMS, TABLE, listed_need, need_of
+import encke
+from encke.capture import needs
+from encke.capture.needs import CANONICAL, JUMPS, LIPSCHITZ, TABLE, listed_need, need_of
+from encke.codecs import GroupQuant
 from encke.compiled.names import READERS
+from encke.policies import Fixed
+from encke.torch_internals import raw_saved_slots
+from tests.capture.common import batch
 
 # (operation, slot) -> need of floats that need a gradient, where nothing else is known.
 NEEDS = {
@@ -22,7 +30,7 @@ NEEDS = {
     ("Relu", "result"): "mask",
     ("LeakyRelu", "self"): "sign",
     ("LeakyRelu", "result"): "sign",
-    ("Hardtanh", "self"): "lossy",
+    ("Hardtanh", "self"): "exact",
     ("Gelu", "self"): "lossy",
     ("Silu", "self"): "lossy",
     ("Tanh", "result"): "lossy",
@@ -50,6 +58,11 @@ NEEDS = {
     ("Sqrt", "result"): "exact",
     ("Pow", "self"): "exact",
     ("LinalgVectorNorm", "self"): "exact",
+    ("Sin", "self"): "exact",
+    ("Amax", "result"): "exact",
+    ("GridSampler2D", "input"): "exact",
+    ("SomebodysFunction", "tensors0"): "exact",
+    ("RreluWithNoise", "noise"): "weight",
 }
 
 
@@ -71,20 +84,105 @@ def test_what_else_is_known_changes_the_need() -> None:
     assert need("Addmm", "mat2", from_leaves=True) == "weight"
     assert need("Addmm", "mat2", requires_grad=False) == "weight"
     assert need("Hardtanh", "self", limits=True) == "range"
-    assert need("Pow", "self", polynomial=True) == "lossy"
+    assert need("Pow", "self", setting=3) == "lossy"
+    assert need("Pow", "self", setting=-1.5) == "exact"
+    assert need("Softplus", "self", setting=100.0) == "exact"
 
 
 def test_compiled_mode_has_the_names_of_the_table() -> None:
-    """What compiled mode translates into is what eager mode calls it: each has an entry above, or is lossy."""
+    """What compiled mode translates into is what eager mode calls it."""
     for slots in READERS.values():
         for operation, slot in slots.values():
             assert operation not in CANONICAL
-            expected = NEEDS.get((operation, slot), listed_need(operation, slot) or "lossy")
-            found = need_of(operation, slot, torch.float32, requires_grad=True, limits=True)
-            assert found == expected or (found == "range" and operation in ("Hardtanh", "Hardsigmoid"))
+            assert listed_need(operation, slot) is not None, (operation, slot)
 
 
-def test_every_normalisation_is_listed() -> None:
-    for norm in NORMS:
-        assert listed_need(f"Native{norm}", "input") == "lossy" and listed_need(norm, "result1") == "exact"
-    assert len({entry[:2] for entry in TABLE}) == len(TABLE)
+def test_what_is_not_listed_is_exact() -> None:
+    """Whatever torch itself can save: each slot of each of its autograd nodes is in the table, or exact."""
+    functions = torch._C._functions
+    nodes = [kind for name in dir(functions) if isinstance(kind := getattr(functions, name), type)]
+    readers = {(kind.__name__.rpartition("Backward")[0], slot) for kind in nodes for slot in raw_saved_slots(kind)}
+    assert len(readers) > 500
+    for operation, slot in readers:
+        operation = CANONICAL.get(operation, operation)
+        if (operation, slot) not in TABLE and not slot.startswith("weight"):
+            assert need_of(operation, slot, torch.float32, requires_grad=True, limits=True, setting=2) == "exact"
+    assert {reader for reader in TABLE if reader[0] != "BatchNorm"} - readers <= {
+        ("ScaledDotProductAttention", slot) for slot in ("query", "key", "value", "output")
+    }
+
+
+SMOOTH = {
+    "Gelu": F.gelu,
+    "Silu": F.silu,
+    "Mish": F.mish,
+    "Hardswish": F.hardswish,
+    "Softplus": F.softplus,
+    "Elu": F.selu,
+    "PreluKernel": lambda x: F.prelu(x, torch.zeros(1, dtype=x.dtype)),
+    "Pow": torch.square,
+}
+
+
+@pytest.mark.parametrize("operation", sorted(LIPSCHITZ))
+def test_constants_of_smooth_operations(operation: str) -> None:
+    """The derivative, as a function of what is saved, changes by no more than the stated constants."""
+    x = torch.linspace(-6, 6, 40_001, dtype=torch.float64, requires_grad=True)
+    if operation in SMOOTH:
+        (slope,) = torch.autograd.grad(SMOOTH[operation](x).sum(), x)
+        saved = x.detach()
+    else:
+        saved = torch.linspace(0 if operation == "Sigmoid" else -1, 1, 10_001, dtype=torch.float64)
+        slope = saved * (1 - saved) if operation == "Sigmoid" else 1 - saved**2
+    change = (slope.diff().abs() - JUMPS.get(operation, 0) * (slope.diff().abs() > 0.1)).clamp(min=0)
+    assert (change <= LIPSCHITZ[operation] * saved.diff() * (1 + 1e-6) + 1e-12).all()
+    assert set(LIPSCHITZ) == {operation for (operation, _), need in TABLE.items() if need == "smooth"}
+
+
+class Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, gate):
+        ctx.save_for_backward(x, gate)
+        return x * gate
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, gate = ctx.saved_tensors
+        return gradient * gate, gradient * x
+
+
+def codecs_of_gate(function: type[torch.autograd.Function]) -> list[str]:
+    x = batch().requires_grad_()
+    with encke.compress(Fixed(GroupQuant(4))) as handle:
+        function.apply(x * 2, x * 3).tanh().sum().backward()
+    return [row.codec for row in sorted(handle.report().sites, key=lambda row: row.slot) if row.operation == "Gate"]
+
+
+def test_registered_readers_are_lossy_and_their_namesakes_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(needs, "_registered", {})
+    namesake = type("Gate", (Gate,), {})
+    assert codecs_of_gate(Gate) == ["Lossless"] * 2
+    encke.register_reader(Gate, 0, "linear")
+    assert codecs_of_gate(Gate) == ["GroupQuant", "Lossless"]
+    assert codecs_of_gate(namesake) == ["Lossless"] * 2
+    encke.register_reader("Gate", "tensors1", "linear")
+    assert codecs_of_gate(namesake) == ["Lossless", "GroupQuant"]
+    encke.register_reader(Gate, 0, "exact")
+    assert codecs_of_gate(Gate) == ["Lossless", "GroupQuant"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ((torch.sin, 0, "linear"), TypeError, "torch.autograd.Function"),
+        ((nn.Linear, 0, "linear"), TypeError, "torch.autograd.Function"),
+        (("", 0, "linear"), TypeError, "name such as"),
+        ((Gate, 0.5, "linear"), TypeError, "slot"),
+        ((Gate, True, "linear"), TypeError, "slot"),
+        ((Gate, 0, "lossy"), ValueError, "one of exact, shape, linear"),
+        ((Gate, 0, "mask"), ValueError, "got 'mask'"),
+    ],
+)
+def test_what_cannot_be_registered_is_refused(arguments, error, words) -> None:
+    with pytest.raises(error, match=words):
+        encke.register_reader(*arguments)
