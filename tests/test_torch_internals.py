@@ -23,8 +23,8 @@ from encke import torch_internals as internals
 PACKAGE = Path(internals.__file__).parent
 UNCHANGED_YET = ("kernels/gpu",)
 """Modules that still use private symbols directly."""
-NOT_TORCH = {"_exit", "_run_exitfuncs", "_getframe"}
-"""Private names of the standard library."""
+NOT_TORCH = {"_exit", "_run_exitfuncs", "_getframe", "_cache", "_cache_file"}
+"""Private names of the standard library, and of numba's dispatchers."""
 
 
 def test_this_release_is_listed_as_supported() -> None:
