@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import random
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from encke.cli import main
 from encke.tools.errors import UsageError
+from encke.tools.process import environment
 from encke.train import checkpoint, loop
 from encke.train.checkpoint import RunFolder
+from encke.train.data.lmdb import lmdb
+from encke.train.data.readers import classes_of, list_images
+from encke.train.data.records import Records, close
 from encke.train.loop import train
 from encke.train.settings import read
 
@@ -270,3 +280,116 @@ def test_the_lock_of_a_start_that_was_abandoned_is_not_taken(tmp_path):
     with pytest.raises(UsageError, match="another process is training"):
         RunFolder(settings, False, False)
     again.abandon()
+
+
+def image_folder(root: Path, *classes: str) -> Path:
+    """Two tiny images for each class."""
+    for name in classes:
+        (root / name).mkdir(parents=True)
+        for number in range(2):
+            Image.new("RGB", (8, 8), (number * 200, 100, 50)).save(root / name / f"{number}.png")
+    return root
+
+
+@pytest.mark.parametrize("target", [".", "..", "../..", "../b", "inner/.."])
+def test_a_link_out_of_a_class_to_a_parent_or_to_another_class_is_refused(tmp_path, target):
+    root = image_folder(tmp_path / "data" / "train", "a", "b")
+    (root / "a" / "inner").mkdir()
+    (root / "a" / "inner" / "up").symlink_to(root / "a" / target)
+    with pytest.raises(UsageError, match=r"(up|/b) is .*: remove the link"):
+        list_images(root, classes_of(root))
+
+
+def test_links_in_a_circle_are_refused_and_others_are_followed(tmp_path):
+    root, other = image_folder(tmp_path / "data", "a", "b"), image_folder(tmp_path / "other", "x", "y")
+    (root / "a" / "more").symlink_to(other / "x")
+    (root / "c").symlink_to(other / "y")
+    (root / "a" / "2.png").symlink_to(other / "x" / "0.png")
+    listed = list_images(root, classes_of(root))
+    assert [label for _, label in listed] == [0] * 5 + [1] * 2 + [2] * 2
+    (other / "x" / "circle").symlink_to(other / "y")
+    (other / "y" / "circle").symlink_to(other / "x")
+    with pytest.raises(UsageError, match="circle is a link to .*: remove the link"):
+        list_images(root, classes_of(root))
+
+
+def test_a_link_to_nothing_is_named_for_training_and_left_out_of_an_lmdb(tmp_path, capsys):
+    root = image_folder(tmp_path / "data", "a", "b")
+    (root / "a" / "lost.png").symlink_to(tmp_path / "gone.png")
+    options = ["--data", "folder", "--data.path", str(root), "--data.channels", "3"]
+    line = failure(capsys, *command(tmp_path / "run", *options))
+    assert f"{root / 'a' / 'lost.png'} is a link to {tmp_path / 'gone.png'}, which is not there" in line
+    lmdb(root, tmp_path / "packed", workers=1)
+    assert Records(tmp_path / "packed").meta["count"] == 4
+    assert "lost.png" in (tmp_path / "packed" / "broken.txt").read_text()
+
+
+def test_a_class_that_is_a_link_to_nothing_does_not_vanish(tmp_path):
+    root = image_folder(tmp_path / "data", "a", "b")
+    (root / "c").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(UsageError, match="c is a link to .*unmounted, which is not there"):
+        classes_of(root)
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory) -> bytes:
+    """The file of an LMDB with two levels of pages, and images both inside and outside them."""
+    folder = tmp_path_factory.mktemp("lmdb")
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8)
+    for name in ("a", "b"):
+        (folder / "src" / name).mkdir(parents=True)
+        for number in range(60):
+            side = 4 + number % 37
+            Image.fromarray(pixels[:side, :side]).save(folder / "src" / name / f"{number}.png")
+    lmdb(folder / "src", folder / "dst", workers=1)
+    close()
+    return (folder / "dst" / "data.mdb").read_bytes()
+
+
+def read_all(folder: Path) -> int:
+    """Read every image of an LMDB in a process of its own, as a bus error would end this one; return its exit code."""
+    child = os.fork()
+    if not child:
+        code = 2
+        try:
+            found = Records(folder)
+            for number in range(found.meta["count"]):
+                found.read(number)
+            code = 0
+        except UsageError as error:
+            code = 1 if "\n" not in str(error) else 3
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_damaged_lmdb_is_one_line_and_not_a_bus_error(packed, tmp_path):
+    rng = random.Random(0)
+    file = tmp_path / "data.mdb"
+    file.write_bytes(packed)
+    assert read_all(tmp_path) == 0
+    for part in (0.02, 0.3, 0.6, 0.9, 0.99):
+        file.write_bytes(packed[: int(part * len(packed))])
+        assert read_all(tmp_path) == 1
+    tree = [page for page in range(0, len(packed), 4096) if page < 8192 or packed[page + 10] in (1, 2)]
+    for _ in range(60):
+        damaged = bytearray(packed)
+        for _ in range(rng.choice((1, 5, 20))):
+            damaged[rng.choice(tree) + rng.choice((rng.randrange(160), rng.randrange(4096)))] = rng.randrange(256)
+        file.write_bytes(damaged)
+        assert read_all(tmp_path) in (0, 1)
+
+
+def test_packing_does_not_go_on_in_a_damaged_lmdb(packed, tmp_path):
+    root = image_folder(tmp_path / "src", "a", "b")
+    (tmp_path / "dst").mkdir()
+    (tmp_path / "dst" / "data.mdb").write_bytes(packed[: len(packed) // 2])
+    with pytest.raises(UsageError, match=r"data.mdb is damaged \(it is cut off.*remove .*, and start again"):
+        lmdb(root, tmp_path / "dst", workers=1)
+
+
+def test_making_the_dogs_ends_without_a_traceback(tmp_path):
+    root = image_folder(tmp_path / "Images", "n1-beagle", "n2-boxer")
+    command = [sys.executable, "-m", "encke", "data", "dogs", str(root), str(tmp_path / "dst"), "--split", "random"]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment())
+    assert ended.returncode == 0 and ended.stderr == ""

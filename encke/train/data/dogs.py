@@ -18,7 +18,7 @@ from encke.tools.terminal import note
 from encke.train.data import seeded
 from encke.train.data.readers import classes_of, list_images
 from encke.train.data.seeded import Purpose
-from encke.train.data.verify import Brightness, Wanted, checks, worker_count
+from encke.train.data.verify import Brightness, Wanted, checks, file_sizes, worker_count
 
 ABOUT = "split.json"
 """Description of how a folder was made: written first, so that the same command may go on."""
@@ -127,7 +127,7 @@ def read_list(file: Path) -> list[str]:
 def random(root: Path, classes: Sequence[str], fraction: float, seed: int) -> dict[str, Listed]:
     """Hold out a part of each breed, at least one image, for validation."""
     found: dict[str, Listed] = {"train": [], "val": []}
-    files = list_images(root, classes)
+    files = list_images(root, classes, keep_lost=True)
     for label, name in enumerate(classes):
         mine = [each for each in files if each[1] == label]
         if len(mine) < 2:
@@ -157,7 +157,7 @@ def checked(root: Path, files: Listed, name: str, workers: int) -> tuple[Listed,
     """Return the files that can be decoded, lines about those that cannot, and the brightness of the good ones."""
     good, broken, brightness = [], [], Brightness()
     paths = [os.path.join(root, path) for path, _ in files]
-    sizes = [os.stat(path).st_size for path in paths]
+    sizes = file_sizes(paths)
     rest = iter(files)
     with checks(paths, sizes, workers, Wanted(False)) as results, progress(name, len(files)) as advance:
         for found in results:

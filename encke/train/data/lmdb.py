@@ -24,9 +24,10 @@ from encke.tools import units
 from encke.tools.errors import UsageError
 from encke.tools.progress import progress
 from encke.tools.terminal import note
+from encke.train.data.lmdb_file import check_file
 from encke.train.data.readers import classes_of, is_split, list_images
 from encke.train.data.records import FORMAT, LABELS, META, NAMES, PROGRESS, close, key, library, reason
-from encke.train.data.verify import Brightness, Checked, Wanted, checks, worker_count
+from encke.train.data.verify import Brightness, Checked, Wanted, checks, file_sizes, worker_count
 
 SPLITS = ("train", "val", "test")
 PAGE = 4096
@@ -123,8 +124,8 @@ def find(src: Path) -> dict[str, Source]:
 
 def listed(root: Path) -> Source:
     classes = classes_of(root, "SRC")
-    found = list_images(root, classes)
-    sizes = [os.stat(os.path.join(root, name)).st_size for name, _ in found]
+    found = list_images(root, classes, keep_lost=True)
+    sizes = file_sizes([os.path.join(root, name) for name, _ in found])
     return Source(root, classes, [name for name, _ in found], [label for _, label in found], sizes)
 
 
@@ -154,11 +155,20 @@ def progress_of(place: Path, source: Source, wanted: Wanted) -> State:
     refuse_other_files(place, {"data.mdb", "lock.mdb", "broken.txt"})
     if not (place / "data.mdb").exists():
         return State(fingerprint)
+    try:
+        check_file(place / "data.mdb")
+    except (ValueError, OSError) as error:
+        raise UsageError(f"DST {place}: data.mdb is damaged ({error}): remove {place}, and start again") from None
     with opened(place) as environment, environment.begin() as transaction:
         found = transaction.get(META) or transaction.get(PROGRESS)
         if found is None and environment.stat()["entries"]:
             raise UsageError(f"DST {place} holds another LMDB: name a new folder")
-        state = State(fingerprint) if found is None else state_of(found, len(source.names))
+        try:
+            state = State(fingerprint) if found is None else state_of(found, len(source.names))
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise UsageError(
+                f"DST {place}: the record of its progress is damaged ({error}): remove {place}, and start again"
+            ) from None
     if state.fingerprint != fingerprint:
         raise UsageError(f"DST {place} was made from other files or with another --size: remove it or name another")
     return state

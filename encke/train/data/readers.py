@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -51,27 +52,82 @@ def classes_of(root: Path, what: str = "data.path") -> tuple[str, ...]:
     if not root.is_dir():
         state = "is a file" if root.exists() else "is not there"
         raise UsageError(f"{what} {root} {state}; it must be a folder with one folder of images for each class")
-    with os.scandir(root) as inside:
-        found = sorted(entry.name for entry in inside if entry.is_dir() and not entry.name.startswith("."))
+    entries = [entry for entry in scan(root) if not entry.name.startswith(".")]
+    found = sorted(entry.name for entry in entries if entry.is_dir())
+    for entry in entries:
+        refuse_dangling(entry)
     if not found:
         raise UsageError(f"{what} {root}: no folders in it; it must hold one folder of images for each class")
     return tuple(found)
 
 
-def list_images(root: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
-    """Return the images of all classes, sorted: paths relative to `root`, and the number of the class."""
+def list_images(root: Path, classes: Sequence[str], keep_lost: bool = False) -> list[tuple[str, int]]:
+    """Return the images of all classes, sorted: paths relative to `root`, and the number of the class.
+
+    Links are followed, but no folder may be in two classes or in itself. A link to an image that is not there is an
+    error, unless `keep_lost` says that the caller leaves out what it cannot read.
+    """
     found: list[tuple[str, int]] = []
+    walk = FolderWalk(root, keep_lost)
     for label, name in enumerate(classes):
         before = len(found)
-        for folder, _, files in os.walk(root / name, followlinks=True):
-            place = os.path.relpath(folder, root)
-            images = (each for each in files if each.lower().endswith(ENDINGS) and not each.startswith("."))
-            found += [(os.path.join(place, each), label) for each in images]
+        found += [(path, label) for path in walk.images(name, label, (os.path.realpath(root),))]
         if len(found) == before:
             raise UsageError(
                 f"{root / name}: no images in this class's folder ({', '.join(ENDINGS)}): add some or remove it"
             )
     return sorted(found, key=lambda each: (each[1], each[0]))
+
+
+@dataclass
+class FolderWalk:
+    """A walk through folders of images that follows links, and refuses those that lead astray."""
+
+    root: Path
+    keep_lost: bool
+    """Whether a link to an image that is not there is listed too, for a caller that leaves out broken images."""
+    owners: dict[str, int] = field(default_factory=dict)
+    """Labels of the folders seen so far, by real path."""
+
+    def images(self, place: str, label: int, above: tuple[str, ...]) -> Iterator[str]:
+        """Yield the images in a folder and below it; paths are relative to the root.
+
+        Args:
+            place: The folder, relative to the root.
+            label: The class of its images.
+            above: Real paths of the folders that lead to it.
+        """
+        folder = self.root / place
+        real = os.path.realpath(folder)
+        if any(Path(each).is_relative_to(real) for each in above):
+            raise UsageError(f"{folder} is a link to {real}, a folder that it lies in: remove the link")
+        if self.owners.setdefault(real, label) != label:
+            raise UsageError(f"{folder} is {real}, whose images are in another class already: remove the link")
+        for entry in scan(folder):
+            inside = os.path.join(place, entry.name)
+            is_image = entry.name.lower().endswith(ENDINGS) and not entry.name.startswith(".")
+            if not (is_image and self.keep_lost):
+                refuse_dangling(entry)
+            if entry.is_dir():
+                yield from self.images(inside, label, (*above, real))
+            elif is_image:
+                yield inside
+
+
+def scan(folder: Path) -> list[os.DirEntry[str]]:
+    """Return what is in a folder."""
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be read ({error.strerror}): mend that, or remove it") from None
+
+
+def refuse_dangling(entry: os.DirEntry[str]) -> None:
+    """Raise an error if an entry is a link to something that is not there: it may have been a folder of images."""
+    if entry.is_symlink() and not os.path.exists(entry.path):
+        target = os.readlink(entry.path)
+        raise UsageError(f"{entry.path} is a link to {target}, which is not there: put that back or remove the link")
 
 
 def open_sets(kind: str, path: Path, validation: Path | None) -> tuple[Reader, Reader | None, tuple[str, ...]]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from encke.tools.errors import UsageError
+from encke.train.data.lmdb_file import check_file
 
 FORMAT = "encke images 1"
 OLD_FORMAT = "halley images 1"
@@ -89,6 +90,10 @@ class Records:
         if not (path / "data.mdb").is_file():
             state = "is a file" if path.is_file() else "holds no data.mdb" if path.exists() else "is not there"
             raise UsageError(f"{what} {path} {state}; an lmdb is a folder with data.mdb in it: {WAY_OUT}")
+        try:
+            check_file(path / "data.mdb")
+        except (ValueError, OSError) as error:
+            raise UsageError(f"{what} {path}: data.mdb cannot be read as LMDB ({error}): {WAY_OUT}") from None
         # Two names of one file would open it twice, which LMDB forbids.
         self.path = path.resolve()
         found = get(self.path, META)
@@ -101,6 +106,8 @@ class Records:
         if len(labels) != 4 * self.meta["count"]:
             raise UsageError(f"{path}: {len(labels)} bytes of labels for {self.meta['count']} images: {WAY_OUT}")
         self.labels = np.frombuffer(labels, dtype="<u4").astype(np.int64)
+        if self.labels.max(initial=0) >= max(len(self.meta["classes"]), 1):
+            raise UsageError(f"{path}: label {self.labels.max()} of {len(self.meta['classes'])} classes: {WAY_OUT}")
 
     def value(self, name: bytes) -> bytes:
         """Return a value that must be there."""
@@ -115,4 +122,8 @@ class Records:
 
     def name(self, index: int) -> str:
         """Return a name of the image for messages."""
-        return f"{self.path}: key {key(index).decode()} ({json.loads(self.value(NAMES))[index]})"
+        try:
+            file = json.loads(self.value(NAMES))[index]
+        except (ValueError, LookupError, TypeError, RecursionError):
+            file = "its name cannot be read"
+        return f"{self.path}: key {key(index).decode()} ({file})"

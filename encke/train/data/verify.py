@@ -118,6 +118,11 @@ def scaled(picture: Image.Image, size: int, quality: int) -> tuple[Image.Image, 
     return picture, buffer.getvalue()
 
 
+def file_sizes(paths: Sequence[str]) -> list[int]:
+    """Return the sizes of files; one that is not there, a link to nowhere, has none and is found broken later."""
+    return [os.stat(path).st_size if os.path.exists(path) else 0 for path in paths]
+
+
 def portions(sizes: Sequence[int], begin: int = 0) -> Iterator[slice]:
     """Split the files from `begin` on into portions for workers."""
     held = 0
@@ -162,7 +167,8 @@ def checks(
     try:
         yield results()
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        # Waits for the portions in work: at exit, Python would write to a pool that is being closed, with a traceback.
+        pool.shutdown(cancel_futures=True)
 
 
 def watch_parent(parent: int) -> None:
