@@ -11,6 +11,7 @@ from typing import Any, TextIO
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 
 from encke.capture.hooks import SMALL, Capture
@@ -271,11 +272,13 @@ def attach(
         raise TypeError(
             f"attach takes a torch.nn.Module, got {type(model).__name__}; for functions use `with encke.compress():`"
         )
+    optimizer = unwrapped(optimizer)
     check_optimizer(optimizer, policy, "attach(model, optimizer=optimizer)")
     check_min_bytes(min_bytes)
     policy = as_policy(policy)
     if next(model.parameters(), None) is None:
         raise ValueError(f"{type(model).__name__} has no parameters, so there is no training to compress")
+    check_layers(model)
     by_layer = resolve(overrides or {}, [layer_name(name) for name, _ in model.named_modules()])
     compiled = compiled_part(model)
     for module in model.modules():
@@ -367,6 +370,32 @@ class Around:
             model.__dict__[self.name] = self.call
 
 
+def check_layers(model: nn.Module) -> None:
+    """Refuse layers without weights yet, and those whose calls cannot be followed."""
+    for name, module in model.named_modules():
+        place = f"layer {name!r} of this {type(model).__name__}" if name else f"this {type(module).__name__}"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"{place} is a TorchScript module, whose layers cannot be followed: attach the model as it is without "
+                "torch.jit, or compile it with torch.compile(model) and attach that"
+            )
+        if any(
+            isinstance(t, UninitializedParameter | UninitializedBuffer)
+            for t in (*module._parameters.values(), *module._buffers.values())
+        ):
+            raise ValueError(
+                f"{place} is lazy and has no weights yet: run one forward pass, such as model(batch) under "
+                "torch.no_grad(), then attach"
+            )
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer inside a wrapper with an attribute `optimizer`, such as accelerate's."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
+
+
 def check_optimizer(optimizer: Any, policy: Any, right: str) -> None:
     """Refuse what is no optimizer, and an optimizer in the policy's place."""
     if isinstance(policy, Optimizer):
@@ -419,6 +448,7 @@ class compress:
     def __init__(
         self, policy: Policy | str = "default", optimizer: Optimizer | None = None, min_bytes: int = SMALL
     ) -> None:
+        optimizer = unwrapped(optimizer)
         check_optimizer(optimizer, policy, "compress(optimizer=optimizer)")
         check_min_bytes(min_bytes)
         self._capture = Capture(bind_policy(as_policy(policy), None, optimizer), None, min_bytes)

@@ -381,3 +381,46 @@ def test_collect_now_makes_the_next_step_a_collection_step() -> None:
         assert {row["step"] for row in handle.history} == {4}  # the first step has no momentum
     with encke.attach(model, Fixed(GroupQuant(bits=2))) as handle:
         assert not handle.collect_now() and handle.history == []
+
+
+class Wrapper:
+    """Has the shape of accelerate's `AcceleratedOptimizer`: no hooks of its own, the optimizer inside."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+def test_the_optimizer_inside_a_wrapper_is_read() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    handle = encke.attach(model, optimizer=Wrapper(optimizer))  # type: ignore[arg-type]
+    for _ in range(2):
+        model(torch.randn(128, 64)).sum().backward()
+        Wrapper(optimizer).step()
+    assert handle.policy.schedule.optimizer is optimizer and handle.policy.schedule.updates == 2  # type: ignore
+
+
+def test_lazy_layers_and_scripts_say_what_to_do() -> None:
+    lazy = nn.Sequential(nn.LazyLinear(8), nn.ReLU())
+    with pytest.raises(ValueError, match="layer '0' of this Sequential is lazy.*run one forward pass.*then attach"):
+        encke.attach(lazy)
+    lazy(torch.randn(4, 64))
+    encke.attach(lazy).detach()
+    script = torch.jit.script(nn.Linear(8, 8))
+    for model, words in ((script, "this RecursiveScriptModule"), (nn.Sequential(nn.Linear(8, 8), script), "layer '1'")):
+        with pytest.raises(TypeError, match=f"{words}.*TorchScript.*torch.compile"):
+            encke.attach(model)
+
+
+def test_layers_called_one_by_one_are_added_up() -> None:
+    model = net()
+    handle = encke.attach(model, Fixed(GroupQuant(bits=2)))
+    for _ in range(3):
+        y = torch.randn(512, 64)
+        for layer in model:
+            y = layer(y)
+        y.sum().backward()
+        assert {row.layer for row in handle.report().sites if row.layer} >= {"1", "2"}

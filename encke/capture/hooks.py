@@ -26,7 +26,7 @@ from encke.capture.nodes import (
     tensors_in,
 )
 from encke.capture.passes import ForwardPass, Frame, Passes
-from encke.capture.readers import Readers, matches
+from encke.capture.readers import Readers, is_wrapper, matches
 from encke.capture.saved import Pending, Saved
 from encke.capture.sites import Site
 from encke.codecs.base import check_version
@@ -77,7 +77,8 @@ class Capture:
         if forward.collection is not None:
             ends = [tensor.grad_fn for tensor in tensors_in(output)]
             forward.collection.walk(ends if any(ends) else forward.nodes, saved_by)
-        self.ledger.last = forward.tally.close()
+        outermost = forward.frames[0].layer if forward.frames else None
+        self.ledger.add("" if outermost is None or outermost.parent is None else outermost.name, forward.tally.close())
         settle_all(wait=False)
 
     def pack(self, t: Tensor) -> Saved | Kept:
@@ -127,8 +128,8 @@ class Capture:
         return self._hold(t, frame, index)
 
     def _keep(self, t: Tensor) -> Kept:
-        """Keep `t` itself."""
-        if not is_parameter_view(t):
+        """Keep `t` itself; a sparse one has no single storage to count."""
+        if t.layout == torch.strided and not is_wrapper(t) and not is_parameter_view(t):
             tally = self.threads.forward.tally
             size = tally.count(t.untyped_storage())
             if size:

@@ -71,10 +71,23 @@ class Ledger:
 
     def __init__(self) -> None:
         self.last: list[Record] = []
+        """Records of the last forward pass, or of the last round of those layers that were called one by one."""
+        self._newest: list[Record] = []
+        self._rounds: dict[str, list[Record]] = {}
         self.log: Callable[[int, list[Record]], None] | None = None
         """Called with the number of a forward pass and its records, once all sizes are known."""
 
+    def add(self, layer: str, records: list[Record]) -> None:
+        """Take the records of a forward pass; `layer` is the outermost one, "" for the model itself.
+
+        Layers called one by one, without the model around them, are added up until one of them comes again.
+        """
+        if not layer or layer in self._rounds:
+            self._rounds = {}
+        self._newest = self._rounds[layer] = records
+        self.last = [record for each in self._rounds.values() for record in each]
+
     def write(self, step: int) -> None:
         """Write the last forward pass to the log, if there is one."""
-        if self.log is not None and self.last:
-            self.log(step, self.last)
+        if self.log is not None and self._newest:
+            self.log(step, self._newest)

@@ -34,7 +34,8 @@ class BitsPacked(FlatPacked):
         if self.bits < 8:
             data = operations(data).bits_decode(data, self.bits, self.numel)
         if self.dtype in FLOATS:
-            return data.bool() if mask else data.to(self.dtype) * self.buffers[1]
+            # No product: zero times infinity is not a number.
+            return data.bool() if mask else torch.where(data.bool(), self.buffers[1], 0).to(self.dtype)
         if self.dtype == torch.bool:
             return data.view(torch.bool)
         value = data.to(self.dtype)
@@ -198,6 +199,9 @@ class Lossless(ExactCodec):
             low, high = (int(v) for v in torch.stack(torch.aminmax(flat)).tolist())
         form = _narrowest(low, high)
         if form is None or form[0] >= 8 * flat.element_size():
+            if state is not None:
+                # As of floats: what did not shrink is kept from the next time on.
+                state.share = 1.0
             return RawPacked(self, layout, flat.dtype, flat.numel(), (flat.clone(),))
         bits, offset = form
         return pack_bits(self, flat - offset if offset else flat, layout, flat.dtype, bits, offset)

@@ -136,7 +136,7 @@ class CompiledModel:
             pop_saved_tensors_hooks()
         if not self.ran:
             raise RuntimeError(ERROR_NOTHING_PACKED)
-        capture.ledger.last = [packing.record for graph in self.ran for packing in self.packings[graph]]
+        capture.ledger.add("", [packing.record for graph in self.ran for packing in self.packings[graph]])
         return output
 
     def collects(self) -> bool:

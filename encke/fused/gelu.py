@@ -85,14 +85,20 @@ class GeluForward(InstalledForward):
             self.capture.passes.leave(layer, output)
 
     def suits(self, module: Any, x: Any, facts: SiteFacts | None) -> bool:
-        """Return whether what this call saves goes to our capture, and has not gone there the plain way before."""
+        """Return whether what this call saves goes to our capture, and has not gone there the plain way before.
+
+        Where what is saved comes back exactly, so must the gradient: the function's differs in the last bits.
+        """
         if (
             type(module) is not self.kind
             or type(x) is not Tensor
             or (facts is not None and facts.site.operation != "Gelu")
         ):
             return False
-        return torch.is_grad_enabled() and self.captured(x)
+        if not self.layer.compress:
+            return False
+        codec = self.capture.policy.choose(Site(self.layer.name, "Gelu", "self", dtype=x.dtype))
+        return codec.takes(x.dtype) and not codec.exact and torch.is_grad_enabled() and self.captured(x)
 
     def save_input_only(self, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Return the layer's result; nothing but its input is saved, and the report says so."""

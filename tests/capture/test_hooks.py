@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 import encke
 from tests.capture.common import EXACT, assert_same, batch, grads_of, twins
@@ -77,3 +79,39 @@ def test_in_place_change_of_a_packed_tensor_gives_the_gradient_of_what_was_saved
         y.sum().backward()
     plain(x).relu().sum().backward()
     assert torch.equal(model.weight.grad, plain.weight.grad)
+
+
+@pytest.mark.parametrize("to_sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_sparse_tensors_are_kept_as_they_are(to_sparse: Any) -> None:
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.matrix = nn.Linear(64, 64), to_sparse(torch.eye(128))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sparse.mm(self.matrix, self.linear(x))
+
+    torch.manual_seed(0)
+    model, x = Mixing(), torch.randn(128, 64)
+    model(x).square().sum().backward()
+    plain = model.linear.weight.grad.clone()
+    encke.attach(model, EXACT)
+    for _ in range(3):
+        model.zero_grad()
+        model(x).square().sum().backward()
+        assert torch.equal(model.linear.weight.grad, plain)
+
+
+@pytest.mark.parametrize("policy", ["default", EXACT])
+def test_tangents_of_forward_mode_pass_through(policy: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    x, v = torch.randn(128, 64), torch.randn(128, 64)
+    expected = torch.func.jvp(model, (x,), (v,))[1]
+    encke.attach(model, policy)
+    for _ in range(3):
+        with forward_ad.dual_level():
+            y = model(forward_ad.make_dual(x, v))
+            assert torch.equal(forward_ad.unpack_dual(y).tangent, expected)
+            y.square().sum().backward()
+        assert torch.equal(torch.func.jvp(model, (x,), (v,))[1], expected)

@@ -13,7 +13,9 @@ from torch import Tensor
 
 import encke
 from encke.codecs import Lossless, exact
+from encke.codecs.base import EncoderState
 from encke.codecs.exact import Window
+from encke.codecs.layout import flatten
 
 WINDOW = Window((3, 3), (2, 2), (1, 1), (1, 1), plane=(24, 20))
 
@@ -142,3 +144,19 @@ def test_windows_too_large_for_a_byte_fall_back_to_the_range() -> None:
         assert torch.equal(torch.autograd.grad(y.square().sum(), x)[0], expected)
     (row,) = [row for row in handle.report().sites if row.slot == "result1"]
     assert row.codec == "Lossless" and row.ratio > 3.9
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_zeros_and_infinities_come_back(dtype: torch.dtype) -> None:
+    x = torch.zeros(8192, dtype=dtype)
+    x[::3] = math.inf
+    packed = Lossless().encode(x)
+    assert torch.equal(packed.decode(), x) and packed.nbytes < x.nbytes / 8
+
+
+def test_integers_that_do_not_shrink_are_noted() -> None:
+    state = EncoderState()
+    x = torch.randint(256, (8192,), dtype=torch.uint8)
+    x[:2] = torch.tensor([0, 255], dtype=torch.uint8)
+    flat, layout = flatten(x)
+    assert torch.equal(Lossless().encode_flat(flat, layout, 0, state).decode(), x) and state.share >= 1

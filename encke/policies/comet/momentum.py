@@ -61,10 +61,17 @@ class Averages:
 
     def load_state_dict(self, state: dict[str, Any], names: dict[str, Tensor]) -> None:
         """Take the averages of those weights that are in `names`; others are left out."""
-        kept = [(names[name], average, count) for name, (average, count) in state.items() if name in names]
+        kept = [(name, names[name], average, int(count)) for name, (average, count) in state.items() if name in names]
+        for name, weight, average, _ in kept:
+            if average.shape != local_part(weight.detach()).shape:
+                raise ValueError(
+                    f"this state is of another model: the gradient average of {name!r} has the shape "
+                    f"{tuple(average.shape)}, the weight {tuple(weight.shape)}"
+                )
+        averages = [(weight, average.clone().to(weight.device), count) for _, weight, average, count in kept]
         self.clear()
-        for weight, average, count in kept:
-            self._kept[weight] = (average.clone().to(weight.device), count)
+        for weight, average, count in averages:
+            self._kept[weight] = (average, count)
 
 
 class Momenta:

@@ -111,8 +111,16 @@ class CollectionSchedule:
             # Nobody tells when a step is over; whoever saves a state thinks that it is.
             self._close(None)
         requested = self.requested or (self.open is not None and self.optimizer is None)
-        state = {"updates": self.updates, "counts_all_steps": self.counts_all_steps, "requested": requested}
+        state: dict[str, Any] = {
+            "updates": self.updates,
+            "counts_all_steps": self.counts_all_steps,
+            "requested": requested,
+        }
+        state["optimizer"] = self._optimizer_name()
         return state | {"averages": self.averages.state_dict(self._parameters())}
+
+    def _optimizer_name(self) -> str:
+        return "none" if self.optimizer is None else type(self.optimizer).__name__
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()` of an earlier run."""
@@ -121,9 +129,20 @@ class CollectionSchedule:
         missing = {"updates", "counts_all_steps", "requested", "averages"} - set(state)
         if missing:
             raise ValueError(f"this is not a state of a collection schedule: it lacks {sorted(missing)}")
+        kept, given = state.get("optimizer", ""), self._optimizer_name()
+        if kept and kept != given:
+            raise ValueError(
+                f"this state was saved with the optimizer {kept}, but this training has {given}: its momentum has "
+                "another unit. Attach with the same kind of optimizer as then"
+            )
+        updates, requested, counts_all = (
+            int(state["updates"]),
+            bool(state["requested"]),
+            bool(state["counts_all_steps"]),
+        )
+        # The last that can fail, and it changes nothing then.
         self.averages.load_state_dict(state["averages"], self._parameters())
-        self.updates, self.requested = state["updates"], state["requested"]
-        self.counts_all_steps = state["counts_all_steps"]
+        self.updates, self.requested, self.counts_all_steps = updates, requested, counts_all
         self.open = None
 
     def _parameters(self) -> dict[str, Tensor]:

@@ -170,3 +170,25 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
         with pytest.raises((ValueError, KeyError, TypeError)):
             handle.load_state_dict(bad)
         assert repr(handle.state_dict()) == repr(before)
+
+
+def test_states_of_another_model_or_optimizer_are_refused_and_change_nothing() -> None:
+    model = net()
+    optimizer = sgd(model)
+    handle = encke.attach(model, Comet(every=5), optimizer)
+    train(model, optimizer, 6)
+    state = handle.state_dict()
+    other = nn.Sequential(nn.Conv2d(3, 8, 3))
+    for small, words in (
+        (encke.attach(other, Comet(every=5), sgd(other)), "another model.*which this Sequential does not have"),
+        (encke.attach(model := net(), Comet(every=5), torch.optim.Adam(model.parameters())), "optimizer SGD.*has Adam"),
+    ):
+        before = small.state_dict()
+        with pytest.raises(ValueError, match=words):
+            small.load_state_dict(state)
+        assert repr(small.state_dict()) == repr(before)
+    policy = state["policy"]
+    broken = {**policy, "schedule": {**policy["schedule"], "updates": "many"}}
+    with pytest.raises(ValueError, match="many"):
+        handle.load_state_dict({**state, "policy": broken})
+    assert repr(handle.state_dict()) == repr(state)
