@@ -176,7 +176,9 @@ class SiteNames:
         else:
             names = list(table.values()) if len(table) == 1 else []
         if len(names) == 1 and operation in PRODUCTS:
-            return [self._operand(made, reader) or names[0]]
+            # A product in the backward of another operation: that operation is not listed.
+            operand = self._operand(made, reader)
+            return [] if operand is None else [operand]
         return names
 
     def _operand(self, made: Node, reader: Node) -> tuple[str, str] | None:
@@ -191,7 +193,7 @@ class SiteNames:
                     return name.capitalize(), formal.name
         return None
 
-    def site_of(self, made: Node, reader: Node, source: Node, differentiable: bool) -> Site:
+    def site_of(self, made: Node, reader: Node, source: Node, differentiable: bool, parameter: bool = False) -> Site:
         """Return where and for whom a tensor is saved.
 
         Args:
@@ -199,6 +201,7 @@ class SiteNames:
             reader: The node of the backward graph that reads it.
             source: The node that the reader has as its argument: the tensor, or what is a view of it.
             differentiable: Whether the tensor needs a gradient.
+            parameter: Whether it is computed from parameters and constants alone.
         """
         t, read = value(made), value(source)
         layer, call = self._call(reader, made)
@@ -215,6 +218,7 @@ class SiteNames:
                 slot,
                 t.dtype,
                 requires_grad=differentiable,
+                parameter=parameter and differentiable,
                 limits=limits_of(operation, None) is not None,
                 weight_gradient=weight_gradient,
             )

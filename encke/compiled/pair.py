@@ -81,17 +81,21 @@ class Pair:
         """Find out which values depend on data, which need a gradient, and which memory others hold too."""
         held = [n for n in self.results if isinstance(n, Node)]
         self.data: set[Node] = set()
+        self.from_inputs: set[Node] = set()
         self.differentiable: set[Node] = set()
         for i, node in enumerate(self.forward.find_nodes(op="placeholder")):
             held.append(node)
             if i not in static:
                 self.data.add(node)
+                self.from_inputs.add(node)
             if i in differentiable:
                 self.differentiable.add(node)
         for node in self.forward.nodes:
             if node.op != "call_function":
                 continue
             sources = node.all_input_nodes
+            if any(source in self.from_inputs for source in sources):
+                self.from_inputs.add(node)
             # What has no source at all is a random seed or a constant: not a weight.
             if not sources or any(source in self.data for source in sources):
                 self.data.add(node)
@@ -145,7 +149,8 @@ class Pair:
     def sites_of(self, made: Node) -> list[Site]:
         """Return the site of each reader of a saved tensor, in the order of `readers_behind`."""
         pairs = self.readers_behind(self.inputs[made.name])
-        return [self.site_names.site_of(made, *pair, made in self.differentiable) for pair in pairs]
+        known = (made in self.differentiable, made not in self.from_inputs)
+        return [self.site_names.site_of(made, *pair, *known) for pair in pairs]
 
     def in_backward(self, made: Node, numbers: Sequence[Any], kind: str) -> list[Any]:
         """Return sizes or strides of a saved tensor as the backward graph knows them."""

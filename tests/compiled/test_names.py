@@ -13,7 +13,7 @@ import encke
 from encke.capture.sites import Site
 from encke.codecs import Codec, GroupQuant
 from encke.compiled.names import call_of, root_of
-from encke.policies import Comet, Policy
+from encke.policies import Comet, Fixed, Policy
 
 
 class Asked(Policy):
@@ -159,3 +159,23 @@ def test_a_state_of_version_1_is_found_by_its_old_keys() -> None:
     for site, setting in known.items():
         assert policy.choose(site) is setting.codec
     assert set(policy.settings) == {site.place for site in known}
+
+
+def test_noisy_weights_and_products_of_other_operations_are_not_packed() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(128, 128))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.relu(torch.sin(x @ (self.w + torch.ones(128, 128).sin()))).sum(0)
+
+    model = Noisy()
+    plain = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    encke.attach(compiled, Fixed(GroupQuant(2)))
+    for _ in range(2):
+        mine, theirs = (torch.linspace(-1, 1, 128 * 128).view(128, 128).requires_grad_() for _ in range(2))
+        compiled(mine).sum().backward()
+        plain(theirs).sum().backward()
+        assert torch.allclose(mine.grad, theirs.grad, rtol=1e-3, atol=1e-2)
