@@ -205,23 +205,23 @@ class Comet(AdaptivePolicy):
                 f"attach with rounding={state['rounding']!r}"
             )
         learnt = Learnt.from_dict(state, self.seed)
-        self._check_layers(learnt)
+        check_layers(learnt, self.schedule.model)
         self.schedule.load_state_dict(state["schedule"])
         object.__setattr__(self, "_learnt", learnt)
 
-    def _check_layers(self, learnt: Learnt) -> None:
-        """Refuse what was learnt from another model: layers that this one does not have."""
-        model = self.schedule.model
-        if model is None:
-            return
-        known = {layer_name(name) for name, _ in model.named_modules()}
-        foreign = sorted(set(learnt.layers) - known)
-        if foreign:
-            raise ValueError(
-                f"this state is of another model: it has settings for {', '.join(map(repr, foreign[:3]))}"
-                f"{f' and {len(foreign) - 3} more layers' if len(foreign) > 3 else ''}, which this "
-                f"{type(model).__name__} does not have. Load the state that was saved with this model"
-            )
+
+def check_layers(learnt: Learnt, model: nn.Module | None) -> None:
+    """Refuse what was learnt from another model: layers that this one does not have."""
+    if model is None:
+        return
+    known = {layer_name(name) for name, _ in model.named_modules()}
+    foreign = sorted(set(learnt.layers) - known)
+    if foreign:
+        raise ValueError(
+            f"this state is of another model: it has settings for {', '.join(map(repr, foreign[:3]))}"
+            f"{f' and {len(foreign) - 3} more layers' if len(foreign) > 3 else ''}, which this "
+            f"{type(model).__name__} does not have. Load the state that was saved with this model"
+        )
 
 
 @cache

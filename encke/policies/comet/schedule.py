@@ -116,11 +116,8 @@ class CollectionSchedule:
             "counts_all_steps": self.counts_all_steps,
             "requested": requested,
         }
-        state["optimizer"] = self._optimizer_name()
+        state["optimizer"] = name_of(self.optimizer)
         return state | {"averages": self.averages.state_dict(self._parameters())}
-
-    def _optimizer_name(self) -> str:
-        return "none" if self.optimizer is None else type(self.optimizer).__name__
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()` of an earlier run."""
@@ -129,7 +126,7 @@ class CollectionSchedule:
         missing = {"updates", "counts_all_steps", "requested", "averages"} - set(state)
         if missing:
             raise ValueError(f"this is not a state of a collection schedule: it lacks {sorted(missing)}")
-        kept, given = state.get("optimizer", ""), self._optimizer_name()
+        kept, given = state.get("optimizer", ""), name_of(self.optimizer)
         if kept and kept != given:
             raise ValueError(
                 f"this state was saved with the optimizer {kept}, but this training has {given}: its momentum has "
@@ -245,6 +242,11 @@ class CollectionSchedule:
             self._average_gradients(collector.weights())
         if not self._collects_soon(self.updates + 1):
             self.averages.clear()
+
+
+def name_of(optimizer: Optimizer | None) -> str:
+    """Return the kind of an optimizer, for states."""
+    return "none" if optimizer is None else type(optimizer).__name__
 
 
 def combined(step: FinishedStep, shards: Shards) -> FinishedStep:
