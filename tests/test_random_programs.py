@@ -14,7 +14,7 @@ from encke.policies import Fixed
 from tests.programs import STEPS, Model, Program
 
 BOUND_0 = Fixed(ErrorBounded(0))
-POLICIES = {"bound 0": BOUND_0}
+POLICIES = {"bound 0": BOUND_0, "default": "default"}
 RETRIES = 12
 """Steps that are run again after the documented error, at most: each time one more place is examined anew."""
 
