@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 import encke
@@ -96,7 +97,11 @@ def _module_samples(entry: Any) -> Iterator[Sample]:
             torch.manual_seed(1)
             made = sample.constructor_input
             module = entry.module_cls(*made.args, **made.kwargs)
-            return module, module, (sample.forward_input.args, sample.forward_input.kwargs)
+            arguments = (sample.forward_input.args, sample.forward_input.kwargs)
+            if any(is_lazy(parameter) for parameter in module.parameters()):
+                with torch.no_grad():
+                    module(*arguments[0], **arguments[1])
+            return module, module, arguments
 
         yield Sample(f"{entry.name}[{i}]", True, build)
 

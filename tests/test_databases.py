@@ -1,6 +1,7 @@
 """Every entry of PyTorch's databases of operations and modules trains as it does without Encke.
 
-At bound 0 bit for bit.
+At bound 0 bit for bit; under the default policy too where everything is stored exactly, and with finite numbers
+wherever plain training has them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from encke.codecs import GroupQuant
 from encke.policies import Fixed
 from tests.databases import BOUND_0, difference, modules, name_of, operations, samples_of
 
-POLICIES: dict[str, Any] = {"bound 0": BOUND_0}
+POLICIES: dict[str, Any] = {"bound 0": BOUND_0, "default": "default"}
 SHARDS = 12
 FIRST_SAMPLES = 8
 """`make test` takes one of so many samples of each entry; `make soak` takes all."""
@@ -27,8 +28,12 @@ LINEAR_CODEC = GroupQuant(bits=4)
 LINEAR_SAMPLES = 3
 SEEDS = 64
 
+NAN_SPREADS = "a NaN makes its whole quantisation group NaN, also where plain training has numbers"
+
 # Entries that fail in at least one sample, by policy. One that passes in all of them must be taken out of the list.
-KNOWN: dict[str, dict[str, str]] = {}
+KNOWN: dict[str, dict[str, str]] = {
+    "default": {"masked.softmax": NAN_SPREADS, "masked.softmin": NAN_SPREADS, "nn.KLDivLoss": NAN_SPREADS},
+}
 
 
 @pytest.fixture(autouse=True)
