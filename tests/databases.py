@@ -45,11 +45,17 @@ class Sample:
     """Return a module (None for an operation), what to call, and its arguments as a tree."""
 
 
+def allow_global_flags() -> None:
+    """Let other tests of this process set flags such as `torch.backends.cudnn.benchmark`: the databases forbid it."""
+    setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)  # noqa: B010
+
+
 @functools.cache
 def operations() -> list[Any]:
     """Return the entries of the operator database that have a gradient in float32 on a CPU."""
     from torch.testing._internal.common_methods_invocations import op_db
 
+    allow_global_flags()
     return [
         entry for entry in op_db if entry.supports_autograd and torch.float32 in entry.supported_backward_dtypes("cpu")
     ]
@@ -60,6 +66,7 @@ def modules() -> list[Any]:
     """Return the entries of the module database that have a gradient in float32."""
     from torch.testing._internal.common_modules import module_db
 
+    allow_global_flags()
     return list(module_db)
 
 
