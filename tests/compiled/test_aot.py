@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import encke
+from encke import api
 from encke.compiled import aot
 from encke.torch_internals import AOT_INLINE, aot_graph_compile
 from tests.compiled.common import TWO, compile, gradients, graphs, images, net, same
@@ -25,6 +26,9 @@ def current() -> Any:
 @pytest.fixture(autouse=True)
 def original() -> Iterator[Any]:
     """Torch's own function; it is back in its place when a test has ended."""
+    # Models of other tests may still be attached: dynamo's caches hold some of them.
+    for handle in list(api._handles.values()):
+        handle.detach()
     gc.collect()
     assert not isinstance(current(), aot.InlinePatch)
     before = current()
