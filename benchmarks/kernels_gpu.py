@@ -43,7 +43,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def check(dtype: torch.dtype) -> Iterator[str]:
-    """What differs from the reference on about a million values: nothing, if all is well."""
+    """Return the differences from the reference on about a million values; none if all is well."""
     numel = MIB + 321
     x = noise("hard", numel, dtype)
     for bitmap in (False, True):

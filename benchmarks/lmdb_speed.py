@@ -1,4 +1,4 @@
-"""What `encke data lmdb` costs: its time beside that of a plain loop that only decodes the same files.
+"""Cost of `encke data lmdb`: its time beside that of a plain loop that only decodes the same files.
 
 python3 benchmarks/lmdb_speed.py [--images 20000] [--rounds 5] [--csv benchmarks/results/lmdb_cpu.csv]
 

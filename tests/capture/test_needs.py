@@ -90,7 +90,7 @@ def test_what_else_is_known_changes_the_need() -> None:
 
 
 def test_compiled_mode_has_the_names_of_the_table() -> None:
-    """What compiled mode translates into is what eager mode calls it."""
+    """Compiled mode translates into the names of eager mode."""
     for slots in READERS.values():
         for operation, slot in slots.values():
             assert operation not in CANONICAL

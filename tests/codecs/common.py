@@ -1,4 +1,4 @@
-"""What several tests of the codecs share."""
+"""Helpers shared by tests of the codecs."""
 
 from __future__ import annotations
 

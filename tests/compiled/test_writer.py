@@ -1,4 +1,4 @@
-"""What is written into graphs: the gradients of eager mode, packed where it is made, restored where it is read."""
+"""Encoders and decoders in compiled graphs: packed where made, restored where read, gradients as in eager mode."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def deterministic(monkeypatch) -> None:
 
 @pytest.fixture
 def calls(monkeypatch) -> list[str]:
-    """What happened: `forward` for each fused call, `packed` or `plain` for each backward."""
+    """Record of calls: `forward` for each fused call, `packed` or `plain` for each backward."""
     seen: list[str] = []
     run, packed, plain = batchnorm.training_forward, batchnorm.gradients_from_codes, batchnorm.plain_gradients
 

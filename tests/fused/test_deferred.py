@@ -75,7 +75,7 @@ def results(model: nn.Module, x: torch.Tensor, steps: int = 3) -> list[torch.Ten
 
 @pytest.fixture
 def worked(monkeypatch) -> list[str]:
-    """What was computed while packing, and what by `run_unfused`."""
+    """Record of results computed while packing and by `run_unfused`."""
     seen: list[str] = []
 
     def watch(kind: type, name: str) -> None:
@@ -243,7 +243,7 @@ def test_steps_in_which_the_policy_collects(worked, monkeypatch):
 
 @pytest.mark.slow
 def test_deferred_while_another_layer_is_learnt_again(worked):
-    """What the batch norm saves is held until ReLU saves: the graph behind that is read before ReLU is computed."""
+    """Batch norm's input is held until ReLU saves: the graph behind that is read before ReLU is computed."""
     model = ready(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1)))
     other = copy.deepcopy(model)
     for handle, trained in ((attach(model), model), (attach(other, device="none"), other)):

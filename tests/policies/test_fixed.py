@@ -60,7 +60,7 @@ def test_gradients_of_a_loss_are_right_on_average(monkeypatch: pytest.MonkeyPatc
             return F.cross_entropy(super().forward(x), labels)
 
     def error() -> tuple[float, float]:
-        """Of one step's gradient of a bias, and of the average of 16 steps: relative to its size."""
+        """Return the relative error of one step's gradient of a bias, and of the average of 16 steps."""
         torch.manual_seed(0)
         head = Head(32, 512)
         head.weight.data *= 0.05  # as early in training: positions differ little

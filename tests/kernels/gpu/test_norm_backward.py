@@ -42,7 +42,7 @@ def packed(numel: int, bits: int, stride: int, positive: bool) -> torch.Tensor:
 
 
 def decoded(data: torch.Tensor, numel: int, bits: int, stride: int) -> torch.Tensor:
-    """What the format says the values are, in float64, in the order of memory."""
+    """Return the decoded values in float64, in the order of memory."""
     i = torch.arange(numel, device=data.device)
     length, groups = GROUP * bits // 8, groups_of(numel, stride)
     pixel, c = i // stride, i % stride

@@ -1,4 +1,4 @@
-"""What batch norms add to the gradients they give on when their inputs are coarse: predicted, measured, and limited."""
+"""Error propagated by batch norms with coarse inputs: predicted, measured and limited."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_norms_of_other_kinds(kind):
 
 
 def first_steps(overflow: str | None = None) -> tuple[list[dict], list[float]]:
-    """What the default policy decided in the first steps, and how far the first weight's gradient was from the exact.
+    """Return the default policy's first decisions, and the error of the first weight's gradient.
 
     With an overflow the first gradients are infinite: the optimizer's step is left out, or made with zeros.
     """

@@ -134,7 +134,7 @@ class Tables(HTMLParser):
 
 
 def browse(address: str, profile: Path) -> tuple[str, list[str]]:
-    """What a browser makes of a page, and what it writes to its console."""
+    """Return the page as a browser renders it, and the browser's console."""
     assert BROWSER is not None
     quiet = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking"
     quiet += " disable-component-update disable-sync disable-dev-shm-usage"
@@ -146,7 +146,7 @@ def browse(address: str, profile: Path) -> tuple[str, list[str]]:
 
 
 def with_script(source: Path, script: str) -> Path:
-    """The same page with a script of the test's own, which the page's policy would not let run."""
+    """Return the page with a script of the test's own, which the page's policy would not let run."""
     text = source.read_text()
     policy = re.search(r'<meta http-equiv="Content-Security-Policy".*?>', text, re.DOTALL)
     assert policy is not None
