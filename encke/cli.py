@@ -99,6 +99,12 @@ def _max_batch() -> Function:
     return max_batch
 
 
+def _first_hour() -> Function:
+    from encke.bench.first_hour import first_hour
+
+    return first_hour
+
+
 def _gradients() -> Function:
     from encke.study.gradients import gradients
 
@@ -116,6 +122,7 @@ COMMANDS = {
     "bench memory": Command(_memory),
     "bench speed": Command(_speed),
     "bench max-batch": Command(_max_batch),
+    "bench first-hour": Command(_first_hour),
     "study gradients": Command(_gradients, ("matplotlib", "mlxtend")),
 }
 

@@ -7,9 +7,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from encke.bench.steps import Task
@@ -31,13 +32,18 @@ def environment(task: Task) -> dict[str, str]:
 
 
 class Child:
-    """One measuring process. As a context manager it is ended on exit."""
+    """One measuring process. As a context manager it is ended on exit.
 
-    def __init__(self, task: Task) -> None:
+    Args:
+        task: What it measures.
+        variables: Environment variables that it gets besides the usual ones.
+    """
+
+    def __init__(self, task: Task, variables: Mapping[str, str] = MappingProxyType({})) -> None:
         self.errors = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "encke.bench.steps", json.dumps(asdict(task))],
-            env=environment(task),
+            env=environment(task) | variables,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,

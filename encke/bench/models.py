@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from encke.tools.errors import UsageError
 from encke.tools.extras import install_hint, installed
 from encke.train.models import registry
-from encke.train.models.registry import MODELS, OURS, ModelInfo
+from encke.train.models.registry import MODELS, OURS, UNETS, ModelInfo
 from encke.train.models.vision import torchvision_models
 
 
@@ -34,7 +34,7 @@ def source(name: str) -> str:
     """Return the package that a model comes from."""
     if name == "gpt2" and installed("transformers"):
         return "transformers"
-    return "encke" if MODELS[name].data == "tokens" or name in OURS else "torchvision"
+    return "encke" if MODELS[name].data == "tokens" or name in OURS or name in UNETS else "torchvision"
 
 
 def check_installed(name: str) -> None:
@@ -48,6 +48,8 @@ def build(name: str, size: int) -> nn.Module:
     if source(name) == "transformers":
         return transformers_gpt2(size)
     info = MODELS[name]
+    if name in UNETS:
+        return registry.unet(name, info.classes)
     if info.data == "images":
         return registry.build(info.model, info.classes, side=size)
     shape = replace(info.model, context=max(size, info.model.context), dropout=0.0)
@@ -66,12 +68,14 @@ def transformers_gpt2(tokens: int) -> nn.Module:
 
 
 def synthetic_batch(info: ModelInfo, batch: int, size: int, device: str) -> tuple[Tensor, ...]:
-    """Return a synthetic batch, the same in every process: images and labels, or tokens."""
+    """Return a synthetic batch, the same in every process: images or volumes with labels, or tokens."""
     generator = torch.Generator(device).manual_seed(0)
     if info.data == "tokens":
         return (torch.randint(info.classes, (batch, size), generator=generator, device=device),)
-    images = torch.randn(batch, 3, size, size, generator=generator, device=device)
-    return images, torch.randint(info.classes, (batch,), generator=generator, device=device)
+    sides = (size,) * (2 if info.data == "images" else 3)
+    images = torch.randn(batch, 3 if info.data == "images" else 1, *sides, generator=generator, device=device)
+    labelled = (batch, *sides) if info.dense else (batch,)
+    return images, torch.randint(info.classes, labelled, generator=generator, device=device)
 
 
 def loss_of(model: nn.Module, data: tuple[Tensor, ...]) -> Tensor:

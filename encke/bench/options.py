@@ -15,12 +15,15 @@ from encke.bench.models import MODELS, check_installed
 from encke.bench.steps import Task
 from encke.tools.errors import UsageError
 from encke.tools.suggest import pick
+from encke.train.models.registry import UNETS
 
 Precision = Literal["fp32", "bf16"]
 Device = Literal["cpu", "cuda"]
 UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
-CPU_BATCH = {"images": 16, "tokens": 4}
-"""Images or sequences in a step without a GPU."""
+CPU_BATCH = {"images": 16, "volumes": 1, "tokens": 4}
+"""Images, volumes or sequences in a step without a GPU."""
+VOLUME = {"cuda": 128, "cpu": 32}
+"""Voxels along a volume's side, if --image is not given."""
 
 
 def option(default: Any, text: str) -> Any:
@@ -39,7 +42,7 @@ class Options:
     )
     compile: bool = option(False, "Compile the model with torch.compile, then attach.")
     graphs: bool = option(False, 'Compile with mode="reduce-overhead", so that the GPU replays CUDA graphs.')
-    image: int | None = option(None, "Pixels along an image's side. By default 224, without a GPU 64.")
+    image: int | None = option(None, "Pixels along a side. By default 224, without a GPU 64; volumes 128 and 32.")
     tokens: int | None = option(None, "Tokens in a sequence. By default 1024, without a GPU 128.")
     steps: int = option(8, "Number of timed steps; the median is reported.")
     memory: str | None = option(
@@ -68,15 +71,16 @@ class Options:
         models = [pick(name, MODELS, "--models") for name in self.models or ["resnet50" if gpu else "resnet18"]]
         for name in models:
             check_installed(name)
-            if name == "vit_b_16" and image % 16:
-                raise UsageError(f"--image {image}: vit_b_16 cuts images into squares of 16 pixels; use a multiple")
+            if (name == "vit_b_16" or name in UNETS) and (self.image or 0) % 16:
+                why = "halves its input four times" if name in UNETS else "cuts images into squares of 16 pixels"
+                raise UsageError(f"--image {image}: {name} {why}; use a multiple of 16")
         compiled = self.compile or self.graphs
         methods = [pick(name, METHODS, "--methods") for name in self.methods] or usual(compiled)
         cap = parse_bytes(self.memory) if self.memory is not None else None
         if cap is not None and gpu and cap > (total := torch.cuda.get_device_properties(0).total_memory):
             raise UsageError(f"--memory {self.memory} is more than this GPU has ({total / 2**30:.0f} GiB)")
         self.out.mkdir(parents=True, exist_ok=True)
-        sizes = (image, tokens, self.steps, cap)
+        sizes = (image, self.image or VOLUME[device], tokens, self.steps, cap)
         return Plan(models, batch, methods, self.precision, compiled, self.graphs, *sizes, device, rounds)
 
 
@@ -103,6 +107,7 @@ class Plan:
     compile: bool
     graphs: bool
     image: int
+    volume: int
     tokens: int
     steps: int
     cap: int | None
@@ -110,8 +115,8 @@ class Plan:
     rounds: int = 1
 
     def size(self, model: str) -> int:
-        """Return the pixels along an image's side, or the tokens in a sequence."""
-        return self.tokens if MODELS[model].data == "tokens" else self.image
+        """Return the pixels along the side of an image or volume, or the tokens in a sequence."""
+        return {"images": self.image, "volumes": self.volume, "tokens": self.tokens}[MODELS[model].data]
 
     def batches(self, model: str) -> Sequence[int]:
         """Return the batches to measure a model at."""

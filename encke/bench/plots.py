@@ -75,6 +75,28 @@ def throughput_under_cap(rows: Sequence[Row], trials: Sequence[Row], path: Path)
     return draw(measured(rows), path, panel, ("model", "precision"))
 
 
+def first_steps(rows: Sequence[Row], path: Path) -> list[Path]:
+    """Plot the time of each of the first steps, with empty and with warm kernel caches."""
+
+    def panel(axes: Axes, part: Sequence[Row]) -> None:
+        for mine in by_method(part):
+            for caches, style in (("empty", "-"), ("warm", ":")):
+                line = [row for row in mine if row["caches"] == caches]
+                points = [row["step"] for row in line], [row["ms"] for row in line]
+                name = f"{mine[0]['method']}, {caches} caches"
+                axes.plot(*points, style, color=colour(mine[0]), linewidth=1.4, label=name)
+                collected = [row for row in line if row["collection"]]
+                points = [row["step"] for row in collected], [row["ms"] for row in collected]
+                axes.plot(*points, marker(mine[0]), color=colour(mine[0]), markersize=5, linestyle="none")
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+        axes.set_xlabel("step (markers: collection steps)")
+        axes.set_ylabel("ms")
+        axes.legend(fontsize=8)
+
+    return draw([{**row, "graphs": False, "cap_bytes": None} for row in rows], path, panel, ("model", "precision"))
+
+
 def measured(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row["status"] == "ok"]
 

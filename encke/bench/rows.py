@@ -121,7 +121,8 @@ def group_rows(rows: Sequence[Row], keys: Sequence[str] = ("model", "precision",
 
 def title(row: Mapping[str, Any]) -> str:
     """Return the title of a table: what its rows have in common."""
-    size = f"{row['size']} tokens" if row["unit"] == "tokens" else f"{row['size']} x {row['size']}"
+    repeated = {"images": 2, "volumes": 3}.get(row["unit"], 1)
+    size = " x ".join([str(row["size"])] * repeated) if repeated > 1 else f"{row['size']} tokens"
     package = f" ({row['model_from']})" if row["unit"] == "tokens" else ""
     tf32 = " (TF32)" if row["precision"] == "fp32" and row["device"] == "cuda" else ""
     words = [f"{row['model']}{package}", row["precision"] + tf32]

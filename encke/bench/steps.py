@@ -2,7 +2,7 @@
 
 `python -m encke.bench.steps '<task as JSON>'` reads requests from stdin, one JSON line each, and answers each with one
 line on stdout: `{"measure": true}`, with `"keep": true` so that the next one measures the same training again, or
-`{"trial": 64}` to find out whether a batch of 64 fits into memory.
+`{"trial": 64}` to find out whether a batch of 64 fits into memory, or `{"first": 50}` for each of the first 50 steps.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, TextIO, cast
 import torch
 from torch import nn
 
+from encke.bench.compilations import Compilations
 from encke.bench.methods import METHODS
 from encke.bench.models import MODELS, build, loss_of, optimizer_for, synthetic_batch
 from encke.tools import process
@@ -33,6 +34,8 @@ MEASURED = 3
 """Steps in which memory is measured. They come before the timed ones, because reading the memory takes time."""
 TRIED = 2
 """Ordinary steps of a trial before a collection step; one more comes after it."""
+HOUR = 1000
+"""Steps over which the cost of the first ones and of collection is told."""
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc", "cannot allocate memory", "could not create")
 
 
@@ -150,7 +153,7 @@ class Training:
         model = build(task.model, task.size).to(task.device).train()
         self.data = synthetic_batch(info, task.batch, task.size, task.device)
         self.half = task.precision == "bf16"
-        if self.half and info.data == "images":
+        if self.half and info.data == "images":  # volumes are trained in torch's own order
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             self.data = (self.data[0].to(memory_format=torch.channels_last), *self.data[1:])
         if method.wrap is not None:
@@ -190,6 +193,11 @@ class Training:
         """Return whether the policy has collected since the last call."""
         before, self.collected = self.collected, len(self.handle.history) if self.handle is not None else 0
         return self.collected > before
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a later step will be a collection step."""
+        due = getattr(getattr(getattr(self.handle, "policy", None), "schedule", None), "due", None)
+        return due is not None and due(step)
 
     def collect_next(self) -> bool:
         """Make the next step a collection step; return False where the policy does not collect."""
@@ -305,6 +313,22 @@ def measure_time(training: Training, task: Task, result: Result) -> None:
     result.per_second = 1e3 * task.units / result.pipelined_ms
 
 
+def first_steps(task: Task, count: int) -> dict[str, Any]:
+    """Time each of the first steps from the model's making on, and count the kernels that are compiled in it."""
+    with Compilations() as compilations:
+        training, gauge = Training(task), Gauge(task.device, task.graphs)
+        steps = []
+        for number in range(1, count + 1):
+            gauge.reset_peak()
+            before = compilations.total
+            taken = training.timed()[1]
+            compiled = compilations.total - before
+            row = {"step": number, "ms": taken, "collection": training.has_collected(), "peak_bytes": gauge.peak()}
+            steps.append(row | compiled.figures())
+        collects = [number for number in range(count + 1, HOUR + 1) if training.is_due(number)]
+    return finite_json({"steps": steps, "later_collections": len(collects), "loss": training.loss.item()})
+
+
 def trial(task: Task) -> dict[str, Any]:
     """Try a batch: ordinary steps, a collection step, and an ordinary one, which is timed."""
     training = Training(task)
@@ -315,14 +339,14 @@ def trial(task: Task) -> dict[str, Any]:
     return {"fits": True, "step_ms": training.timed()[1]}
 
 
-def prepare(task: Task) -> None:
-    """Apply the settings that all methods share, and the cap on memory."""
+def prepare(task: Task, rehearsed: bool = True) -> None:
+    """Apply the settings that all methods share, and the cap on memory; without a GPU after a rehearsal."""
     torch.backends.cudnn.benchmark = True
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     if task.device == "cuda" and task.cap is not None:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, task.cap / total))
-    elif task.device == "cpu":
+    elif task.device == "cpu" and rehearsed:
         # A rehearsal loads threads, libraries and compiled kernels, which are not the training's own memory.
         trial(replace(task, batch=2))
         gc.collect()
@@ -374,8 +398,10 @@ class Server:
     def work(self, request: dict[str, Any]) -> dict[str, Any]:
         """Do what is asked; every error is the caller's business."""
         if "prepare" in request:
-            prepare(self.task)
+            prepare(self.task, rehearsed="first" not in request)
             return {}
+        if "first" in request:
+            return first_steps(self.task, request["first"])
         if "trial" in request:
             return trial(replace(self.task, batch=request["trial"]))
         measurement = self.kept or Measurement(self.task)
@@ -386,9 +412,10 @@ class Server:
         """Answer requests, one JSON line each, until there are no more."""
         failed: dict[str, Any] | None = None
         for line in requests:
+            request = json.loads(line)
             if failed is None:  # not before the first request: processes that start together would disturb each other
-                failed = self.answer({"prepare": True})
-            print(json.dumps(failed or self.answer(json.loads(line))), file=answers, flush=True)
+                failed = self.answer({"prepare": True} | request)
+            print(json.dumps(failed or self.answer(request)), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,13 @@ from encke.tools.errors import UsageError
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_trains_on_its_synthetic_batch(name):
-    with torch.device("meta"):
-        model = build(name, 32)
+    # RegNet reads values of tensors while it is built.
+    with torch.device("cpu" if name.startswith("regnet") else "meta"):
+        model = build(name, 32).to("meta")
     data = tuple(x.to("meta") for x in synthetic_batch(MODELS[name], 2, 32, "cpu"))
     loss = loss_of(model, data)
     assert loss.shape == ()
-    expected = torch.optim.AdamW if name.startswith(("vit", "gpt")) else torch.optim.SGD
+    expected = torch.optim.AdamW if name.startswith(("vit", "gpt", "swin", "convnext")) else torch.optim.SGD
     assert isinstance(optimizer_for(model, MODELS[name]), expected)
 
 

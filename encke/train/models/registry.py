@@ -13,11 +13,14 @@ from encke.tools.suggest import suggestion
 from encke.train.models.gpt import Gpt
 from encke.train.models.resnet164 import ResNet164
 from encke.train.models.small import cnn, digits
+from encke.train.models.unet import UNet
 from encke.train.models.vision import other_channels, small_stem, torchvision_models
 from encke.train.settings import Model
 
 OURS: dict[str, Callable[[int, int], nn.Module]] = {"resnet164": ResNet164, "digits": digits, "cnn": cnn}
 """Networks for images that torchvision lacks: functions of the number of classes and of channels."""
+UNETS: dict[str, int] = {"unet2d": 2, "unet3d": 3}
+"""Networks for segmentation, and their dimensions. They are measured; `encke train` has no data for them."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class ModelInfo:
     """A model as `encke bench` and `encke study` use it."""
 
     model: Model
-    data: Literal["images", "tokens"] = "images"
+    data: Literal["images", "volumes", "tokens"] = "images"
     classes: int = 1000
     """Classes of the images, or size of the vocabulary."""
     batch: int = 256
@@ -34,6 +37,8 @@ class ModelInfo:
     """The usual optimizer of such a model; sgd has momentum 0.9."""
     lr: float = 0.01
     """A learning rate with which the loss does not rise in the first steps, without a warm-up."""
+    dense: bool = False
+    """Whether each pixel has a label of its own."""
 
 
 MODELS = {
@@ -42,8 +47,15 @@ MODELS = {
     "resnet50": ModelInfo(Model("resnet50")),
     "wide_resnet50_2": ModelInfo(Model("wide_resnet50_2")),
     "vgg16": ModelInfo(Model("vgg16")),
+    "densenet121": ModelInfo(Model("densenet121"), batch=128),
     "densenet161": ModelInfo(Model("densenet161"), batch=128),
     "efficientnet_b0": ModelInfo(Model("efficientnet_b0")),
+    "mobilenet_v3_large": ModelInfo(Model("mobilenet_v3_large")),
+    "regnet_y_1_6gf": ModelInfo(Model("regnet_y_1_6gf")),
+    "convnext_tiny": ModelInfo(Model("convnext_tiny"), batch=128, optimizer="adamw", lr=1e-4),
+    "swin_t": ModelInfo(Model("swin_t"), batch=128, optimizer="adamw", lr=1e-4),
+    "unet2d": ModelInfo(Model("unet2d"), classes=2, batch=32, dense=True),
+    "unet3d": ModelInfo(Model("unet3d"), "volumes", 2, 2, dense=True),
     "vit_b_16": ModelInfo(Model("vit_b_16"), batch=128, optimizer="adamw", lr=1e-4),
     "gpt": ModelInfo(Model("gpt"), "tokens", 256, 64, "adamw", 1e-3),
     "gpt2": ModelInfo(
@@ -51,6 +63,12 @@ MODELS = {
     ),
 }
 """The models that are measured and studied. `encke train` builds any model of torchvision.models as well."""
+
+
+def unet(name: str, classes: int) -> UNet:
+    """Build a U-Net: images have three channels, volumes one."""
+    dimensions = UNETS[name]
+    return UNet(classes, 3 if dimensions == 2 else 1, dimensions)
 
 
 def build(model: Model, classes: int, channels: int = 3, side: int | None = None, tokens: bool = False) -> nn.Module:
@@ -109,7 +127,19 @@ def vision_network(model: Model, classes: int, channels: int, side: int | None) 
     return network
 
 
-BLOCKS = ("BasicBlock", "Bottleneck", "_DenseLayer", "MBConv", "EncoderBlock", "GPT2Block", "Block")
+BLOCKS = (
+    "BasicBlock",
+    "Bottleneck",
+    "_DenseLayer",
+    "MBConv",
+    "InvertedResidual",
+    "ResBottleneckBlock",
+    "CNBlock",
+    "SwinTransformerBlock",
+    "EncoderBlock",
+    "GPT2Block",
+    "Block",
+)
 """Class names of the blocks that activation checkpointing is applied to."""
 
 
