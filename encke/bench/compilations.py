@@ -33,14 +33,16 @@ class Compilations:
     """
 
     def __init__(self) -> None:
-        self.kernels, self.seconds = 0, 0.0
+        self.kernels: list[tuple[str, float]] = []
+        """Name and seconds of each kernel that was compiled."""
         self.knobs: Any = None
 
     @property
     def total(self) -> Compiled:
         """Everything so far."""
         counters = sys.modules["torch._dynamo.utils"].counters if "torch._dynamo.utils" in sys.modules else {}
-        return Compiled(self.kernels, self.seconds, counters["stats"]["unique_graphs"] if counters else 0)
+        seconds = sum(taken for _, taken in self.kernels)
+        return Compiled(len(self.kernels), seconds, counters["stats"]["unique_graphs"] if counters else 0)
 
     def __enter__(self) -> Compilations:
         try:
@@ -57,10 +59,9 @@ class Compilations:
         if self.knobs is not None:
             self.knobs.listener = self.listener
 
-    def listen(self, *, times: Any, cache_hit: bool, **others: Any) -> None:
+    def listen(self, *, src: Any, times: Any, cache_hit: bool, **others: Any) -> None:
         """Take note of one compilation; Triton calls this."""
         if not cache_hit:
-            self.kernels += 1
-            self.seconds += times.total / 1e6
+            self.kernels.append((getattr(src, "name", "?"), times.total / 1e6))
         if self.listener is not None:
-            self.listener(times=times, cache_hit=cache_hit, **others)
+            self.listener(src=src, times=times, cache_hit=cache_hit, **others)

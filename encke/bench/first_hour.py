@@ -65,21 +65,25 @@ def first_hour(options: FirstHourOptions) -> None:
         out=options.out,
     ).plan(() if options.batch is None else (options.batch,))
     tasks = plan.tables()[0]
-    rows, runs = [], []
+    rows, runs, kernels = [], [], []
     for task, caches, folder in track(stages(tasks)):
         answer = first_steps(task, options.steps, Path(folder.name))
         run = blank_row(task) | {"caches": caches, "status": answer.get("failed", "ok")}
         runs.append(run | summarise(answer) if "steps" in answer else run)
         rows += [{**identity(task), "caches": caches, **step} for step in answer.get("steps", ())]
+        kernels += kernel_rows(identity(task) | {"caches": caches}, answer.get("kernels", ()))
         if rows:
             write_csv(options.out / "first_hour.csv", rows)
+        if kernels:
+            write_csv(options.out / "first_hour_kernels.csv", kernels)
         if caches == "warm":
             folder.cleanup()
     show(runs)
     if not rows:
         raise UsageError(f"nothing could be measured: {runs[0]['method']}: {runs[0]['status']}")
-    written = [options.out / "first_hour.csv", *plots.first_steps(rows, options.out / "first_hour.png")]
-    note("wrote " + " and ".join(str(path) for path in written))
+    names = ["first_hour.csv", *(["first_hour_kernels.csv"] if kernels else [])]
+    written = [*(options.out / name for name in names), *plots.first_steps(rows, options.out / "first_hour.png")]
+    note("wrote " + ", ".join(str(path) for path in written))
 
 
 def stages(tasks: Sequence[Task]) -> list[tuple[str, Any]]:
@@ -103,6 +107,15 @@ def identity(task: Task) -> Row:
     """Return the columns that identify a measurement."""
     names = "model model_from method precision compile device batch size unit".split()
     return {name: value for name, value in blank_row(task).items() if name in names}
+
+
+def kernel_rows(about: Row, kernels: Sequence[tuple[str, float]]) -> list[Row]:
+    """Return a row for each kernel: how many specialisations were compiled, and the seconds of all of them."""
+    taken: dict[str, list[float]] = {}
+    for name, seconds in kernels:
+        taken.setdefault(name, []).append(seconds)
+    rows = [about | {"kernel": n, "compiled": len(s), "seconds": round(sum(s), 3)} for n, s in taken.items()]
+    return sorted(rows, key=lambda row: -row["seconds"])
 
 
 def summarise(answer: dict[str, Any]) -> Row:

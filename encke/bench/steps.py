@@ -326,7 +326,10 @@ def first_steps(task: Task, count: int) -> dict[str, Any]:
             row = {"step": number, "ms": taken, "collection": training.has_collected(), "peak_bytes": gauge.peak()}
             steps.append(row | compiled.figures())
         collects = [number for number in range(count + 1, HOUR + 1) if training.is_due(number)]
-    return finite_json({"steps": steps, "later_collections": len(collects), "loss": training.loss.item()})
+    loss = training.loss.item()
+    return finite_json(
+        {"steps": steps, "later_collections": len(collects), "kernels": compilations.kernels, "loss": loss}
+    )
 
 
 def trial(task: Task) -> dict[str, Any]:

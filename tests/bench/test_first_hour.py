@@ -66,6 +66,14 @@ def test_table_and_files(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "first_hour.png").stat().st_size > 0
 
 
+def test_kernels_are_listed_by_the_time_they_took():
+    rows = first_hour.kernel_rows({"model": "cnn"}, [("decode", 0.5), ("encode", 1.5), ("decode", 0.25)])
+    assert [(row["kernel"], row["compiled"], row["seconds"]) for row in rows] == [
+        ("encode", 1, 1.5),
+        ("decode", 2, 0.75),
+    ]
+
+
 def test_a_failure_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(first_hour, "first_steps", lambda *_: {"failed": "out of memory"})
     with pytest.raises(SystemExit):
@@ -92,6 +100,7 @@ def test_kernels_found_on_disk_are_not_counted():
         compilations.listener = None
         compilations.listen(times=Times, cache_hit=False, src=None)
         compilations.listen(times=Times, cache_hit=True, src=None)
+    assert compilations.kernels == [("?", 2.0)]
     total = compilations.total
     assert (total.kernels, total.kernel_seconds) == (1, 2.0)
     assert (Compiled(3, 2.0, 1) - Compiled(1, 0.5, 1)).figures() == {"kernels": 2, "kernel_seconds": 1.5, "graphs": 0}
