@@ -19,6 +19,7 @@ from encke.capture.modules import Layer, WatchHook, drop_inert, hook_layers, lay
 from encke.capture.passes import may_push
 from encke.codecs.pending import settle_all
 from encke.fused import registry as fused
+from encke.kernels import backend_for
 from encke.policies.base import AdaptivePolicy, Policy
 from encke.policies.overrides import Override, resolve, with_overrides
 from encke.policies.presets import as_policy
@@ -307,6 +308,8 @@ def attach(
             *hook_layers([layer for layer in layers if layer not in told], capture.passes.enter, capture.passes.leave),
         ]
     _handles[model] = handle
+    if any(parameter.is_cuda for parameter in model.parameters()):
+        backend_for("cuda")  # begins to compile kernels while the first batch is on its way
     return handle
 
 

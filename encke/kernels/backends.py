@@ -100,7 +100,9 @@ def backend_for(device: str) -> GraphBackend:
         return cpu
     if choice.name == "triton":
         from encke.kernels import gpu
+        from encke.kernels.gpu import ahead
 
+        ahead.start()
         return gpu
     if choice.reason in INSTALL.values():
         slow.hints[device] = str(choice)

@@ -59,13 +59,18 @@ def launch_kernel(
         stream = current_cuda_stream(device)
         start(across, down, 1, stream, *settings, *pointers, *numbers, *constants)
         return runner
-    options = {"num_warps": warps, "enable_fp_fusion": False} | ({"maxnreg": registers} if registers else {})
+    options = compile_options(warps, registers)
     arguments = (*[typed(t) for t in tensors], *numbers, *constants)
     kernel = function[(across, down, 1)](*arguments, **options)
     if kernel is None:  # the interpreter compiles nothing
         return None
     runner = _compiled[key] = runner_of(kernel)
     return runner
+
+
+def compile_options(warps: int, registers: int) -> dict[str, Any]:
+    """Return Triton's options for a kernel."""
+    return {"num_warps": warps, "enable_fp_fusion": False} | ({"maxnreg": registers} if registers else {})
 
 
 def runner_of(kernel: Any) -> Runner:

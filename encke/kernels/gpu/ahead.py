@@ -1,0 +1,187 @@
+"""Compile the usual kernels ahead of the first training step, in worker processes that share Triton's cache on disk.
+
+Triton compiles a kernel when it is first launched, and its front end holds the interpreter's lock, so threads do not
+help. `start` runs a few processes that launch the kernels of usual shapes on tensors without memory and only compile
+them: they need no GPU. The training goes on meanwhile; what is compiled by then, it finds on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from encke.kernels.formats import GroupFormat
+from encke.kernels.gpu import bits, launch, norm_backward, norm_forward, plans
+from encke.tools import process
+
+WORKERS = 8
+VARIABLE = "ENCKE_COMPILE_AHEAD"
+"""Environment variable: 0 turns it off."""
+META = torch.device("meta")
+IMAGES = ((64, 112), (64, 56), (256, 56), (128, 28), (512, 28), (256, 14), (1024, 14), (512, 7), (2048, 7))
+"""Channels and sides of the tensors of a usual CNN."""
+BATCH = 128
+WIDTH = 1 << 20
+"""Values of a tensor whose groups lie one after the other."""
+_started: list[subprocess.Popen[bytes]] = []
+
+
+def start() -> None:
+    """Start the worker processes if this machine's cache does not have the kernels yet; return at once."""
+    first_rank = os.environ.get("LOCAL_RANK", "0") == "0"
+    if _started or not first_rank or os.environ.get(VARIABLE) == "0" or sys.platform != "linux":
+        return
+    if os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available():
+        return
+    target = triton.runtime.driver.active.get_current_target()
+    done = marker(target)
+    if done.exists():
+        return
+    workers = max(min(WORKERS, (os.cpu_count() or 1) // 2), 1)
+    settings = {"backend": target.backend, "arch": target.arch, "warp_size": target.warp_size, "workers": workers}
+    for part in range(workers):
+        arguments = json.dumps({**settings, "part": part, "marker": str(done)})
+        variables = process.environment() | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", __name__, arguments]
+        quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        _started.append(subprocess.Popen(command, env=variables, **quiet))
+
+
+def wait() -> None:
+    """Wait until the worker processes have ended."""
+    for worker in _started:
+        worker.wait()
+
+
+def marker(target: Any) -> Path:
+    """Return the file in Triton's cache that says that the kernels of this version were compiled for this GPU."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources))
+    digest.update(f"{triton.__version__} {target}".encode())
+    return Path(triton.knobs.cache.dir) / f"encke-{digest.hexdigest()[:24]}"
+
+
+def exercise(dtype: torch.dtype, rate: int, seed_table: bool) -> None:
+    """Launch every kernel of one dtype and number of bits; with `seed_table` those of compiled models."""
+    seed: Any = (torch.empty(64, dtype=torch.int64, device=META), 0) if seed_table else 0
+    exercise_plan(GroupFormat(rate, 128, dtype), (WIDTH,), seed, seed_table)
+    for channels, side in IMAGES:
+        size = (BATCH, channels, side, side)
+        exercise_plan(GroupFormat(rate, 128, dtype, channels), size, seed, seed_table)
+    mask = torch.empty(WIDTH, dtype=torch.uint8, device=META)
+    bits.bits_decode(bits.bits_encode(mask, 1), 1, WIDTH)
+
+
+def exercise_plan(format: GroupFormat, size: tuple[int, ...], seed: Any, seed_table: bool) -> None:
+    """Launch the kernels of one plan, and those of batch norm that read its format."""
+    last = {"memory_format": torch.channels_last} if len(size) == 4 else {}
+    x = torch.empty(size, dtype=format.dtype, device=META, **last)
+    plan = plans.group_plan(format, x.numel(), META, seed_table)
+    data = plan.encode(x, seed)
+    plan.decode(data, seed)
+    plan.gate(data, x)
+    if len(size) == 4:
+        exercise_norm(x, plan, data, seed, seed_table)
+
+
+def exercise_norm(x: Tensor, plan: Any, data: Tensor, seed: Any, seed_table: bool) -> None:
+    """Launch the kernels of batch norm that read or write one format, in channels_last memory."""
+    size, channels = tuple(x.shape), x.shape[1]
+    backward = norm_backward.norm_plan(size, plan.format, True, torch.float32, META, seed_table)
+    row = torch.empty(channels, device=META)
+    rows = torch.empty(4, channels, device=META)
+    if backward is not None:
+        norm_backward.norm_backward(x, data, rows, None, row, backward, seed)
+        norm_backward.norm_backward(x, data, row, row, row, backward, seed)
+    forward = norm_forward.forward_plan(size, x.stride(), x.dtype, META)
+    if forward is not None and plan.fuses_forward:
+        workspace = torch.empty(forward.workspace_numel, device=META)
+        plan.encode_relu(x, x, seed)
+        plan.encode_moments(x, workspace, seed)
+        forward.normalise(x, workspace, row, row, (row, row), 0.1, 1e-5, rows, x)
+
+
+def launches(rates: tuple[int, ...]) -> list[tuple[Any, ...]]:
+    """Return the arguments of each different launch, in the order in which a training needs them."""
+    found: dict[Any, tuple[Any, ...]] = {}
+
+    def record(
+        function: Any, programs: Any, tensors: Any, numbers: tuple[Any, ...], constants: tuple[Any, ...], warps: int,
+        registers: int = 0, specialised: int = 2,
+    ) -> None:  # fmt: skip
+        sizes = tuple(1 if n == 1 else n % 16 == 0 for n in numbers[:specialised])
+        key = (function, constants, tuple(t.dtype for t in tensors), sizes)
+        found.setdefault(key, (function, tensors, numbers, constants, warps, registers))
+
+    original = launch.launch_kernel
+    modules: tuple[Any, ...] = (launch, bits)
+    for module in modules:
+        module.launch_kernel = record
+    try:
+        for seed_table in (False, True):
+            for rate in rates:
+                for dtype in (torch.bfloat16, torch.float32):
+                    exercise(dtype, rate, seed_table)
+    finally:
+        for module in modules:
+            module.launch_kernel = original
+    return list(found.values())
+
+
+def compile_part(part: int, workers: int, rates: tuple[int, ...]) -> Iterator[str]:
+    """Compile every `workers`-th of the launches; yield the name of each kernel."""
+    for function, tensors, numbers, constants, warps, registers in launches(rates)[part::workers]:
+        arguments = (*[launch.typed(t) for t in tensors], *numbers, *constants)
+        function.warmup(*arguments, grid=(1, 1, 1), **launch.compile_options(warps, registers))
+        yield function.fn.__name__
+
+
+class OtherTarget:
+    """Triton's driver for a GPU that this process does not use."""
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def work(settings: dict[str, Any]) -> None:
+    """Do one worker's part; the one that ends last leaves the marker."""
+    from triton.backends.compiler import GPUTarget
+
+    process.die_with_parent()
+    os.nice(5)
+    target = GPUTarget(settings["backend"], settings["arch"], settings["warp_size"])
+    triton.runtime.driver.set_active(OtherTarget(target))
+    for _ in compile_part(settings["part"], settings["workers"], RATES):
+        pass
+    done = Path(settings["marker"])
+    done.parent.mkdir(parents=True, exist_ok=True)
+    done.with_name(f"{done.name}-{settings['part']}").touch()
+    parts = [done.with_name(f"{done.name}-{part}") for part in range(settings["workers"])]
+    if all(each.exists() for each in parts):
+        done.touch()
+
+
+RATES = (2, 8, 4)
+"""Numbers of bits, in the order in which a training needs them."""
+
+if __name__ == "__main__":
+    work(json.loads(sys.argv[1]))

@@ -1,0 +1,58 @@
+"""Kernels compiled ahead in worker processes: which ones, for which GPU, and when nothing is started."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.gpu.common import compile_for_hopper
+
+ahead = pytest.importorskip("encke.kernels.gpu.ahead", reason="needs triton")
+
+
+def test_kernels_of_every_rate_are_launched_on_tensors_without_memory():
+    found = ahead.launches((2, 4))
+    names = {function.fn.__name__ if hasattr(function, "fn") else function.__name__ for function, *_ in found}
+    assert {"gq_encode_channels_kernel", "gq_decode_kernel", "last_reduce_kernel", "statistics_kernel"} <= names
+    assert len(found) > len(ahead.launches((2,))) > 20
+    assert {t.device.type for _, tensors, *_ in found for t in tensors} == {"meta"}
+
+
+def test_launching_works_again_after_the_record():
+    from encke.kernels.gpu import bits
+
+    ahead.launches((2,))
+    assert bits.bits_encode(torch.ones(16, dtype=torch.uint8), 1).tolist() == [255, 255]
+
+
+@pytest.mark.parametrize("reason", ["no GPU", "another rank", "turned off"])
+def test_nothing_is_started_without_reason(reason, monkeypatch):
+    def started(*arguments, **settings):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(ahead.subprocess, "Popen", started)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: reason != "no GPU")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "1" if reason == "another rank" else "0")
+    monkeypatch.setenv(ahead.VARIABLE, "0" if reason == "turned off" else "1")
+    ahead.start()
+    ahead.wait()
+
+
+WORK = """
+import os, tempfile
+os.environ["TRITON_CACHE_DIR"] = folder = tempfile.mkdtemp()
+from encke.kernels.gpu import ahead
+ahead.RATES, ahead.IMAGES, every = (2,), (), ahead.launches
+ahead.launches = lambda rates: every(rates)[:2]
+marker = os.path.join(folder, "done")
+for part in (0, 1):
+    assert not os.path.exists(marker)
+    ahead.work({"backend": "cuda", "arch": 90, "warp_size": 32, "workers": 2, "part": part, "marker": marker})
+assert os.path.exists(marker) and len(os.listdir(folder)) > 3
+"""
+
+
+@pytest.mark.slow
+def test_workers_compile_without_a_gpu_and_the_last_leaves_the_marker():
+    compile_for_hopper(WORK)
