@@ -26,6 +26,11 @@ class Compiled:
         return {"kernels": self.kernels, "kernel_seconds": round(self.kernel_seconds, 3), "graphs": self.graphs}
 
 
+def constants_of(source: Any) -> str:
+    """Return the constants that a kernel is specialised on, in the order of its parameters."""
+    return ", ".join(str(value) for _, value in sorted(getattr(source, "constants", {}).items()))
+
+
 class Compilations:
     """Counts compilations in this process while it is entered. Kernels that Triton finds on disk do not count.
 
@@ -62,6 +67,6 @@ class Compilations:
     def listen(self, *, src: Any, times: Any, cache_hit: bool, **others: Any) -> None:
         """Take note of one compilation; Triton calls this."""
         if not cache_hit:
-            self.kernels.append((getattr(src, "name", "?"), times.total / 1e6))
+            self.kernels.append((f"{getattr(src, 'name', '?')}({constants_of(src)})", times.total / 1e6))
         if self.listener is not None:
             self.listener(src=src, times=times, cache_hit=cache_hit, **others)

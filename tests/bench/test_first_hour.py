@@ -100,7 +100,7 @@ def test_kernels_found_on_disk_are_not_counted():
         compilations.listener = None
         compilations.listen(times=Times, cache_hit=False, src=None)
         compilations.listen(times=Times, cache_hit=True, src=None)
-    assert compilations.kernels == [("?", 2.0)]
+    assert compilations.kernels == [("?()", 2.0)]
     total = compilations.total
     assert (total.kernels, total.kernel_seconds) == (1, 2.0)
     assert (Compiled(3, 2.0, 1) - Compiled(1, 0.5, 1)).figures() == {"kernels": 2, "kernel_seconds": 1.5, "graphs": 0}

@@ -28,7 +28,7 @@ WORKERS = 8
 VARIABLE = "ENCKE_COMPILE_AHEAD"
 """Environment variable: 0 turns it off."""
 META = torch.device("meta")
-IMAGES = ((64, 112), (64, 56), (256, 56), (128, 28), (512, 28), (256, 14), (1024, 14), (512, 7), (2048, 7))
+IMAGES = ((3, 224), (64, 112), (64, 56), (256, 56), (128, 28), (512, 28), (256, 14), (1024, 14), (512, 7), (2048, 7))
 """Channels and sides of the tensors of a usual CNN."""
 BATCH = 128
 WIDTH = 1 << 20
@@ -79,7 +79,8 @@ def exercise(dtype: torch.dtype, rate: int, seed_table: bool) -> None:
         size = (BATCH, channels, side, side)
         exercise_plan(GroupFormat(rate, 128, dtype, channels), size, seed, seed_table)
     mask = torch.empty(WIDTH, dtype=torch.uint8, device=META)
-    bits.bits_decode(bits.bits_encode(mask, 1), 1, WIDTH)
+    for width in (1, 2, 4):
+        bits.bits_decode(bits.bits_encode(mask, width), width, WIDTH)
 
 
 def exercise_plan(format: GroupFormat, size: tuple[int, ...], seed: Any, seed_table: bool) -> None:
@@ -89,6 +90,7 @@ def exercise_plan(format: GroupFormat, size: tuple[int, ...], seed: Any, seed_ta
     plan = plans.group_plan(format, x.numel(), META, seed_table)
     data = plan.encode(x, seed)
     plan.decode(data, seed)
+    plan.mask(data)
     plan.gate(data, x)
     if len(size) == 4:
         exercise_norm(x, plan, data, seed, seed_table)
