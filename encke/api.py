@@ -42,7 +42,7 @@ class Handle:
         >>> with encke.attach(model) as handle:
         ...     model(torch.randn(8, 3, 32, 32)).sum().backward()
         >>> handle
-        <encke.Handle of Sequential: Comet(), detached, 1 forward pass, last ratio 14.2>
+        <encke.Handle of Sequential: Comet(), detached, 1 forward pass, last ratio 3.9>
     """
 
     _capture: Capture
@@ -157,7 +157,7 @@ class Handle:
             ...     handle.log(stream)
             ...     loss = model(torch.randn(8, 3, 32, 32)).sum()
             >>> print(stream.getvalue().splitlines()[0])
-            step 1 - Convolution.input GroupQuant 2 bits ratio 14.22
+            step 1 - Convolution.input GroupQuant 8 bits ratio 3.88
         """
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be a whole number of forward passes, at least 1, got {every!r}")
@@ -263,8 +263,10 @@ def attach(
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3), torch.nn.ReLU(), torch.nn.Conv2d(16, 8, 3))
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         >>> handle = encke.attach(model, optimizer=optimizer, overrides={"0": encke.codecs.ErrorBounded(1e-3)})
-        >>> model(torch.randn(8, 3, 32, 32)).square().mean().backward()
-        >>> optimizer.step()
+        >>> for step in range(2):  # the first step sets the bits
+        ...     optimizer.zero_grad()
+        ...     model(torch.randn(8, 3, 32, 32)).square().mean().backward()
+        ...     optimizer.step()
         >>> handle.report().ratio > 4
         True
         >>> handle.detach()

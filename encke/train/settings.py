@@ -32,7 +32,7 @@ class Model:
     """The network."""
 
     name: str = "resnet18"
-    """A model of torchvision.models, or resnet164, gpt, digits (the demo's small CNN), cnn."""
+    """A model of torchvision.models, or resnet164, repvgg_a0, gpt, digits (the demo's small CNN), cnn."""
     stem: Literal["imagenet", "cifar"] = "imagenet"
     """cifar: a first convolution of 3 x 3 with stride 1 and no pooling behind it, for images of 32 pixels."""
     context: int = 256

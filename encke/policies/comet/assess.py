@@ -98,11 +98,7 @@ class StepFigures:
     """Everything measured in one collection step, as numbers."""
 
     number: int
-    early: bool
-    """Whether this is the first step. There is no momentum yet, but what needs none does not wait for the tenth step:
-    coarse inputs of batch norms can spoil the first ones."""
     spread: float
-    norm_after_backward: float
     scale: float
     """Norm of the gradients as the optimizer got them over that after backward."""
     collected: CometCollector
@@ -115,13 +111,10 @@ class StepFigures:
     """By id of the `TensorStats`."""
 
 
-def figures_of(step: FinishedStep, early: bool, norms: bool) -> StepFigures:
-    """Fetch the figures of a collection step, with one transfer from each device.
-
-    Weight gradients are not assessed in an `early` step, nor what batch norms propagate without `norms`.
-    """
+def figures_of(step: FinishedStep, norms: bool) -> StepFigures:
+    """Fetch the figures of a collection step, with one transfer from each device; `norms`: also of batch norms."""
     collected = step.collected
-    measured = [each for each in collected.weight_samples if each.power is not None and not early]
+    measured = [each for each in collected.weight_samples if each.power is not None]
     momenta = {id(each): step.momentum(each.weight) for each in measured}
     weight_samples = [each for each in measured if momenta[id(each)] is not None]
     norm_samples = collected.norm_samples if norms else []
@@ -146,9 +139,7 @@ def figures_of(step: FinishedStep, early: bool, norms: bool) -> StepFigures:
     scaled = step.norm_at_step is not None and numbers[after]
     return StepFigures(
         number=step.number,
-        early=early,
         spread=step.spread,
-        norm_after_backward=numbers[after],
         scale=numbers[at_step] / numbers[after] if scaled else 1.0,
         collected=collected,
         weights=[
@@ -207,32 +198,21 @@ class Assessment:
         """Change the settings; return False if the gradients were of no use."""
         step, collected = self.step, self.step.collected
         refined = cheap_to_refine(collected) if self.comet.stochastic else set()
-        if step.early:
-            usable = math.isfinite(step.norm_after_backward) or not collected.weight_samples
-            self._assess_early(refined)
-        else:
-            # Without samples there is nothing to wait for; samples without gradients: backward is yet to come.
-            usable = step.has_gradients or not collected.weight_samples
-            for weight_sample, gradient in step.weights:
-                figures = step.tensors.get(id(weight_sample.stats))
-                if figures is not None:
-                    self.assessed.add(weight_sample.site.place)
-                    first = len(BITS) - 1 if weight_sample.site.place in refined else 0
-                    usable &= self._assess_weight(weight_sample, figures, gradient, first)
+        # Without samples there is nothing to wait for; samples without gradients: backward is yet to come.
+        usable = step.has_gradients or not collected.weight_samples
+        for weight_sample, gradient in step.weights:
+            figures = step.tensors.get(id(weight_sample.stats))
+            if figures is not None:
+                self.assessed.add(weight_sample.site.place)
+                first = len(BITS) - 1 if weight_sample.site.place in refined else 0
+                usable &= self._assess_weight(weight_sample, figures, gradient, first)
         floors = self._norm_floors()
         for place, (site, stats) in collected.sites.items():
-            if place not in self.assessed:
+            # Without gradients nobody knows what a norm propagates.
+            if place not in self.assessed and usable:
                 self._assess_spread(site, step.tensors[id(stats)], floors.get(place, 0))
         self.learnt.find_strictest()
         return usable
-
-    def _assess_early(self, refined: set[str]) -> None:
-        """Give the inputs of weights a setting before there is a momentum."""
-        for each in self.step.collected.weight_samples:
-            place = each.site.place
-            self.assessed.add(place)
-            codec = each.stats.trials[-1] if place in refined else self.choose(each.site)
-            self.learnt.settings.setdefault(place, Setting(codec))
 
     def _assess_weight(
         self, weight_sample: WeightGradientSample, tensor: TensorFigures, gradient: WeightFigures, first: int

@@ -22,9 +22,8 @@ from encke.capture.sites import Site
 from encke.codecs import Codec, ErrorBounded, GroupQuant
 from encke.codecs.base import as_written
 from encke.policies.base import AdaptivePolicy
-from encke.policies.comet.assess import BITS, DEFAULT_SIGMA, PAPER_SIGMA, Assessment, StepFigures, figures_of, is_norm
+from encke.policies.comet.assess import BITS, DEFAULT_SIGMA, PAPER_SIGMA, Assessment, StepFigures, figures_of
 from encke.policies.comet.measure import PROBE, CometCollector
-from encke.policies.comet.products import PRODUCTS
 from encke.policies.comet.schedule import CollectionSchedule, FinishedStep
 from encke.policies.comet.settings import Learnt, Setting
 from encke.policies.fixed import at_attention, at_logprob
@@ -131,11 +130,7 @@ class Comet(AdaptivePolicy):
             return at_attention(initial, site)
         if site.need == "logprob":
             return at_logprob(initial, site)
-        known = self._learnt.layers.get(site.layer)
-        if known is not None or not self.stochastic or site.operation in PRODUCTS or is_norm(site):
-            return known or initial
-        # The slope of a function takes more bits than a sum, in which errors cancel.
-        return initial_codec(True, self.seed, bits=4)
+        return self._learnt.layers.get(site.layer) or initial
 
     # -- collection steps ----------------------------------------------------------------------------------------------
 
@@ -157,8 +152,7 @@ class Comet(AdaptivePolicy):
 
     def observe(self, sample: FinishedStep) -> None:
         """Fetch the figures of a finished collection step."""
-        early = sample.number == 1 and self.every > 1
-        object.__setattr__(self, "_observed", figures_of(sample, early, norms=self.stochastic))
+        object.__setattr__(self, "_observed", figures_of(sample, norms=self.stochastic))
 
     def update(self) -> bool:
         """Set new codecs from the last figures; return False if the gradients were of no use."""
@@ -225,6 +219,6 @@ def check_layers(learnt: Learnt, model: nn.Module | None) -> None:
 
 
 @cache
-def initial_codec(stochastic: bool, seed: int, bits: int = BITS[0]) -> Codec:
-    """Return the codec in force before the first collection: the fewest bits, or 1 % of the range."""
-    return GroupQuant(bits=bits, seed=seed) if stochastic else ErrorBounded(1e-2, "rel", seed=seed)
+def initial_codec(stochastic: bool, seed: int) -> Codec:
+    """Return the codec in force before anything was measured: the most bits, or 1 % of the range."""
+    return GroupQuant(bits=BITS[-1], seed=seed) if stochastic else ErrorBounded(1e-2, "rel", seed=seed)

@@ -19,12 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from encke.policies.comet.measure import CometCollector
-from encke.policies.comet.momentum import Averages, Momenta, gradient_norm
+from encke.policies.comet.momentum import DECAY, Averages, Momenta, gradient_norm
 from encke.policies.comet.shards import Shards, local_part
 from encke.torch_internals import active_ddp_module
 
 FIRST = 10
-"""The first collection step with momentum; each next one comes after twice as many steps, until `every` takes over."""
+"""The second collection step, after step 1; each next one comes after twice as many steps, until `every` takes over."""
 AVERAGED_STEPS = 20
 """Steps before a collection step in which gradients are averaged, where the optimizer keeps no momentum."""
 
@@ -224,10 +224,13 @@ class CollectionSchedule:
             return
         momenta = Momenta(self.optimizer) if self.optimizer is not None else None
         updates = self.updates if self.counts_all_steps else None
+        # The average of a few gradients is larger than it will be: later ones cancel in part.
+        seen = 1 - DECAY**updates if updates else 1.0
 
         def momentum(weight: Tensor) -> Tensor | None:
             kept = momenta.mean_abs_momentum(weight, updates) if momenta is not None else None
-            return kept if kept is not None else self.averages.mean_abs_momentum(weight)
+            kept = kept if kept is not None else self.averages.mean_abs_momentum(weight)
+            return kept if kept is None else kept * seen
 
         averaged = self.ddp is not None and self.optimizer is not None
         ranks = dist.get_world_size(self.ddp.process_group) if averaged else 1

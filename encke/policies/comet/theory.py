@@ -103,7 +103,7 @@ class Gain:
     def learn(self, bound: float, ratio: float) -> None:
         """Take a measurement: `ratio` of measured to predicted error, at a bound."""
         ratio = min(max(ratio, 0.1), 10.0)
-        if self.at > 0 and bound > 0 and abs(math.log(bound / self.at)) > 0.02:
+        if self.at > 0 and bound > 0 and abs(math.log(bound / self.at)) > 0.5:
             self.slope = min(max(math.log(ratio / self.value) / math.log(bound / self.at), 0.0), 2.0)
         self.value, self.at = ratio, bound
 

@@ -11,13 +11,16 @@ from torch import nn
 from encke.tools.errors import UsageError
 from encke.tools.suggest import suggestion
 from encke.train.models.gpt import Gpt
+from encke.train.models.repvgg import RepVgg
 from encke.train.models.resnet164 import ResNet164
 from encke.train.models.small import cnn, digits
 from encke.train.models.unet import UNet
 from encke.train.models.vision import other_channels, small_stem, torchvision_models
 from encke.train.settings import Model
 
-OURS: dict[str, Callable[[int, int], nn.Module]] = {"resnet164": ResNet164, "digits": digits, "cnn": cnn}
+OURS: dict[str, Callable[[int, int], nn.Module]] = {
+    "resnet164": ResNet164, "repvgg_a0": RepVgg, "digits": digits, "cnn": cnn,
+}  # fmt: skip
 """Networks for images that torchvision lacks: functions of the number of classes and of channels."""
 UNETS: dict[str, int] = {"unet2d": 2, "unet3d": 3}
 """Networks for segmentation, and their dimensions. They are measured; `encke train` has no data for them."""

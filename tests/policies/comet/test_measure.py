@@ -99,7 +99,7 @@ def test_a_weight_used_twice_may_err_less_each_time() -> None:
             model.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
-        rows = weight_rows(handle)
+        rows = weight_rows(handle, 5)
         assert len(rows) == times
         for row in rows:
             assert row["tolerated"] == pytest.approx(0.2 * row["momentum"] / math.sqrt(times))

@@ -62,7 +62,7 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], kind: type[Excepti
 
 
 def test_what_is_chosen_before_the_first_collection() -> None:
-    assert initial_codec(True, 3) == GroupQuant(2, seed=3) and initial_codec(False, 0) == ErrorBounded(1e-2, "rel")
+    assert initial_codec(True, 3) == GroupQuant(8, seed=3) and initial_codec(False, 0) == ErrorBounded(1e-2, "rel")
 
 
 class Fork(nn.Module):
@@ -109,10 +109,9 @@ def test_a_tensor_is_packed_for_its_strictest_reader(rounding: str, noisy: int) 
 def test_history_has_a_row_for_each_place_of_each_collection_step(rounding: str) -> None:
     handle = run(Comet(every=5, rounding=rounding), steps=11)
     assert {(row["step"], row["layer"]) for row in handle.history} == {
-        (1, "1"),  # in the first step there is no momentum to speak of
-        *((step, layer) for step in (5, 10) for layer in (*WEIGHTS, "1")),
+        (step, layer) for step in (1, 5, 10) for layer in (*WEIGHTS, "1")
     }
-    assert len(handle.history) == 11
+    assert len(handle.history) == 15
     for row in handle.history:
         assert (row["bits"] is None) == (rounding == "nearest") == (row["bound"] is not None)
         assert 0 < row["share"] <= 1 and row["std"] > 0
@@ -132,5 +131,5 @@ def test_one_policy_serves_two_models() -> None:
         handles.append((encke.attach(model, policy, optimizer), model, optimizer, steps))
     for _, model, optimizer, steps in handles:
         train(model, optimizer, steps)
-    assert steps_of(handles[0][0]) == [5] and steps_of(handles[1][0]) == [5, 10]
+    assert steps_of(handles[0][0]) == [1, 5] and steps_of(handles[1][0]) == [1, 5, 10]
     assert policy.history == [] and policy.settings == {}

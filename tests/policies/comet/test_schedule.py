@@ -49,7 +49,7 @@ def test_a_training_collects_at_those_steps(given: bool) -> None:
     optimizer = sgd(model) if given else None
     handle = encke.attach(model, Comet(every=12), optimizer)
     train(model, optimizer, 25)
-    assert steps_of(handle) == [10, 12, 24]
+    assert steps_of(handle) == [1, 10, 12, 24]
 
 
 def test_a_training_without_weights_to_follow_collects_on_schedule_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,12 +80,13 @@ def test_without_an_optimizer_averages_are_kept(rounding: str) -> None:
     optimizer = sgd(other, 0.0)
     expected = encke.attach(other, Comet(every=5, rounding=rounding), optimizer)
     train(other, optimizer, 16)
-    assert steps_of(handle) == steps_of(expected) == [5, 10, 15]
+    assert steps_of(handle) == steps_of(expected) == [1, 5, 10, 15]
     for layer, row in last(expected).items():
         mine = last(handle)[layer]
         assert mine["tolerated"] == pytest.approx(row["tolerated"], rel=0.02)
         assert mine["bits"] == row["bits"]
-        assert mine["bound"] is None or mine["bound"] == pytest.approx(row["bound"], rel=0.05)
+        if rounding == "nearest":  # the measured gain is random
+            assert mine["bound"] * mine["gain"] == pytest.approx(row["bound"] * row["gain"], rel=0.05)
 
 
 def test_a_handful_of_steps_are_averaged_and_then_forgotten() -> None:
@@ -150,7 +151,7 @@ def test_bad_gradients_leave_settings_and_the_next_step_collects_again(rounding:
             kept = handle.policy.state_dict()["settings"]
             settings.append({place: kept[place] for place in sorted(kept) if kept[place]["values"]})
     assert settings[9] == settings[8] and settings[14] == settings[15] == settings[13] != settings[16]
-    assert steps_of(handle) == [5, 11, 17, 20]
+    assert steps_of(handle) == [1, 5, 11, 17, 20]
     words = [str(w.message) for w in caught if "not finite" in str(w.message)]
     assert len(words) == 1 and "step 10" in words[0]
     assert all(torch.isfinite(p).all() for p in model.parameters())
@@ -169,7 +170,7 @@ def test_an_overflow_that_the_scaler_skips_delays_the_collection() -> None:
         scaler.step(optimizer)
         scaler.update()
     # The fifth forward pass had no step, so the sixth is the fifth step's.
-    assert steps_of(handle) == [5] and handle.policy.schedule.updates == 7  # type: ignore[attr-defined]
+    assert steps_of(handle) == [1, 5] and handle.policy.schedule.updates == 7  # type: ignore[attr-defined]
     assert {row["layer"] for row in weight_rows(handle)} == set(WEIGHTS)
 
 
@@ -190,7 +191,7 @@ def test_averages_recover_from_one_bad_gradient(given: bool) -> None:
                     for p, good in zip(model.parameters(), net().parameters(), strict=True):
                         p.copy_(good)
     steps = steps_of(handle)
-    assert steps[0] == 5 and steps[-2:] == [15, 20] and len(steps) <= 5, steps
+    assert steps[:2] == [1, 5] and steps[-2:] == [15, 20] and len(steps) <= 5, steps
 
 
 def test_bad_activations_leave_the_norms_setting() -> None:
@@ -213,7 +214,7 @@ def test_bad_activations_leave_the_norms_setting() -> None:
             optimizer.step()
             found.append(handle.policy.state_dict()["settings"])
     assert found[9] == found[8] and len(found[9]) == 3
-    assert steps_of(handle) == [5, 11]
+    assert steps_of(handle) == [1, 5, 11]
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["optimizer", "no optimizer"])
