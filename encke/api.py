@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from encke.capture.hooks import SMALL, Capture
 from encke.capture.modules import Layer, WatchHook, drop_inert, hook_layers, layer_name, layers_of
 from encke.capture.passes import may_push
+from encke.capture.readers import is_wrapper
 from encke.codecs.pending import settle_all
 from encke.fused import registry as fused
 from encke.kernels import backend_for
@@ -256,7 +257,7 @@ def attach(
         NotImplementedError: Only a part of the model is compiled.
         TypeError: An argument has the wrong type.
         ValueError: The model has no parameters or is attached already, there is no such preset, a pattern matches no
-            layer, or `min_bytes` is below 1.
+            layer, the optimizer has no parameter of the model, or `min_bytes` is below 1.
 
     Example:
         >>> import torch, encke
@@ -276,7 +277,7 @@ def attach(
             f"attach takes a torch.nn.Module, got {type(model).__name__}; for functions use `with encke.compress():`"
         )
     optimizer = unwrapped(optimizer)
-    check_optimizer(optimizer, policy, "attach(model, optimizer=optimizer)")
+    check_optimizer(optimizer, policy, "attach(model, optimizer=optimizer)", model)
     check_min_bytes(min_bytes)
     policy = as_policy(policy)
     if next(model.parameters(), None) is None:
@@ -401,12 +402,23 @@ def unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-def check_optimizer(optimizer: Any, policy: Any, right: str) -> None:
-    """Refuse what is no optimizer, and an optimizer in the policy's place."""
+def check_optimizer(optimizer: Any, policy: Any, right: str, model: nn.Module | None = None) -> None:
+    """Refuse what is no optimizer, an optimizer in the policy's place, and that of another model."""
     if isinstance(policy, Optimizer):
         raise TypeError(f"the second argument is the policy, got an optimizer ({type(policy).__name__}): write {right}")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if optimizer is None or model is None:
+        return
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    own = set(map(id, model.parameters()))
+    # Sharded parameters (DTensor) stand for whole ones, which the model has in their place while a layer runs.
+    if not any(id(parameter) in own or is_wrapper(parameter) for parameter in trained):
+        raise ValueError(
+            f"this {type(optimizer).__name__} has no parameter of this {type(model).__name__}: it belongs to another "
+            "model, or it was made before the model's parameters were replaced. Pass the optimizer that trains this "
+            "model, or leave `optimizer` out"
+        )
 
 
 def check_min_bytes(min_bytes: Any) -> None:

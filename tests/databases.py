@@ -16,8 +16,11 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 import encke
-from encke.codecs import ErrorBounded
+from encke.capture.needs import JUMPS, LIPSCHITZ, TABLE
+from encke.capture.saved import Saved
+from encke.codecs import ErrorBounded, GroupQuant
 from encke.policies import Fixed
+from tests.integration.test_end_to_end import saved_in
 
 STEPS = 3
 """The first step learns who reads what, the second packs at once, the third repeats it."""
@@ -30,6 +33,8 @@ PLAIN_REFUSES: set[str] = {
 NOT_REPEATABLE = {"linalg.lstsq", "linalg.lstsq.grad_oriented"}
 """Entries whose results differ in their last bits from one plain run to the next."""
 BOUND_0 = Fixed(ErrorBounded(0))
+MOST_VALUES = 600
+"""Samples that store more values with errors are left out where each value is changed in turn."""
 
 Step = list[Tensor | None]
 """Outputs and gradients of one step."""
@@ -132,53 +137,81 @@ def fresh(arguments: Any) -> tuple[Any, list[Tensor]]:
     return pytree.tree_map(copy, arguments), leaves
 
 
-def run(sample: Sample, policy: Any = None) -> tuple[list[Step], bool]:
-    """Run three steps of a sample, plain or under a policy; return them, and whether nothing lossy was stored."""
+@contextlib.contextmanager
+def attached(sample: Sample, policy: Any = None) -> Iterator[tuple[Callable[[int], tuple[Any, list[Tensor]]], Any]]:
+    """Give a function that runs one step's forward pass, plain or under a policy, and the handle, if there is one.
+
+    The function takes the number of the step, which seeds random operations, and returns output and leaves.
+    """
     module, call, arguments = sample.build()
-    attached = module is not None and any(True for _ in module.parameters())
     context: Any = contextlib.nullcontext()
     handle = None
-    if policy is not None and attached:
+    if policy is not None and module is not None and any(True for _ in module.parameters()):
         handle = encke.attach(module, policy, min_bytes=1)
     elif policy is not None:
         context = encke.compress(policy, min_bytes=1)
-    steps, exact = [], True
-    for number in range(STEPS):
-        torch.manual_seed(number)
-        with context as entered:
+        handle = context._handle
+
+    def forward(number: int) -> tuple[Any, list[Tensor]]:
+        # As torch.manual_seed does for a CPU, which also notes where it was called from.
+        torch.default_generator.manual_seed(number)
+        with context:
             copy, leaves = fresh(arguments)
             output = call(*copy) if module is None else call(*copy[0], **copy[1])
-        handle = entered if entered is not None else handle
-        leaves += [] if module is None else list(module.parameters())
-        steps.append(gradients(output, leaves))
+        return output, leaves + ([] if module is None else list(module.parameters()))
+
+    try:
+        yield forward, handle
+    finally:
         if handle is not None:
-            exact = exact and stored_exactly(handle)
-    if handle is not None:
-        handle.detach()
+            handle.detach()
+
+
+def run(sample: Sample, policy: Any = None) -> tuple[list[Step], bool]:
+    """Run three steps of a sample, plain or under a policy; return them, and whether nothing lossy was stored."""
+    steps, exact = [], True
+    with attached(sample, policy) as (forward, handle):
+        for number in range(STEPS):
+            steps.append(gradients(*forward(number)))
+            exact = exact and (handle is None or stored_exactly(handle))
     return steps, exact
 
 
-def gradients(output: Any, leaves: list[Tensor]) -> Step:
-    """Return the outputs, and the gradients of the leaves for random gradients of the outputs."""
-    outputs = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
-    outputs = [t if t.layout == torch.strided else t.to_dense() for t in outputs]
+def gradients(output: Any, leaves: list[Tensor], again: bool = False) -> Step:
+    """Return the outputs, and the gradients of the leaves for random gradients of the outputs.
+
+    Args:
+        output: A tree of tensors.
+        leaves: The leaves.
+        again: Whether the gradients are asked for again later.
+    """
+    outputs = tensors_with_gradient(output)
     if not outputs or not leaves:
         return []
-    generator = torch.Generator().manual_seed(7)
-    given = [torch.randn(t.shape, dtype=t.dtype, generator=generator) for t in outputs]
-    found = torch.autograd.grad(outputs, leaves, given, allow_unused=True)
+    found = torch.autograd.grad(outputs, leaves, given_for(outputs), again, allow_unused=True)
     dense = [t if t is None or t.layout == torch.strided else t.to_dense() for t in found]
     return [*(t.detach() for t in outputs), *dense]
 
 
+def tensors_with_gradient(output: Any) -> list[Tensor]:
+    """Return the tensors of a tree that need a gradient, as dense ones."""
+    outputs = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+    return [t if t.layout == torch.strided else t.to_dense() for t in outputs]
+
+
+def given_for(outputs: list[Tensor]) -> list[Tensor]:
+    """Return random gradients of the outputs, always the same."""
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(t.shape, dtype=t.dtype, generator=generator) for t in outputs]
+
+
 def stored_exactly(handle: encke.Handle) -> bool:
     """Return whether the last pass stored everything exactly, as masks, or not at all."""
-    exact = {"kept", "shape", "Lossless", "Mask", "Sign", "Between", "Window"}
-    return all(row.codec in exact for row in handle.report().sites)
+    return all(isinstance(each.codec, str) or each.codec.exact for each in handle._capture.ledger.last)
 
 
-def difference(sample: Sample, policy: Any) -> str | None:
-    """Return how compressed steps differ from plain ones in a way that they must not; None if they do not.
+def differences(sample: Sample, policies: dict[str, Any]) -> list[str]:
+    """Return how compressed steps differ from plain ones in a way that they must not, by policy; empty if in nothing.
 
     At bound 0, and where nothing lossy was stored, every bit must be equal. Otherwise what plain training computes
     as a finite number must be finite.
@@ -189,11 +222,17 @@ def difference(sample: Sample, policy: Any) -> str | None:
             plain, _ = run(sample)
         except Exception as error:
             refused = sample.name.partition("[")[0] in PLAIN_REFUSES
-            return None if refused else f"plain training fails: {type(error).__name__}: {error}"
-        try:
-            compressed, exact = run(sample, policy)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
+            return [] if refused else [f"{sample.name}: plain training fails: {type(error).__name__}: {error}"]
+        found = {name: difference(sample, plain, policy) for name, policy in policies.items()}
+    return [f"{sample.name} under {name}: {text}" for name, text in found.items() if text]
+
+
+def difference(sample: Sample, plain: list[Step], policy: Any) -> str | None:
+    """Return how the steps of a sample under a policy differ from plain ones in a way that they must not."""
+    try:
+        compressed, exact = run(sample, policy)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
     exact = exact or policy is BOUND_0
     for number, (expected, step) in enumerate(zip(plain, compressed, strict=True), 1):
         for i, (a, b) in enumerate(zip(expected, step, strict=True)):
@@ -215,3 +254,108 @@ def same(a: Tensor, b: Tensor) -> bool:
 def finite(a: Tensor, b: Tensor) -> bool:
     """Return whether `b` is finite wherever `a` is."""
     return a.shape == b.shape and bool((b.isfinite() | ~a.isfinite()).all())
+
+
+def lossy_memory(output: Any) -> dict[Any, list[Saved]]:
+    """Return what may be stored with errors behind an output: each piece of memory with those who saved it."""
+    found: dict[Any, list[Saved]] = {}
+    for tensor in tensors_with_gradient(output):
+        for _, _, saved in saved_in(tensor):
+            if saved.cell is not None and saved.site.need in ("lossy", "attention", "logprob"):
+                found.setdefault(saved.cell, []).append(saved)
+    return found
+
+
+def kinds(memory: dict[Any, list[Saved]]) -> set[Any]:
+    """Return in which ways the readers of lossy memory take errors."""
+    return {TABLE.get((saved.site.operation, saved.site.slot)) for each in memory.values() for saved in each}
+
+
+def flattened(step: Step) -> Tensor:
+    """Return all results of a step in one dimension, in double precision."""
+    return torch.cat([t.flatten().double() for t in step if t is not None])
+
+
+@dataclass
+class Errors:
+    """Errors of a sample's gradients, and what they should be like."""
+
+    drawn: Tensor
+    """Errors in several steps, which differ by the seed alone: (steps, results)."""
+    variance: Tensor
+    """Variance predicted for each result."""
+    values: int
+    """Stored values that have errors."""
+
+
+def linear_errors(sample: Sample, codec: GroupQuant, steps: int) -> Errors | None:
+    """Return the errors of gradients that are linear in what is stored with errors; None if these are not.
+
+    Each stored value is changed by one to find its weight in each gradient. Its own error is uniform within half a
+    step of the quantiser.
+    """
+    with attached(sample, BOUND_0) as (forward, _):
+        gradients(*forward(0))
+        output, leaves = forward(0)
+        memory = lossy_memory(output)
+        values = sum(len(cell.flat(False)) for cell in memory)
+        if kinds(memory) != {"linear"} or not 0 < values <= MOST_VALUES:
+            return None
+        plain = flattened(gradients(output, leaves, again=True))
+        variance = torch.zeros_like(plain)
+        for cell, savings in memory.items():
+            flat = cell.flat(False)
+            error = largest_step(flat, codec).square() / 12
+            for i in range(len(flat)):
+                changed = flat.clone()
+                changed[i] += 1
+                for saved in savings:
+                    saved.tensor = saved.layout.restore(changed)
+                    saved.version = saved.tensor._version
+                variance += error * (flattened(gradients(output, leaves, again=True)) - plain).square()
+            for saved in savings:
+                saved.tensor = None
+    with attached(sample, Fixed(codec)) as (forward, _):
+        drawn = torch.stack([flattened(gradients(*forward(0))) for _ in range(steps + 1)])[1:]
+    return Errors(drawn - plain, variance, values)
+
+
+def largest_step(flat: Tensor, codec: GroupQuant) -> Tensor:
+    """Return the largest step that a tensor's groups can have.
+
+    The last group is filled with zeros. The lowest value is rounded down, and the step up, to bf16.
+    """
+    low, high = flat.min().clamp(max=0).double(), flat.max().clamp(min=0).double()
+    return (high - low + 2**-8 * flat.abs().max().double()) * (1 + 2**-7) / (2**codec.bits - 2)
+
+
+def smooth_excess(sample: Sample, codec: GroupQuant) -> float | None:
+    """Return by how much an activation's gradient is further off than its table entry states, at most.
+
+    None if the sample is not one smooth operation on each value.
+    """
+    found = []
+    for policy in (BOUND_0, Fixed(codec)):
+        with attached(sample, policy) as (forward, _):
+            gradients(*forward(0))
+            output, leaves = forward(0)
+            memory = lossy_memory(output)
+            if kinds(memory) != {"smooth"} or len(memory) != 1 or not isinstance(output, Tensor):
+                return None
+            (((saved, *_),),) = (memory.values(),)
+            values = saved.restore().double()
+            if not leaves[0].shape == output.shape == values.shape:
+                return None
+            (given,) = given_for([output])
+            found.append((values, torch.autograd.grad(output, leaves[0], given)[0].double()))
+    (exact, plain), (stored, packed) = found
+    operation = saved.site.operation
+    slope = 6 * float(torch.stack([exact, stored]).abs().max()) if operation == "Pow" else LIPSCHITZ[operation]
+    error = (stored - exact).abs()
+    if operation in ("Sigmoid", "Tanh"):
+        slope = slope + error  # a result may come back outside of the function's range
+    jump = JUMPS.get(operation, 0)
+    if operation == "PreluKernel":
+        jump = max(jump, float((1 - leaves[1]).abs().max()))  # the table states it for slopes from 0 to 2
+    allowed = given.abs() * (slope * error + jump)
+    return float(((packed - plain).abs() - allowed).max() / (plain.abs().max() + 1e-12))

@@ -84,6 +84,7 @@ def test_attaching_again_is_an_error_for_the_model_its_parts_and_what_contains_i
         (lambda: encke.attach(net(), policy=ErrorBounded(0.1)), TypeError, "policy must be"),
         (lambda: encke.attach(net(), optimizer="sgd"), TypeError, "optimizer must be"),
         (lambda: encke.attach(net(), torch.optim.SGD(net().parameters())), TypeError, "optimizer=optimizer"),
+        (lambda: encke.attach(net(), optimizer=torch.optim.SGD(net().parameters())), ValueError, "no parameter of"),
         (lambda: encke.compress(torch.optim.SGD(net().parameters())), TypeError, "optimizer=optimizer"),
         (lambda: encke.Handle(), TypeError, "made by encke.attach"),
         (lambda: encke.attach(net(), min_bytes=0), ValueError, "min_bytes must be at least 1.*got 0.*16384"),
@@ -400,6 +401,12 @@ def test_the_optimizer_inside_a_wrapper_is_read() -> None:
         model(torch.randn(128, 64)).sum().backward()
         Wrapper(optimizer).step()
     assert handle.policy.schedule.optimizer is optimizer and handle.policy.schedule.updates == 2  # type: ignore
+
+
+def test_an_optimizer_of_more_or_less_than_the_model_is_taken() -> None:
+    model, other = net(), net()
+    for parameters in ([*model.parameters(), *other.parameters()], model[0].parameters()):
+        encke.attach(model, optimizer=torch.optim.SGD(parameters, 0.1)).detach()
 
 
 def test_lazy_layers_and_scripts_say_what_to_do() -> None:

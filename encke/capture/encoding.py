@@ -74,7 +74,7 @@ def shared_cell(facts: SiteFacts, t: Tensor, layout: Layout, length: int, forwar
     key = (storage._cdata, t.storage_offset(), run, t.dtype, t._version)
     known = forward.cells.get(key)
     # Allocators reuse addresses: an entry counts only while the storage it was made from is alive.
-    if known is not None and known[1]() is not None:
+    if known is not None and known[1]() is not None and not facts.changed:
         cell = known[0]()
         if cell is not None:
             return cell
@@ -103,6 +103,9 @@ def encode(
         length: Values in the tensor's run of memory.
         deferred: Forward to run while the tensor is encoded.
     """
+    if forward.collection is not None and length is not None and not saved.owner.check_finite(saved.facts, t):
+        # A forward that was deferred expects the codec it has announced: exact from the next pass on.
+        cell.wanted = cell.wanted if deferred is not None else Lossless()
     codec, record, packed, layout = cell.wanted, cell.record, cell.packed, saved.layout
     assert codec is not None
     if packed is None or not satisfies(packed.codec, codec):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import replace
 from typing import Any
 
 from encke.capture.sites import Site
@@ -25,6 +26,7 @@ class SiteFacts:
     """Everything about a site that is learnt from one pass to the next. Each fact is checked when it is used."""
 
     __slots__ = (
+        "changed",
         "function",
         "high",
         "encoder_state",
@@ -68,6 +70,8 @@ class SiteFacts:
         """A known limit of the integers saved here."""
         self.sharers: set[SiteFacts] = set()
         """Sites that later save the same memory: the strictest of them decides."""
+        self.changed = False
+        """Whether the memory had other values when another site saved it before: written through `tensor.data`."""
         self.encoder_state = EncoderState()
         self.function: Any = None
         """Function that runs in the operation's place (encke/fused); False if there is none, None if not asked yet."""
@@ -81,6 +85,11 @@ class SiteFacts:
             )
             and self.site.need == other.site.need
         )
+
+    def become_exact(self) -> None:
+        """Store exactly from now on what is saved here: it holds values that are not finite."""
+        self.site = replace(self.site, need="exact")
+        self.function = None
 
     def distrust(self) -> None:
         """Have every site of the call learnt anew from now on: the order of its operations has changed."""

@@ -17,10 +17,11 @@ from encke.capture.ledger import KEPT, Ledger, Record
 from encke.capture.modules import Layer
 from encke.capture.nodes import (
     KNOWN,
-    comes_from_leaves,
+    Origin,
     is_view_of_parameter,
     needs_weight_gradient,
     operation_name,
+    origin_of,
     saved_by,
     signature,
     tensors_in,
@@ -142,11 +143,21 @@ class Capture:
         note_size(frame, index, t)
         forward = self.threads.forward
         flat, layout = flatten(t.detach())
+        before = frame.sites[index] if index < len(frame.sites) else None
+        facts.changed = before is not None and before.changed
         cell = shared_cell(facts, t, layout, flat.numel(), forward)
+        if before is None:
+            # To read a checksum, the host waits for the GPU: only when a site saves for the first time.
+            values = checksum(flat)
+            if cell.checksum is not None and cell.checksum != values:
+                facts.changed = True
+                cell = shared_cell(facts, t, layout, flat.numel(), forward)
+            cell.checksum = values
         saved = Saved(self.readers, facts, t, layout, cell)
         node = t.grad_fn
-        parameter = is_view_of_parameter(node) or comes_from_leaves(node, parameters=True)
-        saved.pending = Pending(frame, parameter, comes_from_leaves(node, parameters=False))
+        origin = origin_of(node, forward.origins)
+        parameter = origin is Origin.PARAMETERS or is_view_of_parameter(node)
+        saved.pending = Pending(frame, parameter, origin is not Origin.DATA)
         if is_parameter_view(t) or self.readers.is_weight(t):
             # Sharded training frees a weight's memory behind its layer: a view cannot be made of it later.
             saved.tensor, saved.version = keep(t)
@@ -232,6 +243,12 @@ def unpack(saved: Saved | Kept) -> Tensor:
 def keep(t: Tensor) -> Kept:
     """Keep a tensor as it is."""
     return t.detach(), t._version
+
+
+def checksum(flat: Tensor) -> list[int]:
+    """Return sums by which to notice that memory was written through `tensor.data`, which leaves no other trace."""
+    words = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64))
+    return torch.stack([words.sum(), words[: words.numel() // 3].sum()]).tolist()
 
 
 def note_size(frame: Frame, index: int, t: Tensor) -> None:

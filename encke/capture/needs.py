@@ -133,7 +133,8 @@ LIPSCHITZ = {
 }
 """Change of a smooth operation's derivative for each unit of error in what it saved.
 
-Sigmoid and tanh save their results. The third power has 6 times the largest value in place of the constant.
+Sigmoid and tanh save their results: where one comes back outside of the function's range, by an error e, the constant
+is e larger. The third power has 6 times the largest value in place of the constant.
 """
 JUMPS = {"Hardswish": 0.5, "PreluKernel": 1.0, "Elu": 0.71}
 """Change of the derivative at a corner: hard swish at -3 and 3, SELU and PReLU (with a slope from 0 to 2) at zero."""

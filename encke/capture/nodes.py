@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -42,35 +43,66 @@ def signature(t: Tensor) -> tuple[Any, ...]:
     return (t.dtype, t.dim(), t.requires_grad, None if node is None else operation_name(node))
 
 
-def comes_from_leaves(grad_fn: Any, parameters: bool, limit: int = 64) -> bool:
-    """Return whether a tensor was computed from leaves and constants alone, as weight norm and masked weights are.
+class Origin(enum.IntEnum):
+    """Values that a tensor was computed from. The least origin of its inputs is a result's origin."""
 
-    Rows looked up in a table are not computed from leaves alone: which rows is data. What needs no gradient is data if
-    it is an operand of a product or if it is larger than the leaves it meets, and a constant otherwise.
+    DATA = 0
+    LEAVES = 1
+    """Leaves of any kind and constants alone."""
+    PARAMETERS = 2
+    """Parameters and constants alone, as with weight norm and masked weights."""
+
+
+def origin_of(grad_fn: Any, known: dict[int, Origin]) -> Origin:
+    """Return what a tensor was computed from.
 
     Args:
         grad_fn: The node that made the tensor.
-        parameters: Whether only nn.Parameters count as leaves.
-        limit: Nodes to look at before giving up.
+        known: Origins found before in this forward pass, by the node's sequence number; gets those found now, so that
+            no node is looked at twice.
     """
-    stack, seen = [grad_fn], 0
-    while stack:
-        node = stack.pop()
-        seen += 1
-        if node is None or seen > limit:
-            return False
-        if hasattr(node, "variable"):
-            if parameters and not isinstance(node.variable, nn.Parameter):
-                return False
-            continue
-        operation, edges = operation_name(node), node.next_functions
-        inputs = [edge for edge in edges if edge[0] is not None]
-        if operation in LOOKUPS or not inputs:
-            return False
-        if len(inputs) < len(edges) and (operation in PRODUCTS or result_size(node) > max(map(input_size, inputs))):
-            return False
-        stack.extend(source for source, _ in inputs)
-    return True
+    path: list[tuple[int, Iterator[Any], list[Origin]]] = []
+    """From `grad_fn` down to the node in hand: its number, its inputs still to look at, the origins of the others."""
+    node = grad_fn
+    while True:
+        origin, inputs = _look(node, known)
+        if origin is None:
+            path.append((node._sequence_nr(), iter(inputs), [Origin.PARAMETERS]))
+        while path:
+            number, rest, found = path[-1]
+            if origin is not None:
+                found.append(origin)
+            # What is computed from data is data, whatever else it is computed from.
+            node = None if origin is Origin.DATA else next(rest, None)
+            if node is not None:
+                break
+            origin = known[number] = min(found)
+            path.pop()
+        else:
+            assert origin is not None
+            return origin
+
+
+def _look(node: Any, known: dict[int, Origin]) -> tuple[Origin | None, list[Any]]:
+    """Return the origin of what a node made, or None and the nodes of its inputs, which decide.
+
+    Rows looked up in a table are not computed from leaves alone: which rows is data. What needs no gradient is data if
+    it is an operand of a product or if it is larger than the leaves it meets, and a constant otherwise.
+    """
+    if node is None:
+        return Origin.DATA, []
+    if hasattr(node, "variable"):
+        return Origin.PARAMETERS if isinstance(node.variable, nn.Parameter) else Origin.LEAVES, []
+    origin = known.get(node._sequence_nr())
+    if origin is not None:
+        return origin, []
+    operation, edges = operation_name(node), node.next_functions
+    inputs = [edge for edge in edges if edge[0] is not None]
+    if operation in LOOKUPS or not inputs:
+        return Origin.DATA, []
+    if len(inputs) < len(edges) and (operation in PRODUCTS or result_size(node) > max(map(input_size, inputs))):
+        return Origin.DATA, []
+    return None, [source for source, _ in inputs]
 
 
 def result_size(node: Any, index: int = 0) -> int:
@@ -85,9 +117,7 @@ def input_size(edge: tuple[Any, int]) -> int:
 
 def is_view_of_parameter(grad_fn: Any) -> bool:
     """Return whether a tensor is a parameter behind nothing but views and casts."""
-    for _ in range(16):
-        if grad_fn is None:
-            return False
+    while grad_fn is not None:
         if hasattr(grad_fn, "variable"):
             return True
         if operation_name(grad_fn) not in VIEWS:

@@ -13,6 +13,7 @@ import torch
 from encke.capture.deferred import DeferredForward
 from encke.capture.ledger import Tally
 from encke.capture.modules import Layer
+from encke.capture.nodes import Origin
 from encke.capture.saved import Saved, SharedCell
 from encke.policies.base import Collector
 from encke.torch_internals import (
@@ -57,6 +58,7 @@ class ForwardPass:
         "deferred",
         "frames",
         "nodes",
+        "origins",
         "outer",
         "pending",
         "rank",
@@ -84,6 +86,8 @@ class ForwardPass:
         """Storages of the model's parameters and buffers, once somebody asked."""
         self.collection: Collector | None = None
         self.nodes: list[Any] = []
+        self.origins: dict[int, Origin] = {}
+        """Origins of results, by the sequence number of the autograd node."""
         self.outer: Any = None
         """Python frame of the call that switched the hooks on."""
         self.deferred: DeferredForward | None = None

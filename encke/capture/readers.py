@@ -64,6 +64,8 @@ class Readers:
         self.threads = threads
         self.step = 0
         """Training forward passes so far."""
+        self.finite: dict[Site, bool] = {}
+        """Whether all values were finite when a lossy site was looked at."""
 
     def read_graph(self, grad_fn: Any) -> None:
         """Walk the graph behind `grad_fn` and settle what is pending in the nodes not visited before."""
@@ -103,6 +105,8 @@ class Readers:
             saved.pending = None
             facts.reader = operation_name(node)
             facts.site = self._site(node, slot, saved, pending)
+            assert saved.cell is not None and saved.cell.held is not None
+            self.check_finite(facts, saved.cell.held, again=False)
             unstable = self._read_settings(node, slot, facts, frame, mine)
             sites, index = frame.sites, facts.index
             sites.extend([None] * (index + 1 - len(sites)))
@@ -111,7 +115,6 @@ class Readers:
                 unstable = True
                 if before.same_as(facts):
                     # The same objects from pass to pass: those who share the memory and the encoder remember them.
-                    assert saved.cell is not None
                     if saved.cell.record.facts is facts:
                         saved.cell.record.facts = before
                     saved.facts = facts = before
@@ -183,6 +186,26 @@ class Readers:
             weight_gradient=needs_weight_gradient(node),
             node_class=type(node),
         )
+
+    def check_finite(self, facts: SiteFacts, t: Tensor, again: bool = True) -> bool:
+        """Return whether all that a site saves is finite or exact. If not, the site becomes exact.
+
+        One NaN or infinity would make the values around it NaN as well. The host waits for the GPU here.
+
+        Args:
+            facts: The site.
+            t: What it saves.
+            again: Whether to look at the values although they were finite before.
+        """
+        site = facts.site
+        if site.need not in ("lossy", "attention"):
+            return True
+        finite = self.finite.get(site)
+        if finite is None or (finite and again):
+            finite = self.finite[site] = all_finite(t.detach())
+        if not finite:
+            facts.become_exact()
+        return finite
 
     def settle(self, saved: Saved, frame: Frame) -> None:
         """Ask the cell for what a saving needs, now that it is known; encode when no other saving is pending."""
@@ -265,6 +288,11 @@ class Readers:
             "from now on this layer's operations are examined anew each time. Or leave the layer out with "
             f"attach(..., overrides={{{site.layer!r}: None}})."
         )
+
+
+def all_finite(t: Tensor) -> bool:
+    """Return whether a tensor holds neither NaN nor infinities, which its smallest and largest value tell."""
+    return bool(torch.stack(torch.aminmax(t)).isfinite().all())
 
 
 def is_wrapper(t: Tensor) -> bool:

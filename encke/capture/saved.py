@@ -24,6 +24,7 @@ class SharedCell:
 
     __slots__ = (
         "__weakref__",
+        "checksum",
         "decoded",
         "held",
         "key",
@@ -48,6 +49,8 @@ class SharedCell:
         self.readers = 0
         """Savings of this memory for its values, not for a mask."""
         self.decoded: tuple[StorageWeakRef, int] | None = None
+        self.checksum: list[int] | None = None
+        """Checksum of the memory when it was first held; None if nobody asked."""
         self.lock: threading.Lock | None = None
 
     def ask(self, codec: Codec, values: bool = False) -> None:

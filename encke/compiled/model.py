@@ -206,6 +206,8 @@ class CompiledModel:
 
     def codec_for(self, sites: list[Site]) -> GroupQuant | None:
         """Return a codec that serves all readers of a tensor and keeps what earlier graphs kept; None to keep it."""
+        if not all(self.capture.readers.finite.get(site, True) for site in sites):
+            return None
         codecs = [self.of_fixed_rate(site) for site in sites if site.need not in ("mask", "sign", "shape")]
         codec = strictest(codec for codec in codecs if codec is not None).fixed_rate() if all(codecs) else None
         floor = self.floors.get(sites[0])

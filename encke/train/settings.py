@@ -25,6 +25,8 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 """Folder of the recipes that come with Encke."""
 SETTINGS = "settings.yaml"
 """File of the settings in the folder of a run."""
+FIRST_LINE, LAST_LINE = "# All settings of a run, down to the line: # end of settings", "# end of settings"
+"""First and last line of that file: one that was cut short by a copy is noticed by its end."""
 
 
 @dataclass(frozen=True)
@@ -194,8 +196,9 @@ def read(recipe: str, overrides: Sequence[str] = ()) -> Settings:
     """Read a recipe and apply options of the command line.
 
     Args:
-        recipe: The path of a YAML file, the folder of a run, or the name of a recipe that comes with Encke. The folder
-            of a run is its own `out`, wherever it was trained: a copy never writes into its original.
+        recipe: The path of a YAML file, the folder of a run or its settings file, or the name of a recipe that comes
+            with Encke. The folder of a run is its own `out`, wherever it was trained: a copy never writes into its
+            original.
         overrides: Options as on the command line, such as `["--optimizer.lr", "0.05"]`.
 
     Raises:
@@ -212,8 +215,8 @@ def read_as(kind: type[S], recipe: str, overrides: Sequence[str]) -> S:
     """Read a recipe into `Settings` or a subclass with more options."""
     path = find(recipe)
     values = load(path)
-    if path == Path(recipe) / SETTINGS:
-        values["out"] = recipe
+    if path == Path(recipe) / SETTINGS or (path.name == SETTINGS and (path.parent / "metrics.jsonl").exists()):
+        values["out"] = str(path.parent)
     settings = parse(kind, arguments_of(values, str(path)), kind(), str(path))
     return check(parse(kind, list(spelt_out(overrides)), settings, "the command line"))
 
@@ -239,7 +242,8 @@ def load(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        tree = yaml.safe_load(path.read_text())
+        text = path.read_text()
+        tree = yaml.safe_load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark is not None else ""
@@ -248,6 +252,12 @@ def load(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: not a text file") from None
     if tree is not None and not isinstance(tree, dict):
         raise UsageError(f"{path}: a recipe holds fields and values (epochs: 10), this is a {type(tree).__name__}")
+    of_run = path.name == SETTINGS or text.startswith(FIRST_LINE)
+    if of_run and (not tree or (text.startswith(FIRST_LINE) and not text.endswith(f"{LAST_LINE}\n"))):
+        raise UsageError(
+            f"{path} was cut short: its last line is not {LAST_LINE!r}. Copy it again, or, if you have shortened it "
+            "yourself, remove its first line"
+        )
     return translated(flat(tree or {}))
 
 
@@ -434,4 +444,5 @@ def to_yaml(settings: Settings) -> str:
     """Write all settings as a recipe."""
     import yaml
 
-    return yaml.safe_dump(finite_json(dataclasses.asdict(settings)), sort_keys=False)
+    values = yaml.safe_dump(finite_json(dataclasses.asdict(settings)), sort_keys=False)
+    return f"{FIRST_LINE}\n{values}{LAST_LINE}\n"

@@ -51,10 +51,7 @@ def test_a_leaky_relu_gets_exact_signs_and_costs_one_bit(codec) -> None:
             for m in (plain, model):
                 m.zero_grad()
                 m(x, shared).backward()
-            # A NaN shows in its whole group, where groups are what the other reader is content with.
-            clean = codec.group if shared and isinstance(codec, GroupQuant) else 3
-            assert torch.equal(plain.scale.grad[clean:], model.scale.grad[clean:])
-            assert clean == 3 or model.scale.grad[:clean].isnan().all()
+            assert torch.equal(plain.scale.grad.nan_to_num(7), model.scale.grad.nan_to_num(7))
         (row,) = [row for row in handle.report().sites if row.operation == "LeakyRelu"]
         assert shared or row.packed_bytes == 64 * 1024 // 8
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import encke
+from encke.capture.nodes import Origin, origin_of
 from encke.codecs import ErrorBounded, GroupQuant
 from encke.policies import Fixed
 from tests.capture.common import EXACT, batch, grads_of, net
@@ -347,7 +349,7 @@ def test_another_slot_than_the_one_learnt_is_an_error_once_and_then_right() -> N
         model(batch()).sum().backward()
 
 
-@pytest.mark.parametrize("kind", ["mask", "noise", "straight-through", "scaled"])
+@pytest.mark.parametrize("kind", ["mask", "noise", "straight-through", "scaled", "long"])
 def test_computed_weights_are_not_packed(kind: str) -> None:
     class Computed(nn.Module):
         def __init__(self) -> None:
@@ -363,6 +365,9 @@ def test_computed_weights_are_not_packed(kind: str) -> None:
                 w = w + 0.1 * torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
             elif kind == "straight-through":
                 w = w + (w.sign() - w).detach()
+            elif kind == "long":
+                for _ in range(40):
+                    w = w * 0.999 + self.w * 1e-3
             else:
                 w = w * 0.5
             return F.linear(x, w)
@@ -376,3 +381,85 @@ def test_computed_weights_are_not_packed(kind: str) -> None:
         model(mine).square().sum().backward()
         plain(theirs).square().sum().backward()
         assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_the_origin_of_a_result_is_found_once_for_each_node() -> None:
+    w = nn.Parameter(torch.ones(4))
+    leaf, data = torch.ones(4, requires_grad=True), torch.ones(4)
+    known: dict[int, Origin] = {}
+    weight = w * 2
+    assert origin_of((weight + leaf).grad_fn, known) is Origin.LEAVES
+    assert origin_of(weight.grad_fn, known) is Origin.PARAMETERS
+    product = torch.dot(weight, data)
+    assert origin_of((product + w).grad_fn, known) is Origin.DATA
+    assert origin_of(None, known) is Origin.DATA
+    branches = weight
+    for _ in range(100):  # each node twice the paths
+        branches = branches + branches
+    assert origin_of(branches.grad_fn, known) is Origin.PARAMETERS
+    assert len(known) == 103
+
+
+class Sharp(nn.Module):
+    """A product with a tensor that holds infinities in some of its columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(1024))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + 0 * self.w[0]) * self.w
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("policy", [Fixed(GroupQuant(2)), "default"], ids=repr)
+def test_values_that_are_not_finite_do_not_spread(policy, value: float) -> None:
+    model = Sharp()
+    handle = encke.attach(model, policy)
+    x = torch.randn(64, 1024)
+    x[::2, 5] = value
+    for _ in range(3):
+        model.w.grad = None
+        model(x).sum().backward()
+        assert (~model.w.grad.isfinite()).nonzero().tolist() == [[5]]
+    assert "GroupQuant" not in {row.codec for row in handle.report().sites if row.operation == "Mul"}
+    handle.detach()
+    handle = encke.attach(model, policy)
+    model(x.nan_to_num(0, 0, 0)).sum().backward()
+    assert "GroupQuant" in {row.codec for row in handle.report().sites if row.operation == "Mul"}
+
+
+def test_infinities_that_come_later_are_seen_in_a_collection_step_and_show_otherwise() -> None:
+    model = Sharp()
+    handle = encke.attach(model)
+    x = torch.randn(64, 1024)
+    y = x.clone()
+    y[3, 5] = math.inf
+    for step, values in enumerate((x, x, y, y)):
+        model.w.grad = None
+        if step == 3:
+            handle.collect_now()
+        model(values).sum().backward()
+        assert (~model.w.grad.isfinite()).sum() == (0, 0, 128, 1)[step], step
+
+
+def test_memory_written_through_data_between_two_savings_is_packed_twice() -> None:
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.ones(1024)), nn.Parameter(torch.ones(1024))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + 0 * self.a[0]
+            first = (x * self.a).sum().sigmoid()
+            x.data.mul_(-2)
+            return first * 0 + (x * self.a).sum() + (x * self.b).sum()
+
+    model = Writing()
+    encke.attach(model, EXACT)
+    x = torch.randn(64, 1024)
+    for _ in range(3):
+        model.zero_grad()
+        model(x).backward()
+        torch.testing.assert_close(model.b.grad, -2 * x.sum(0))
+        torch.testing.assert_close(model.a.grad[1:], -2 * x.sum(0)[1:])

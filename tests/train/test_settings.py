@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,26 @@ def test_an_empty_recipe_is_the_defaults(tmp_path):
 def test_settings_written_as_yaml_are_read_back_equal(tmp_path):
     before = changed("--schedule.milestones", "1", "2.5", "--policy", "none", "--optimizer.clip", "1", "--save", "none")
     assert read(recipe(tmp_path, to_yaml(before))) == before
+
+
+def test_settings_of_a_run_that_were_cut_short_are_refused_wherever_they_end(tmp_path):
+    text = to_yaml(changed("--table", "10"))
+    path = tmp_path / "settings.yaml"
+    for length in range(0, len(text), 7):
+        path.write_text(text[:length])
+        with pytest.raises(UsageError, match=re.escape(str(path))):
+            load(path)
+    path.write_text(text)
+    load(path)
+    path.write_text("".join(text.splitlines(True)[1:-1]))  # as earlier releases wrote it
+    assert read(str(path)).table == 10
+
+
+def test_the_settings_file_of_a_run_stands_for_its_folder(tmp_path):
+    (tmp_path / "settings.yaml").write_text(to_yaml(changed("--out", "elsewhere")))
+    assert read(str(tmp_path / "settings.yaml")).out == "elsewhere"
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert read(str(tmp_path / "settings.yaml")).out == read(str(tmp_path)).out == str(tmp_path)
 
 
 @pytest.mark.parametrize(
