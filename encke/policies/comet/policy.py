@@ -125,9 +125,9 @@ class Comet(AdaptivePolicy):
             setting = settings[site.place] = settings.pop(site.place_v1)
         if setting is not None:
             return setting.codec
+        if site.need == "attention":  # not measured: the fewest bits, refined
+            return at_attention(initial_codec(self.stochastic, self.seed, BITS[0]), site)
         initial = initial_codec(self.stochastic, self.seed)
-        if site.need == "attention":
-            return at_attention(initial, site)
         if site.need == "logprob":
             return at_logprob(initial, site)
         return self._learnt.layers.get(site.layer) or initial
@@ -219,6 +219,6 @@ def check_layers(learnt: Learnt, model: nn.Module | None) -> None:
 
 
 @cache
-def initial_codec(stochastic: bool, seed: int) -> Codec:
+def initial_codec(stochastic: bool, seed: int, bits: int = BITS[-1]) -> Codec:
     """Return the codec in force before anything was measured: the most bits, or 1 % of the range."""
-    return GroupQuant(bits=BITS[-1], seed=seed) if stochastic else ErrorBounded(1e-2, "rel", seed=seed)
+    return GroupQuant(bits=bits, seed=seed) if stochastic else ErrorBounded(1e-2, "rel", seed=seed)
