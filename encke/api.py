@@ -203,7 +203,9 @@ class Handle:
             >>> state = handle.state_dict()
             >>> encke.attach(torch.nn.Linear(2, 2)).load_state_dict(state)
         """
-        return {"version": STATE_VERSION, "step": self._capture.step, "policy": self.policy.state_dict()}
+        capture = self._capture
+        policy = self.policy.state_dict()
+        return {"version": STATE_VERSION, "step": capture.step, "policy": policy, "scores": dict(capture.scores.bits)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()` of an earlier run. A state that does not fit changes nothing.
@@ -220,7 +222,13 @@ class Handle:
         if state["version"] not in range(1, STATE_VERSION + 1):
             raise ValueError(f"this state has version {state['version']}; this release reads up to {STATE_VERSION}")
         step = int(state["step"])
-        self.policy.load_state_dict(state["policy"])
+        before = dict(self._capture.scores.bits)
+        self._capture.scores.load(state.get("scores", {}))
+        try:
+            self.policy.load_state_dict(state["policy"])
+        except Exception:
+            self._capture.scores.load(before)
+            raise
         self._capture.step = step
         for hook in self._hooks:
             if isinstance(hook, Around):

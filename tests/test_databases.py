@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from encke.capture.scores import SCORE_ERROR
 from encke.codecs import GroupQuant
 from tests.databases import (
     BOUND_0,
@@ -25,6 +26,7 @@ from tests.databases import (
     modules,
     name_of,
     operations,
+    run,
     samples_of,
     smooth_excess,
 )
@@ -134,6 +136,19 @@ def test_errors_of_all_linear_and_smooth_entries(shard: int) -> None:
         seen += sum(each is not None for each in excess)
         assert max((each for each in excess if each is not None), default=0) <= 1e-5, name_of(entry)
     assert seen
+
+
+@pytest.mark.slow
+def test_errors_of_fused_attention_are_those_of_its_scores() -> None:
+    tried = 0
+    for sample in samples_of(entry_of("nn.functional.scaled_dot_product_attention")):
+        _, _, (query, _, options) = sample.build()
+        if query.dim() == 4 and not options.get("dropout_p"):
+            tried += 1
+            for expected, found in zip(run(sample)[0], run(sample, "default")[0], strict=True):
+                for a, b in zip(expected, found, strict=True):
+                    assert (a - b).norm() <= 2 * SCORE_ERROR * a.norm(), sample.name
+    assert tried > 4
 
 
 def test_the_databases_are_there() -> None:

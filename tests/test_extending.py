@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import encke
+from encke.capture.scores import Scores
 from encke.capture.sites import Site
 from encke.codecs import Codec
 from encke.codecs.exact import Keep
@@ -56,4 +57,5 @@ def test_it_trains(codec: Codec, backend: str | None, shown: str) -> None:
 def test_it_says_what_it_is(codec: Codec) -> None:
     assert codec.describe() == "8 bits, row by row" and Codec.from_dict(codec.to_dict()) == codec
     attention, logprob = (Site("layer", "?", "?", need=n, dimensions=4) for n in ("attention", "logprob"))
-    assert Fixed(codec).choose(attention) == codec and Fixed(codec).choose(logprob) == Keep()
+    scores = Scores(Fixed(codec))
+    assert scores.codec(attention) == codec and scores.codec(logprob) == Keep()

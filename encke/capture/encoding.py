@@ -14,12 +14,12 @@ from encke.capture.ledger import SIZE_PENDING, Record
 from encke.capture.nodes import expand_window
 from encke.capture.passes import ForwardPass, Frame
 from encke.capture.saved import Saved, SharedCell
+from encke.capture.scores import Scores
 from encke.codecs import Codec, Lossless
 from encke.codecs.algebra import satisfies
 from encke.codecs.exact import Between, Mask, Sign, Window
 from encke.codecs.layout import Layout, run_of
 from encke.kernels import mix
-from encke.policies.base import Policy
 
 MASK, SIGN = Mask(), Sign()
 
@@ -27,7 +27,7 @@ storage_ref = weakref.ref
 """A storage's Python object lives as long as its memory does, whoever holds that."""
 
 
-def codec_for(policy: Policy, facts: SiteFacts, dtype: torch.dtype, frame: Frame | None) -> Codec | None:
+def codec_for(scores: Scores, facts: SiteFacts, dtype: torch.dtype, frame: Frame | None) -> Codec | None:
     """Return the codec that a site's need asks for; None where the tensor is kept as it is."""
     codec: Codec
     site = facts.site
@@ -38,13 +38,13 @@ def codec_for(policy: Policy, facts: SiteFacts, dtype: torch.dtype, frame: Frame
         codec = SIGN
     elif need == "range":
         limits = limits_of(site.operation, None if frame is None else frame.layer.owner())
-        codec = policy.choose(site) if limits is None else Between(*limits)
-    elif need == "exact":
+        codec = scores.codec(site) if limits is None else Between(*limits)
+    elif need in ("exact", "recomputed"):
         if facts.stays:
             return None
         codec = Lossless() if frame is None else exact_codec(facts, dtype, frame)
     else:
-        codec = policy.choose(site)
+        codec = scores.codec(site)
     return codec if codec.takes(dtype) else None
 
 

@@ -40,6 +40,7 @@ class SiteFacts:
         "siblings",
         "signature",
         "site",
+        "sources",
         "state",
         "window",
     )
@@ -68,6 +69,8 @@ class SiteFacts:
         """Index, within the same call, of the site where that max-pool saves its input."""
         self.high: int | None = None
         """A known limit of the integers saved here."""
+        self.sources: frozenset[int] | None = None
+        """Indices, within the same call, of the sites of query, key and value, if attention reads here."""
         self.sharers: set[SiteFacts] = set()
         """Sites that later save the same memory: the strictest of them decides."""
         self.changed = False
@@ -81,7 +84,7 @@ class SiteFacts:
         return (
             all(
                 getattr(self, name) == getattr(other, name)
-                for name in ("site", "signature", "reader", "raw_slot", "window", "input_index", "high")
+                for name in ("site", "signature", "reader", "raw_slot", "window", "input_index", "high", "sources")
             )
             and self.site.need == other.site.need
         )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from encke.capture import attention
 from encke.capture.deferred import DeferredForward
 from encke.capture.encoding import MASK, codec_for, encode, encode_alone, shared_cell
 from encke.capture.facts import SiteFacts, SiteState
@@ -29,6 +30,7 @@ from encke.capture.nodes import (
 from encke.capture.passes import ForwardPass, Frame, Passes
 from encke.capture.readers import Readers, is_wrapper, matches
 from encke.capture.saved import Pending, Saved
+from encke.capture.scores import Scores
 from encke.capture.sites import Site
 from encke.codecs.base import check_version
 from encke.codecs.layout import flatten, layout_of
@@ -39,8 +41,9 @@ from encke.torch_internals import current_autograd_node
 SMALL = 16384
 """Tensors of fewer bytes than this pass through as they are, unless `attach(..., min_bytes=...)` says otherwise."""
 
-Kept = tuple[Tensor, int]
-"""A tensor that is kept as it is, and its version when it was saved."""
+Kept = tuple[Tensor, int] | tuple[Tensor, int, bool]
+"""A tensor that is kept as it is, and its version when it was saved. A third item marks what may be a small result of
+attention, in whose place another one may be read."""
 
 
 class Capture:
@@ -56,11 +59,13 @@ class Capture:
         self.ledger = Ledger()
         self.passes = Passes((self.pack, unpack), self._begin_pass, self._end_pass)
         self.threads = self.passes.threads
-        self.readers = Readers(policy, root, self.threads)
+        self.scores = Scores(policy)
+        self.readers = Readers(self.scores, root, self.threads)
 
     def begin_step(self) -> None:
         """Count one more training forward pass; the one before goes to the log."""
         self.ledger.write(self.step)
+        self.scores.settle()
         self.step += 1
         self.readers.step = self.step
         self.rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
@@ -70,6 +75,8 @@ class Capture:
         forward.step, forward.rank = self.step, self.rank
         if self.schedule is not None:
             forward.collection = self.schedule.begin_pass()
+        measures = self.scores.due(self.step) if self.schedule is None else forward.collection is not None
+        forward.measuring = measures
 
     def _end_pass(self, forward: ForwardPass, output: Any) -> None:
         """Settle what is still pending, from the graph behind the output."""
@@ -78,6 +85,7 @@ class Capture:
         if forward.collection is not None:
             ends = [tensor.grad_fn for tensor in tensors_in(output)]
             forward.collection.walk(ends if any(ends) else forward.nodes, saved_by)
+        self.scores.end_pass()
         outermost = forward.frames[0].layer if forward.frames else None
         self.ledger.add("" if outermost is None or outermost.parent is None else outermost.name, forward.tally.close())
         settle_all(wait=False)
@@ -101,7 +109,7 @@ class Capture:
         if size < self.min_bytes:
             if not is_parameter_view(t):
                 forward.tally.small_bytes += size
-            return keep(t)
+            return (*keep(t), True) if 3 <= t.dim() <= 4 else keep(t)
         deferred = forward.deferred
         if deferred is None or deferred.t is not t:
             if deferred is not None:
@@ -173,9 +181,16 @@ class Capture:
         need = facts.site.need
         codec = None if deferred is None else deferred.codec
         if codec is None:
-            codec = MASK if need == "mask" else codec_for(self.policy, facts, t.dtype, frame)
+            if need == "recomputed" and not frame.lossy.isdisjoint(facts.sources or ()):
+                return self._save_shape(t, facts, frame)
+            codec = MASK if need == "mask" else codec_for(self.scores, facts, t.dtype, frame)
             if codec is None:
                 return self._keep(t)
+            if facts.sources is not None:
+                if not codec.exact:
+                    frame.lossy.add(facts.index)
+                if need == "attention" and forward.measuring:
+                    self.scores.measure(facts.site, t)
         layout, length = layout_of(t.shape, t.stride())
         if need == "range":
             record = Record(facts, forward.tally.count(t.untyped_storage()))
@@ -191,7 +206,7 @@ class Capture:
             first.sharers.add(facts)
         elif facts.sharers:
             for sharer in tuple(facts.sharers):
-                more = codec_for(self.policy, sharer, t.dtype, None)
+                more = codec_for(self.scores, sharer, t.dtype, None)
                 if more is not None:
                     cell.ask(more)
         cell.ask(codec, codec is not MASK)
@@ -203,11 +218,12 @@ class Capture:
 
     def _save_shape(self, t: Tensor, facts: SiteFacts, frame: Frame) -> Saved:
         """Save only the shape. The record still counts the memory, which plain autograd would have held."""
+        need = facts.site.need
         saved = Saved(self.readers, facts, t, layout_of(t.shape, t.stride())[0], None)
         note_size(frame, facts.index, t)
         tally = self.threads.forward.tally
         record = Record(facts, tally.count(t.untyped_storage()))
-        record.codec = "shape"
+        record.codec = need
         if record.saved_bytes:
             tally.records.append(record)
         return saved
@@ -216,9 +232,14 @@ class Capture:
 def unpack(saved: Saved | Kept) -> Tensor:
     """Return the tensor that autograd saved."""
     if type(saved) is tuple:
-        t, version = saved
+        t, version = saved[:2]
         if t._version != version:
             check_version(t, version)
+        if len(saved) == 3:
+            node = current_autograd_node()
+            if node is not None and (KNOWN.get(type(node)) or operation_name(node)) in attention.FORWARDS:
+                found = attention.read(node, saved)
+                return t if found is None else found
         return t
     assert isinstance(saved, Saved)
     facts = saved.facts
@@ -237,10 +258,14 @@ def unpack(saved: Saved | Kept) -> Tensor:
             slot = getattr(node, facts.raw_slot, None)
             if slot is not None and (slot[facts.position] if type(slot) is tuple else slot).data is not saved:
                 saved.owner.mismatch(saved, node)
+        if facts.sources is not None and node is not None:
+            found = attention.read(node, saved)
+            if found is not None:
+                return found
     return saved.restore()
 
 
-def keep(t: Tensor) -> Kept:
+def keep(t: Tensor) -> tuple[Tensor, int]:
     """Keep a tensor as it is."""
     return t.detach(), t._version
 

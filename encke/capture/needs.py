@@ -10,7 +10,8 @@ compiled mode those of aten operations (`convolution_backward` -> `Convolution`,
     sign        only the sign is read: one bit
     range       only inside or outside of known limits is read: one bit
     exact       every bit matters: lossless, or kept
-    attention   lossy, but the softmax amplifies errors: the policy refines its codec
+    recomputed  a result of attention: not kept where its inputs are lossy, else exact (encke/capture/attention.py)
+    attention   lossy, but a softmax amplifies errors: bits by the predicted error of a score (encke/capture/scores.py)
     logprob     lossy, read through an exponential: an absolute bound
     lossy       the policy decides
 
@@ -18,7 +19,8 @@ The table is a list of what is allowed. An operation or a slot that it does not 
 how its derivative takes errors. Lossy entries say how it does, by their kind:
 
     linear      the gradient is linear in the tensor: noise without bias gives a gradient without bias
-    quadratic   the tensor is read twice in a product: noise without bias adds a bias in proportion to its variance
+    quadratic   the tensor is read twice in a product: noise without bias adds a bias in proportion to its variance.
+                So is a softmax from its result P, by P * (g - sum(P * g)): its error is at most a step of P
     smooth      the derivative is a function of each value: an error changes it by at most `LIPSCHITZ` times the error,
                 plus `JUMPS` where the value crosses a corner of the function
 """
@@ -45,9 +47,6 @@ CANONICAL = {
     "ScaledDotProductFlashAttentionForCpu": "ScaledDotProductAttention",
     "ScaledDotProductEfficientAttention": "ScaledDotProductAttention",
     "ScaledDotProductCudnnAttention": "ScaledDotProductAttention",
-    "ScaledDotProductFusedAttentionOverrideable": "ScaledDotProductAttention",
-    "EfficientAttention": "ScaledDotProductAttention",
-    "FlashAttention": "ScaledDotProductAttention",
 }
 
 NORMS = ("BatchNorm", "LayerNorm", "GroupNorm", "InstanceNorm", "RmsNorm", "RMSNorm")
@@ -80,6 +79,10 @@ LISTED: dict[Need | Kind, dict[str, str]] = {
         "Mv": "self vec",
         "Addmv": "mat vec",
         "Dot": "self tensor",
+        # Scores are saved as the result of their softmax: what a product of them reads passes through no exponential.
+        "Bmm": "self mat2",
+        "Baddbmm": "batch1 batch2",
+        "ScaledDotProductAttention": "value",
         "Mul": "self other",
         "Addcmul": "tensor1 tensor2",
     },
@@ -88,6 +91,8 @@ LISTED: dict[Need | Kind, dict[str, str]] = {
         "NativeLayerNorm": "input",
         "NativeGroupNorm": "input",
         "FusedRmsNorm": "input",
+        "Softmax": "result",
+        "SafeSoftmax": "result",
     },
     "smooth": {
         "Gelu": "self",
@@ -101,13 +106,8 @@ LISTED: dict[Need | Kind, dict[str, str]] = {
         "Softplus": "self",
         "Pow": "self",
     },
-    "attention": {
-        "ScaledDotProductAttention": "query key value output",
-        "Bmm": "self mat2",
-        "Baddbmm": "batch1 batch2",
-        "Softmax": "result",
-        "SafeSoftmax": "result",
-    },
+    "attention": {"ScaledDotProductAttention": "query key"},
+    "recomputed": {"ScaledDotProductAttention": "output logsumexp log_sumexp"},
     "logprob": {"LogSoftmax": "result"},
 }
 
@@ -138,6 +138,20 @@ is e larger. The third power has 6 times the largest value in place of the const
 """
 JUMPS = {"Hardswish": 0.5, "PreluKernel": 1.0, "Elu": 0.71}
 """Change of the derivative at a corner: hard swish at -3 and 3, SELU and PReLU (with a slope from 0 to 2) at zero."""
+
+MIN_BITS = {
+    # Their errors go on to all layers in front, and are not averaged over a batch as those of a weight's gradient.
+    ("Bmm", "self"): 4,
+    ("Bmm", "mat2"): 4,
+    ("Baddbmm", "batch1"): 4,
+    ("Baddbmm", "batch2"): 4,
+    ("ScaledDotProductAttention", "value"): 4,
+    # Subtracted from a value that is nearly the same where attention is sharp.
+    ("ScaledDotProductAttention", "output"): 8,
+    ("Softmax", "result"): 8,
+    ("SafeSoftmax", "result"): 8,
+}
+"""Fewest bits of some lossy entries, whatever the policy; 8 for all of them where rounding is biased."""
 
 SETTINGS: dict[str, tuple[str, tuple[float, ...]]] = {
     # Derivatives of other powers divide, or are not numbers where a value came back below zero.
@@ -242,6 +256,7 @@ def need_of(
     limits: bool = False,
     setting: Any = None,
     weight_gradient: bool = True,
+    dropout: bool = False,
     node_class: type | None = None,
 ) -> Need:
     """Return what a reader needs of the tensor saved for it.
@@ -257,6 +272,7 @@ def need_of(
         limits: The operation has limits that are known, inside of which it propagates the gradient unchanged.
         setting: Value of the setting that `SETTINGS` names for the operation; None if it is not known.
         weight_gradient: The operation computes its weight's gradient, for which a convolution reads its input.
+        dropout: The operation is attention with dropout.
         node_class: The class of the operation's autograd node, if there is one.
     """
     is_float = dtype in FLOATS
@@ -273,7 +289,9 @@ def need_of(
         return "weight"
     if operation in SETTINGS and setting not in SETTINGS[operation][1]:
         return "exact"
-    if need in ("logprob", "mask", "sign", "range", "exact"):
+    if need == "recomputed" and dropout and slot == "output":
+        return "lossy"
+    if need in ("logprob", "mask", "sign", "range", "exact", "recomputed"):
         return need
     if not (requires_grad or slot in DATA_SLOTS or (operation, slot) in _registered):
         return "exact"

@@ -30,7 +30,7 @@ ACCUMULATE = 0xFFFFFFFFFFFFFFFF
 class Frame:
     """A layer's call in progress."""
 
-    __slots__ = ("index", "layer", "number", "sites", "sizes")
+    __slots__ = ("index", "layer", "lossy", "number", "sites", "sizes")
 
     def __init__(self, layer: Layer, forward: ForwardPass) -> None:
         calls = layer.calls
@@ -44,6 +44,8 @@ class Frame:
         """Facts about the sites of this call, by index; None where nothing was learnt."""
         self.sizes: dict[int, tuple[int, ...]] | None = None
         """Shapes saved so far in this call, by index; max-pool indices look up their input's shape here."""
+        self.lossy: set[int] = set()
+        """Indices of the inputs of attention that this call has packed with a loss."""
         self.index = 0
         """Tensors saved so far in this call."""
 
@@ -57,6 +59,7 @@ class ForwardPass:
         "collection",
         "deferred",
         "frames",
+        "measuring",
         "nodes",
         "origins",
         "outer",
@@ -85,6 +88,8 @@ class ForwardPass:
         self.weights: set[int] | None = None
         """Storages of the model's parameters and buffers, once somebody asked."""
         self.collection: Collector | None = None
+        self.measuring = False
+        """Whether queries and keys of attention are measured in this pass."""
         self.nodes: list[Any] = []
         self.origins: dict[int, Origin] = {}
         """Origins of results, by the sequence number of the autograd node."""

@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from encke.capture.attention import INPUTS
 from encke.capture.encoding import codec_for, encode, encode_alone, limits_of
 from encke.capture.facts import SiteFacts, SiteState
 from encke.capture.ledger import Record
@@ -42,10 +43,10 @@ from encke.capture.needs import CANONICAL, SETTINGS, TABLE, need_of
 from encke.capture.nodes import KNOWN, needs_weight_gradient, operation_name, saved_by, setting_of, window_of
 from encke.capture.passes import Frame, Threads
 from encke.capture.saved import Pending, Saved
+from encke.capture.scores import Scores
 from encke.capture.sites import Need, Site
 from encke.codecs.exact import Between
 from encke.kernels import mix
-from encke.policies.base import Policy
 from encke.torch_internals import RAW_SAVED, saved_setting
 
 LINEAR_MODULES = (nn.Linear, nn.LazyLinear)
@@ -58,8 +59,8 @@ SETTING_SITES = {reader for reader in TABLE if reader[0] in SETTINGS}
 class Readers:
     """Learn from the autograd graph who reads what one model saves."""
 
-    def __init__(self, policy: Policy, root: nn.Module | None, threads: Threads) -> None:
-        self.policy = policy
+    def __init__(self, scores: Scores, root: nn.Module | None, threads: Threads) -> None:
+        self.scores = scores
         self.root = weakref.ref(root) if root is not None else None
         self.threads = threads
         self.step = 0
@@ -122,7 +123,10 @@ class Readers:
             facts.siblings = sites
             sites[index] = facts
             learnt.append((saved, frame))
-        return learnt
+        if any(saved.site.need == "attention" and saved.facts.sources is not None for saved, _ in learnt):
+            self.scores.learn(node, dict(mine))
+        # Whether results of attention are kept goes by its inputs.
+        return sorted(learnt, key=lambda pair: pair[0].site.need == "recomputed")
 
     def _read_settings(
         self, node: Any, slot: str, facts: SiteFacts, frame: Frame, savings: list[tuple[str, Saved]]
@@ -136,6 +140,8 @@ class Readers:
                 facts.window, facts.input_index = window_of(node), inputs[0].index
         elif site.operation == "Embedding":
             facts.high = int(saved_setting(node, "weight_sym_argsize_0"))
+        elif site.operation == "ScaledDotProductAttention":
+            facts.sources = frozenset(other.facts.index for name, other in savings if name in INPUTS)
         facts.of_module = forward in (POOLS if facts.window is not None else EMBEDDINGS)
         told = facts.window is not None or facts.high is not None
         if site.need != "exact" or told:
@@ -184,6 +190,7 @@ class Readers:
             limits=limits is not None and Between(*limits).takes(dtype),
             setting=setting_of(node, operation),
             weight_gradient=needs_weight_gradient(node),
+            dropout=bool(saved_setting(node, "dropout_p", 0.0)),
             node_class=type(node),
         )
 
@@ -220,11 +227,12 @@ class Readers:
         changed = held._version != cell.version
         codec = None
         if need not in ("weight", "shape"):
-            codec = codec_for(self.policy, facts, facts.signature[0], frame)
-        if need == "shape":
+            codec = codec_for(self.scores, facts, facts.signature[0], frame)
+        recomputed = need == "recomputed" and not frame.lossy.isdisjoint(facts.sources or ())
+        if need == "shape" or recomputed:
             saved.cell = None
             if not cell.wanted:
-                cell.record.codec = "shape"
+                cell.record.codec = need
         elif codec is None or changed:
             if saved.tensor is None:
                 saved.tensor = saved.layout.restore(held)
@@ -240,6 +248,8 @@ class Readers:
             encode_alone(saved, record, codec, forward, held)
         else:
             cell.ask(codec, need != "mask")
+            if facts.sources is not None and not codec.exact:
+                frame.lossy.add(facts.index)
             if cell.record.facts is not facts:
                 cell.record.facts.sharers.add(facts)
         if cell.waiting == 0 and not changed:

@@ -125,6 +125,17 @@ class Saved:
         """The site that saved."""
         return self.facts.site
 
+    @property
+    def lossy(self) -> bool:
+        """Whether what comes back may differ from what was saved."""
+        cell = self.cell
+        return cell is not None and cell.held is None and cell.packed is not None and not cell.packed.codec.exact
+
+    @property
+    def dropped(self) -> bool:
+        """Whether this is a result of attention that was not kept."""
+        return self.facts.site.need == "recomputed" and self.cell is None and self.tensor is None
+
     def restore(self) -> Tensor:
         """Return the tensor for its reader."""
         if self.tensor is not None:
@@ -132,6 +143,13 @@ class Saved:
             return self.tensor
         cell = self.cell
         if cell is None:
+            if self.dropped:
+                raise RuntimeError(
+                    f"encke: {self.site.name} is not kept: backward computes it again from query, key and value, "
+                    "where dropout is off as it was when the layer was examined. It cannot be read elsewhere. If "
+                    "dropout was switched on since, run this step again; or leave the layer out with "
+                    f"attach(..., overrides={{{self.site.layer!r}: None}})."
+                )
             return dummy(self.layout, self.dtype, self.device)
         mask, packed = self.facts.site.need == "mask", cell.packed
         if not mask and cell.lock is None and packed is not None and packed.dtype == self.dtype and cell.held is None:

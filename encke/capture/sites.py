@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-Need = Literal["weight", "shape", "mask", "sign", "range", "exact", "attention", "logprob", "lossy"]
+Need = Literal["weight", "shape", "mask", "sign", "range", "exact", "recomputed", "attention", "logprob", "lossy"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ def save_instead_of_recompute(pair: Pair) -> None:
     while (node := _recomputed(pair, lossy)) is not None:
         _save_result(pair, node, lossy)
     _compare_in_forward(pair)
-    _drop_unread(pair)
+    drop_unread(pair)
 
 
 def _recomputed(pair: Pair, lossy: set[Node]) -> Node | None:
@@ -92,7 +92,7 @@ def _compare_in_forward(pair: Pair) -> None:
                 _save_comparison(pair, node, made)
 
 
-def _drop_unread(pair: Pair) -> None:
+def drop_unread(pair: Pair) -> None:
     """Remove what nobody reads any more."""
     for node in reversed(list(pair.backward.nodes)):
         if node.op == "call_function" and not node.users and not node.is_impure():

@@ -25,8 +25,8 @@ from encke.capture.passes import may_push
 from encke.capture.sites import Site
 from encke.codecs import GroupQuant
 from encke.codecs.algebra import satisfies, strictest
-from encke.compiled import aot, lowerings, ops, rewrites
-from encke.compiled.cut import save_instead_of_recompute
+from encke.compiled import aot, attention, lowerings, ops, rewrites
+from encke.compiled.cut import drop_unread, save_instead_of_recompute
 from encke.compiled.names import is_relu, value
 from encke.compiled.pair import Pair
 from encke.compiled.writer import Form, Packing, Writer
@@ -77,6 +77,8 @@ class CompiledModel:
         """Codecs of earlier graphs, by site: a later graph keeps at least as many bits."""
         self.renewals = -1
         self.calling = False
+        self.measured = False
+        """Whether queries and keys have been measured, under a policy without collection steps."""
         self.stale = False
         """Whether the policy may have changed its settings since the graphs were made."""
         self.release_patch = aot.hold(self)
@@ -125,6 +127,7 @@ class CompiledModel:
             return self.eager(*args, **kwargs)
         if self.stale:
             self.stale = False
+            capture.scores.settle(wait=True)
             wanted = [(codec, self.codec_for(packing.sites)) for packing, codec in self.quantised()]
             if any(codec is None or not satisfies(present, codec) for present, codec in wanted):
                 self.renew()
@@ -140,9 +143,17 @@ class CompiledModel:
         return output
 
     def collects(self) -> bool:
-        """Return whether this forward pass is measured, which is done without the compiled graphs."""
-        schedule = self.capture.schedule
-        return schedule is not None and schedule.collects_next()
+        """Return whether this forward pass is measured, which is done without the compiled graphs.
+
+        Policies without collection steps measure queries and keys of attention alone, from the second pass on.
+        """
+        schedule, scores = self.capture.schedule, self.capture.scores
+        if schedule is not None:
+            return schedule.collects_next()
+        if not any(site.need == "attention" for packing, _ in self.quantised() for site in packing.sites):
+            return False
+        first, self.measured = not self.measured, True
+        return first or scores.due(self.capture.step + 1)
 
     def begin(self) -> None:
         """Begin a forward pass through the compiled graphs."""
@@ -168,6 +179,8 @@ class CompiledModel:
             return
         lowerings.install()
         save_instead_of_recompute(pair)
+        unread = attention.compute_again(pair, lambda node: self.choose(pair, node).form is Form.CODES)
+        drop_unread(pair)
         packings = {node: self.choose(pair, node) for node in pair.saved if node in pair.data}
         graph = next(_graph_ids)
         writer = Writer(pair, graph, packings)
@@ -182,7 +195,8 @@ class CompiledModel:
         backward.recompile()
         if writer.packed:
             ops.graph_owners[graph] = weakref.ref(self)
-            self.packings[graph] = list(packings.values())
+            recomputed = [Packing.recomputed(site, value(node)) for node, site in unread]
+            self.packings[graph] = [*packings.values(), *recomputed]
 
     def choose(self, pair: Pair, node: Node) -> Packing:
         """Choose the form of a saved tensor by what its readers need."""
@@ -193,7 +207,7 @@ class CompiledModel:
         needs = {site.need for site in sites}
         if t.dtype == torch.bool:
             return Packing(Form.MASK, sites)
-        if t.dtype not in FLOATS or needs & {"exact", "weight"}:
+        if t.dtype not in FLOATS or needs & {"exact", "weight", "recomputed"}:
             return Packing(Form.KEPT, sites)
         if needs == {"shape"}:
             return Packing(Form.SHAPE, sites)
@@ -220,7 +234,7 @@ class CompiledModel:
 
     def of_fixed_rate(self, site: Site) -> GroupQuant | None:
         """Return the policy's codec, or the one of fixed rate that stands in for it; None to keep the tensor."""
-        codec = self.capture.policy.choose(site)
+        codec = self.capture.scores.codec(site)
         stand_in = codec.fixed_rate()
         # A fixed rate has no bound, which the exponential in log-softmax's backward needs.
         if stand_in is codec or codec.exact or site.need == "logprob":

@@ -53,14 +53,14 @@ READERS: dict[str, dict[int, tuple[str, str]]] = {
     "bmm": {0: ("Bmm", "self"), 1: ("Bmm", "mat2")},
     "mul": {0: ("Mul", "self"), 1: ("Mul", "other")},
 }
-for _attention, _output in (("flash_attention", 4), ("cudnn_attention", 4), ("efficient_attention", 5),
-                            ("flash_attention_for_cpu", 4)):  # fmt: skip
-    READERS[f"_scaled_dot_product_{_attention}_backward"] = {
-        1: ("ScaledDotProductAttention", "query"),
-        2: ("ScaledDotProductAttention", "key"),
-        3: ("ScaledDotProductAttention", "value"),
-        _output: ("ScaledDotProductAttention", "output"),
-    }
+SDPA = "ScaledDotProductAttention"
+for _name, _output in (("flash_attention", 4), ("cudnn_attention", 4), ("efficient_attention", 5),
+                       ("flash_attention_for_cpu", 4)):  # fmt: skip
+    _inputs = ((SDPA, "query"), (SDPA, "key"), (SDPA, "value"))
+    _results = {_output: (SDPA, "output"), _output + 1: (SDPA, "logsumexp")}
+    READERS[f"_scaled_dot_product_{_name}_backward"] = dict(enumerate(_inputs, 1)) | _results
+    # Written into backward graphs by encke/compiled/attention.py.
+    READERS[f"_scaled_dot_product_{_name}"] = dict(enumerate(_inputs))
 
 # Products whose gradients are products again: which operand a backward product reads, only the forward one tells.
 PRODUCTS = {"mm", "addmm", "bmm", "mul"}
@@ -132,6 +132,12 @@ def behind_views(node: Node) -> Node:
 def is_relu(node: Node) -> bool:
     """Return whether a node of the forward graph is ReLU's result, behind views and casts: zero or positive."""
     return name_of(behind_views(node).target) == "relu"
+
+
+def has_dropout(reader: Node) -> bool:
+    """Return whether a node is the backward of attention with dropout."""
+    formals = reader.target._schema.arguments  # type: ignore[union-attr]
+    return any(f.name == "dropout_p" and p != 0 for f, p in zip(formals, reader.args, strict=False))
 
 
 class SiteNames:
@@ -221,6 +227,7 @@ class SiteNames:
                 parameter=parameter and differentiable,
                 limits=limits_of(operation, None) is not None,
                 weight_gradient=weight_gradient,
+                dropout=(operation, slot) == (SDPA, "output") and has_dropout(reader),
             )
         savings = sorted(self._savings.get((layer, call, operation, slot), ()))
         number = reader.meta.get("seq_nr", -1)

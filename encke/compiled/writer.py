@@ -18,7 +18,7 @@ from encke.codecs import GroupQuant
 from encke.codecs.exact import Mask
 from encke.compiled import rewrites
 from encke.compiled.masks import read_mask_from_codes
-from encke.compiled.names import size_hint, value
+from encke.compiled.names import bytes_of, size_hint, value
 from encke.compiled.pair import Pair
 from encke.kernels import GroupFormat
 from encke.kernels.formats import channel_stride
@@ -35,6 +35,8 @@ class Form(Enum):
     """One bit for each value."""
     CODES = auto()
     """Quantised."""
+    RECOMPUTED = auto()
+    """Not at all: the backward graph computes it from other saved tensors."""
 
 
 class Packing:
@@ -47,6 +49,13 @@ class Packing:
         self.codec = codec
         """Codec of `CODES`, None for the other forms."""
         self.record = Record(SiteFacts(sites[0]))
+
+    @classmethod
+    def recomputed(cls, site: Site, t: Tensor) -> Packing:
+        """Return the packing of a result that is not kept."""
+        packing = cls(Form.RECOMPUTED, [site])
+        packing.record.codec, packing.record.saved_bytes = "recomputed", bytes_of(t)
+        return packing
 
 
 class Writer:

@@ -15,7 +15,7 @@ from encke.policies.base import Policy
 class Fixed(Policy):
     """Uses one codec at every site.
 
-    Attention keeps at least 8 bits (values and output 4), log-probabilities an error of at most 0.05.
+    Log-probabilities have an error of at most 0.05. Attention has more bits where it needs them, as with every policy.
 
     Args:
         codec: The codec.
@@ -43,20 +43,9 @@ class Fixed(Policy):
 
     def choose(self, site: Site) -> Codec:
         """Return the codec for what `site` saves."""
-        if site.need == "attention":
-            return at_attention(self.codec, site)
         if site.need == "logprob":
             return at_logprob(self.codec, site)
         return self.codec
-
-
-def at_attention(codec: Codec, site: Site) -> Codec:
-    """Return `codec`, made fine enough for attention: the softmax multiplies errors of queries and keys.
-
-    Values and output do not pass through it and have 4 bits; sharp attention feels that (docs/comet.md).
-    """
-    linear = codec.unbiased and site.slot in ("value", "output")
-    return codec.refined(min_bits=4 if linear else 8) or Keep()
 
 
 def at_logprob(codec: Codec, site: Site) -> Codec:

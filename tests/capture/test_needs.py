@@ -40,12 +40,16 @@ NEEDS = {
     ("Addmm", "mat1"): "lossy",
     ("Mm", "self"): "lossy",
     ("Mm", "mat2"): "lossy",
-    ("Bmm", "self"): "attention",
-    ("Bmm", "mat2"): "attention",
-    ("Softmax", "result"): "attention",
+    ("Bmm", "self"): "lossy",
+    ("Bmm", "mat2"): "lossy",
+    ("Softmax", "result"): "lossy",
     ("ScaledDotProductAttention", "query"): "attention",
-    ("ScaledDotProductAttention", "output"): "attention",
-    ("ScaledDotProductAttention", "logsumexp"): "exact",
+    ("ScaledDotProductAttention", "key"): "attention",
+    ("ScaledDotProductAttention", "value"): "lossy",
+    ("ScaledDotProductAttention", "output"): "recomputed",
+    ("ScaledDotProductAttention", "logsumexp"): "recomputed",
+    ("FlashAttention", "query"): "exact",
+    ("EfficientAttention", "logsumexp"): "exact",
     ("LogSoftmax", "result"): "logprob",
     ("MaxPool2DWithIndices", "self"): "shape",
     ("AvgPool2D", "self"): "shape",
@@ -69,6 +73,12 @@ NEEDS = {
 @pytest.mark.parametrize(("reader", "need"), NEEDS.items(), ids=lambda item: ".".join(item) if len(item) == 2 else item)
 def test_need_of_each_reader(reader: tuple[str, str], need: str) -> None:
     assert need_of(*reader, torch.float32, requires_grad=True) == need
+
+
+def test_the_output_of_attention_with_dropout_is_kept() -> None:
+    kinds = {"requires_grad": True, "dropout": True}
+    assert need_of("ScaledDotProductAttention", "output", torch.float32, **kinds) == "lossy"
+    assert need_of("ScaledDotProductAttention", "logsumexp", torch.float32, **kinds) == "recomputed"
 
 
 def test_what_else_is_known_changes_the_need() -> None:
@@ -108,7 +118,7 @@ def test_what_is_not_listed_is_exact() -> None:
         if (operation, slot) not in TABLE and not slot.startswith("weight"):
             assert need_of(operation, slot, torch.float32, requires_grad=True, limits=True, setting=2) == "exact"
     assert {reader for reader in TABLE if reader[0] != "BatchNorm"} - readers <= {
-        ("ScaledDotProductAttention", slot) for slot in ("query", "key", "value", "output")
+        ("ScaledDotProductAttention", slot) for slot in ("query", "key", "value", "output", "logsumexp", "log_sumexp")
     }
 
 

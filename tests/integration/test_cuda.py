@@ -7,11 +7,15 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import encke
 from encke.bench.models import build
+from encke.capture import attention, scores
+from encke.capture.nodes import operation_name, saved_by
 from encke.codecs import ErrorBounded, GroupQuant, pending
 from encke.codecs.base import EncoderState
 from encke.policies import Fixed
@@ -193,3 +197,105 @@ def test_recorded_graphs_compute_the_same_and_round_every_step_anew(monkeypatch:
     for step in range(6):
         apart = (recorded[step] - recorded[step - 1]).norm()
         assert apart > 0.01 * recorded[step].norm() and (recorded[step] - plain[step]).norm() < 0.1 * apart
+
+
+BACKENDS = {
+    SDPBackend.FLASH_ATTENTION: "ScaledDotProductFlashAttention",
+    SDPBackend.EFFICIENT_ATTENTION: "ScaledDotProductEfficientAttention",
+    SDPBackend.CUDNN_ATTENTION: "ScaledDotProductCudnnAttention",
+}
+
+
+def attend(leaves: list[torch.Tensor], backend: SDPBackend, **options) -> torch.Tensor:
+    """Run attention on activations, with the same random numbers each time; skip where the backend is missing."""
+    torch.manual_seed(1)
+    with sdpa_kernel(backend):
+        try:
+            return F.scaled_dot_product_attention(*(t + torch.zeros((), device=t.device) for t in leaves), **options)
+        except RuntimeError as error:
+            if "No available kernel" in str(error):
+                pytest.skip(str(error))
+            raise
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.float() - b.float()).norm() / a.float().norm())
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 20.0}, {"dropout_p": 0.2}], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+def test_attention_belongs_to_its_decoded_inputs(backend: SDPBackend, options: dict, monkeypatch) -> None:
+    monkeypatch.setattr(scores, "SCORE_ERROR", 1e9)
+    context = encke.compress(Fixed(GroupQuant(bits=8)), min_bytes=1)
+    for _ in range(3):
+        leaves = [torch.randn(4, 8, 256, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+        with context:
+            output = attend(leaves, backend, **options)
+            result = output.tanh()
+        node = output.grad_fn
+        assert operation_name(node) == BACKENDS[backend]
+        saved = dict(saved_by(node))
+        assert saved[attention.logsumexp_of(node)].dropped
+        assert saved["output"].dropped == ("dropout_p" not in options)
+        lossy = [saved[slot].restore().clone().requires_grad_() for slot in attention.INPUTS]
+        given = torch.randn_like(output)
+        state = torch.cuda.get_rng_state()
+        found = torch.autograd.grad(result, leaves, given)
+        assert torch.equal(torch.cuda.get_rng_state(), state)
+        # The same dropout as before, and tanh's derivative as it was saved.
+        behind_tanh = (given.float() * (1 - result.float() ** 2)).to(given.dtype)
+        expected = torch.autograd.grad(attend(lossy, backend, **options), lossy, behind_tanh)
+        for a, b in zip(expected, found, strict=True):
+            assert relative(a, b) < 0.05
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+def test_attention_in_compiled_graphs(backend: SDPBackend, compiler: str) -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(256, 768)
+            self.merge = nn.Linear(256, 256)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.project(x).view(*x.shape[:2], 3, 4, 64).permute(2, 0, 3, 1, 4)
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=2.0)
+            return self.merge(y.transpose(1, 2).flatten(2))
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Attention().cuda().bfloat16()
+    plain = copy.deepcopy(model)
+    x = torch.randn(8, 256, 256, device="cuda", dtype=torch.bfloat16)
+    with sdpa_kernel(backend):
+        compiled = torch.compile(model, backend=compiler, fullgraph=True)
+        handle = encke.attach(compiled, Fixed(GroupQuant(bits=8)))
+        for _ in range(4):
+            for each, call in ((plain, plain), (model, compiled)):
+                each.zero_grad()
+                call(x).float().square().mean().backward()
+            for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+                assert relative(a.grad, b.grad) < 0.1
+    rows = {(row.slot, row.codec) for row in handle.report().sites if "Attention" in row.operation}
+    assert ("logsumexp", "recomputed") in rows and ("output", "GroupQuant") not in rows
+    handle.detach()
+
+
+@pytest.mark.parametrize("policy", [Fixed(GroupQuant(bits=2)), "default"], ids=str)
+def test_attention_does_not_wait_for_the_gpu(policy) -> None:
+    model = build("gpt", 256).cuda()
+    tokens = torch.randint(0, 256, (8, 256), device="cuda")
+    handle = encke.attach(model, policy)
+    for step in range(14):
+        # Steps 1 and 10 measure; what they have found arrives later.
+        if step in (3, 4, 10, 12):
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(tokens)
+            loss.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert set(handle._capture.scores.bits.values()) <= {2, 4, 8}
+    assert handle._capture.scores.bits

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import encke
+from encke.capture import scores
 from encke.capture.sites import Site
 from encke.codecs import Codec, ErrorBounded, GroupQuant, LogProb
 from encke.policies import Fixed, fixed
@@ -27,10 +27,9 @@ def site(need: str, slot: str = "?") -> Site:
         (GroupQuant(bits=2), "lossy", GroupQuant(bits=2)),
         (GroupQuant(bits=2, seed=3), "logprob", LogProb(seed=3)),
         (ErrorBounded(0.1), "lossy", ErrorBounded(0.1)),
-        (ErrorBounded(0.1), "attention", ErrorBounded(0.1, limit=1 / 512)),
+        (ErrorBounded(0.1), "attention", ErrorBounded(0.1)),
         (ErrorBounded(0.1), "logprob", ErrorBounded(0.05)),
         (ErrorBounded(0.01), "logprob", ErrorBounded(0.01)),
-        (ErrorBounded(0.01, "rel"), "attention", ErrorBounded(0.01, "rel", limit=1 / 512)),
         (ErrorBounded(0.01, "rel"), "logprob", ErrorBounded(0.05, "abs", limit=0.01)),
         (ErrorBounded(0), "attention", ErrorBounded(0)),
         (ErrorBounded(0, "rel"), "logprob", ErrorBounded(0, "rel")),
@@ -82,16 +81,6 @@ def test_gradients_of_a_loss_are_right_on_average(monkeypatch: pytest.MonkeyPatc
     assert once < nearest_once / 3 and often < nearest_often / 8, (often, once, nearest_often, nearest_once)
 
 
-@pytest.mark.parametrize(
-    ("slot", "bits"), [("query", 8), ("key", 8), ("result", 8), ("self", 8), ("value", 4), ("output", 4)]
-)
-def test_bits_for_each_slot_of_attention(slot: str, bits: int) -> None:
-    for asked in (2, 4, 8):
-        found = Fixed(GroupQuant(bits=asked, group=256)).choose(site("attention", slot))
-        assert found == GroupQuant(bits=max(asked, bits), group=256)
-    assert Fixed(ErrorBounded(0.1)).choose(site("attention", slot)) == ErrorBounded(0.1, limit=1 / 512)
-
-
 def test_both_bounds_of_a_limited_codec_hold() -> None:
     x = torch.randn(5000)
     spread = float(x.max() - x.min())
@@ -101,7 +90,7 @@ def test_both_bounds_of_a_limited_codec_hold() -> None:
 
 
 def test_more_bits_for_attention_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two bits for queries, keys and values spoil their gradients, four for queries and keys do harm."""
+    """Two bits for queries, keys and values spoil their gradients."""
 
     def error() -> float:
         torch.manual_seed(0)
@@ -123,11 +112,11 @@ def test_more_bits_for_attention_are_worth_it(monkeypatch: pytest.MonkeyPatch) -
         return float((a - b).norm() / a.norm())
 
     with_rule = error()
-    monkeypatch.setattr(fixed, "at_attention", lambda codec, site: replace(codec, bits=4))
-    four = error()
-    monkeypatch.setattr(fixed, "at_attention", lambda codec, site: codec)
+    monkeypatch.setattr(scores, "SCORE_ERROR", 1e9)
+    two = error()
+    monkeypatch.setattr(scores, "MIN_BITS", {})
     without = error()
-    assert with_rule < 0.18 < four < 1 < without, (with_rule, four, without)
+    assert with_rule < 0.18 < two < without, (with_rule, two, without)
 
 
 def test_prints_as_it_is_written_and_has_no_state() -> None:

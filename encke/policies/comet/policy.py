@@ -26,7 +26,7 @@ from encke.policies.comet.assess import BITS, DEFAULT_SIGMA, PAPER_SIGMA, Assess
 from encke.policies.comet.measure import PROBE, CometCollector
 from encke.policies.comet.schedule import CollectionSchedule, FinishedStep
 from encke.policies.comet.settings import Learnt, Setting
-from encke.policies.fixed import at_attention, at_logprob
+from encke.policies.fixed import at_logprob
 
 PROBED = 16 * PROBE
 """Values of inputs whose errors are kept in one collection step."""
@@ -125,8 +125,9 @@ class Comet(AdaptivePolicy):
             setting = settings[site.place] = settings.pop(site.place_v1)
         if setting is not None:
             return setting.codec
-        if site.need == "attention":  # not measured: the fewest bits, refined
-            return at_attention(initial_codec(self.stochastic, self.seed, BITS[0]), site)
+        if site.need == "attention":
+            # Capture gives more bits where scores need them, and 8 before it has measured.
+            return initial_codec(self.stochastic, self.seed, BITS[0])
         initial = initial_codec(self.stochastic, self.seed)
         if site.need == "logprob":
             return at_logprob(initial, site)

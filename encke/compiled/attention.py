@@ -1,0 +1,83 @@
+"""Attention in compiled graphs: its results are computed again in the backward graph, from decoded inputs.
+
+encke/capture/attention.py says why; the rule is the same there.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from encke.capture.attention import FORWARDS, INPUTS, forward_arguments
+from encke.capture.sites import Site
+from encke.compiled.names import name_of, value
+from encke.compiled.pair import Pair
+
+BACKWARDS = {f"{name_of(forward)}_backward": forward for forward in FORWARDS.values()}
+"""Name of the backward operation -> the operation that computes the results again."""
+
+
+def compute_again(pair: Pair, is_lossy: Callable[[Node], bool]) -> list[tuple[Node, Site]]:
+    """Let attention with lossy inputs read results that belong to them; return the saved ones that nobody reads then.
+
+    Args:
+        pair: The two graphs.
+        is_lossy: Tells whether a saved tensor, a node of the forward graph, will come back with a loss.
+    """
+    made = {pair.inputs[node.name]: node for node in pair.saved}
+    results: list[tuple[Node, Site]] = []
+    for reader in list(pair.backward.nodes):
+        forward = BACKWARDS.get(name_of(reader.target)) if reader.op == "call_function" else None
+        if forward is None:
+            continue
+        arguments = arguments_of(reader)
+        sources = {source for name in INPUTS for source in ancestors(arguments[name])} & made.keys()
+        if not any(is_lossy(made[source]) for source in sources):
+            continue
+        names = ("logsumexp",) if arguments["dropout_p"] else ("out", "logsumexp")
+        for result in (made[arguments[name]] for name in names if arguments[name] in made):
+            results += [(result, site) for site in pair.sites_of(result) if site.need == "recomputed"]
+        output, logsumexp = write_forward(pair, reader, forward, arguments)
+        for i, formal in enumerate(reader.target._schema.arguments):
+            if formal.name in names:
+                reader.update_arg(i, output if formal.name == "out" else logsumexp)
+    return [(node, site) for node, site in results if not pair.inputs[node.name].users]
+
+
+def arguments_of(reader: Node) -> dict[str, Any]:
+    """Return the arguments of a node by name, with the defaults of those that are not given."""
+    formals = reader.target._schema.arguments  # type: ignore[union-attr]
+    given = {formal.name: argument for formal, argument in zip(formals, reader.args, strict=False)}
+    return {formal.name: formal.default_value for formal in formals} | given | reader.kwargs
+
+
+def ancestors(node: Any) -> set[Node]:
+    """Return a node and all that it is computed from."""
+    stack, seen = [node], set()
+    while stack:
+        each = stack.pop()
+        if isinstance(each, Node) and each not in seen:
+            seen.add(each)
+            stack.extend(each.all_input_nodes)
+    return seen
+
+
+def write_forward(pair: Pair, reader: Node, forward: Any, arguments: dict[str, Any]) -> list[Node]:
+    """Write the operation before its backward; return the nodes of its output and logsumexp."""
+    positional, keywords = forward_arguments(forward, arguments)
+    with pair.backward.inserting_before(reader):
+        call = pair.backward.call_function(forward, tuple(positional), keywords)
+        results = [pair.backward.call_function(operator.getitem, (call, i)) for i in range(2)]
+    values = map_arg((call.args, call.kwargs), value)
+    # The site that reads is the one of the backward operation.
+    call.meta = {**reader.meta, "original_aten": forward, "eager_input_vals": values}
+    with value(pair.saved[0]).fake_mode:
+        call.meta["val"] = forward(*values[0], **values[1])
+    for i, node in enumerate(results):
+        node.meta = {**call.meta, "val": value(call)[i]}
+        del node.meta["eager_input_vals"]
+    return results
