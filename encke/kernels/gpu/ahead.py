@@ -182,7 +182,7 @@ def work(settings: dict[str, Any]) -> None:
         done.touch()
 
 
-RATES = (2, 8, 4)
+RATES = (8, 2, 4)
 """Numbers of bits, in the order in which a training needs them."""
 
 if __name__ == "__main__":

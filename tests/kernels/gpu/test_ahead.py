@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.gpu.common import compile_for_hopper
+from tests.kernels.gpu.common import DEVICE, compile_for_hopper
 
 ahead = pytest.importorskip("encke.kernels.gpu.ahead", reason="needs triton")
 
@@ -22,7 +22,7 @@ def test_launching_works_again_after_the_record():
     from encke.kernels.gpu import bits
 
     ahead.launches((2,))
-    assert bits.bits_encode(torch.ones(16, dtype=torch.uint8), 1).tolist() == [255, 255]
+    assert bits.bits_encode(torch.ones(16, dtype=torch.uint8, device=DEVICE), 1).tolist() == [255, 255]
 
 
 @pytest.mark.parametrize("reason", ["no GPU", "another rank", "turned off"])
