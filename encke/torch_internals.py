@@ -307,6 +307,13 @@ def inductor_is_loaded() -> bool:
     return "torch._inductor.lowering" in sys.modules
 
 
+def inductor_records_cuda_graphs() -> bool:
+    """Return whether inductor records what it is compiling as CUDA graphs. Checked with 2.11 to 2.13."""
+    if not inductor_is_loaded():
+        return False
+    return bool(_module("torch._inductor.config", ("triton.cudagraphs",), "CUDA graphs").triton.cudagraphs)
+
+
 @functools.cache
 def inductor() -> Inductor:
     """Return the modules of inductor with all that our lowerings use. Checked with 2.11 to 2.13."""

@@ -29,9 +29,8 @@ def codec() -> Codec:
     return names["RowInt8"]()
 
 
-@pytest.mark.filterwarnings("ignore:encke")
-@pytest.mark.parametrize(("backend", "shown"), [(None, "RowInt8"), ("aot_eager", "GroupQuant")])
-def test_it_trains(codec: Codec, backend: str | None, shown: str) -> None:
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_it_trains(codec: Codec, backend: str | None) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.Tanh())
     called = torch.compile(model, backend=backend) if backend else model
@@ -51,7 +50,8 @@ def test_it_trains(codec: Codec, backend: str | None, shown: str) -> None:
         assert (found[i] - plain[i]).norm() < 0.02 * plain[i].norm(), i
     assert any(not torch.equal(a, b) for a, b in zip(found, plain, strict=True))
     report = handle.report()
-    assert shown in {row.codec for row in report.sites} and report.ratio > 1.5
+    packed = [row for row in report.sites if row.codec == "RowInt8"]
+    assert packed and all(row.saved_bytes > 3 * row.packed_bytes for row in packed)
 
 
 def test_it_says_what_it_is(codec: Codec) -> None:

@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
+import shutil
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -296,12 +299,57 @@ def test_inductor_has_what_lowerings_use() -> None:
     assert callable(modules.lowering.register_lowering) and issubclass(modules.ir.ExternKernelOut, modules.ir.IRNode)
 
 
+@pytest.mark.slow
+def test_inductor_tells_whether_it_records_cuda_graphs() -> None:
+    from torch._inductor import config
+
+    internals.inductor()
+    for on in (True, False):
+        with config.patch({"triton.cudagraphs": on}):
+            assert internals.inductor_records_cuda_graphs() is on
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU")
+def test_modes_that_record_cuda_graphs_say_so_while_aot_autograd_writes_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, told = internals.aot_graph_compile(), []
+    original = getattr(module, internals.AOT_INLINE)
+
+    def spy(*arguments: Any) -> None:
+        told.append(internals.inductor_records_cuda_graphs())
+        original(*arguments)
+
+    monkeypatch.setattr(module, internals.AOT_INLINE, spy)
+    for mode in (None, "reduce-overhead"):
+        torch._dynamo.reset()
+        x = torch.ones(4, requires_grad=True)
+        torch.compile(lambda x: x * 2, mode=mode, fullgraph=True)(x)
+    assert told == [False, True]
+
+
 def test_the_activation_memory_budget_is_a_setting_of_the_compiler() -> None:
     from torch._functorch import config
 
     with config.patch(activation_memory_budget=1.0):
         internals.set_activation_memory_budget(0.5)
         assert config.activation_memory_budget == 0.5
+
+
+def test_an_attribute_of_a_storage_lives_as_long_as_its_memory() -> None:
+    class Payload:
+        pass
+
+    payload = Payload()
+    seen = weakref.ref(payload)
+    x = torch.empty(1)
+    x.untyped_storage().payload = payload  # type: ignore[attr-defined]
+    view = x.detach().view(1)
+    del x, payload
+    gc.collect()
+    assert view.untyped_storage().payload is seen()  # type: ignore[attr-defined]
+    assert not hasattr(view.clone().untyped_storage(), "payload")
+    del view
+    assert seen() is None
 
 
 # -- attributes that are read in place ---------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ class Codec(ABC):
         return (0.0, math.inf) if self.exact else (math.inf, math.inf)
 
     def fixed_rate(self) -> GroupQuant | None:
-        """Return the codec of fixed size that stands in under torch.compile; None to keep tensors exact there."""
+        """Return the codec of fixed size that stands in under CUDA graphs; None to keep tensors exact there."""
         return None
 
     def describe(self) -> str:

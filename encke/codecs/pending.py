@@ -75,6 +75,11 @@ class _PendingSize:
         self.event = torch.cuda.Event()
         self.event.record(torch.cuda.current_stream(source.device))
 
+    def forget_source(self) -> None:
+        """Release the source, which is about to be overwritten: the payload must have had room for any size."""
+        with self.lock:
+            self.source, self.encode = None, _cannot_encode_again
+
     def finish(self) -> None:
         """Wait for the size, and encode again or trim the payload as it says."""
         with self.lock:
@@ -85,8 +90,8 @@ class _PendingSize:
             used = int(self.size.item()) * 4
             meta, payload = packed.buffers
             if used > payload.numel():
-                assert self.source is not None
-                check_version(self.source, self.version)
+                if self.source is not None:
+                    check_version(self.source, self.version)
                 packed.buffers = encode(used + 511 & -512)
             elif payload.numel() > 1.25 * used + 65536:
                 packed.buffers = (meta, payload[:used].clone())
@@ -95,6 +100,10 @@ class _PendingSize:
             self.state.nbytes = packed.nbytes
             _pinned.give(self.size)
             self.packed = self.source = self.encode = None
+
+
+def _cannot_encode_again(capacity: int) -> tuple[Tensor, Tensor]:
+    raise RuntimeError(f"encke: a payload took {capacity} bytes, more than its source, which is gone: this is a bug")
 
 
 class _Pinned:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from encke.codecs.layout import fills_memory
-from encke.compiled import ops
+from encke.compiled import ops, payloads
 from encke.compiled.names import size_hint
 from encke.torch_internals import inductor, inductor_is_loaded
 
@@ -29,9 +29,16 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], int | None]] = {
     "norm_sums": (ops.norm_sums_into, None),
     "norm_apply": (ops.norm_apply_into, None),
     "conv_input_grad": (ops.conv_input_grad, None),
+    "site_pack": (payloads.site_pack, None),
+    "site_pack_moments": (payloads.site_pack_moments, None),
+    "packed_decode": (payloads.decode_into, 1),
+    "packed_mask": (payloads.mask_into, 1),
+    "packed_gate": (payloads.gate_into, None),
+    "packed_norm_sums": (payloads.norm_sums_into, None),
+    "packed_norm_apply": (payloads.norm_apply_into, None),
 }
 """Operator -> function, and how many of the operator's arguments it takes; those after them tell the layout."""
-ALLOCATING = {"conv_input_grad", "site_encode_moments"}
+ALLOCATING = {"conv_input_grad", "site_encode_moments", "site_pack", "site_pack_moments"}
 """Functions that return their results; the others write into `out`."""
 _installed: list[bool] = []
 

@@ -19,8 +19,10 @@ def read_mask_from_codes(
     t: Tensor,
     mask: Callable[[], Node],
     gate: Callable[[Node], Node],
-) -> None:
+) -> bool:
     """Let readers of a mask ask what is zero: a codec keeps that of ReLU's result, but not what is positive.
+
+    Returns whether one of them still compares restored values, because it reads them behind a view.
 
     Args:
         pair: The two graphs.
@@ -29,9 +31,11 @@ def read_mask_from_codes(
         mask: Writes a node that says what of `t` is not zero.
         gate: Writes a node that passes a gradient where `t` is not zero, and gives zero elsewhere.
     """
+    compares_values = False
     for reader, source in readers:
         # Behind views, the restored values are compared.
         alike = layout(value(source)) == layout(t)
+        compares_values |= not alike
         gated = sole_masked_where(reader) if alike else None
         if gated is not None and is_conv_gradient_like(gated.args[2], t):
             with pair.backward.inserting_before(gated):
@@ -45,6 +49,7 @@ def read_mask_from_codes(
             else:
                 _replace_comparison(pair, reader, flags)
         pair.drop(source)
+    return compares_values
 
 
 def _not_zero(pair: Pair, source: Node) -> Node:

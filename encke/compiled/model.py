@@ -2,8 +2,9 @@
 
 `CompiledModel` stands around the compiled call of an attached model. The saved-tensor hooks that it puts there bring
 every pair of graphs that AOTAutograd makes to `CompiledModel.inline` (aot.py). There each saved tensor gets a form
-(`choose`), and `Writer` writes what packs and what restores into the graphs. Sizes are constants of a graph, so the
-codec is one of fixed rate. What the graphs call is in ops.py.
+(`choose`), and `Writer` writes what packs and what restores into the graphs. Which codec packs is decided by the policy
+in every forward pass (payloads.py). Only CUDA graphs need constant sizes: there a codec of fixed rate is a constant of
+the graph (ops.py), and a layer that turns out to need more bits has the model compiled again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from encke.capture.hooks import Capture, keep, unpack
@@ -25,13 +26,14 @@ from encke.capture.passes import may_push
 from encke.capture.sites import Site
 from encke.codecs import GroupQuant
 from encke.codecs.algebra import satisfies, strictest
+from encke.codecs.pending import settle_all
 from encke.compiled import aot, attention, lowerings, ops, rewrites
 from encke.compiled.cut import drop_unread, save_instead_of_recompute
 from encke.compiled.names import is_relu, value
 from encke.compiled.pair import Pair
 from encke.compiled.writer import Form, Packing, Writer
 from encke.kernels import FLOATS
-from encke.torch_internals import pop_saved_tensors_hooks, push_saved_tensors_hooks
+from encke.torch_internals import inductor_records_cuda_graphs, pop_saved_tensors_hooks, push_saved_tensors_hooks
 
 PATIENCE = 2
 """After so many compilations for more bits, what needs more gets the most."""
@@ -74,13 +76,13 @@ class CompiledModel:
         self.packings: dict[int, list[Packing]] = {}
         """Saved tensors of each graph that was compiled with the hooks in force, by graph id."""
         self.floors: dict[Site, GroupQuant] = {}
-        """Codecs of earlier graphs, by site: a later graph keeps at least as many bits."""
+        """Constant codecs of earlier graphs, by site: a later graph keeps at least as many bits."""
         self.renewals = -1
         self.calling = False
         self.measured = False
         """Whether queries and keys have been measured, under a policy without collection steps."""
         self.stale = False
-        """Whether the policy may have changed its settings since the graphs were made."""
+        """Whether the policy may have changed its settings since graphs with constant codecs were made."""
         self.release_patch = aot.hold(self)
         self.renew()
 
@@ -90,7 +92,7 @@ class CompiledModel:
 
     def renew(self) -> None:
         """Make new hooks: the next call compiles the model again."""
-        for packing, codec in self.quantised():
+        for packing, codec in self.constants():
             self.floors[packing.sites[0]] = codec
         self.packings.clear()
         self.renewals += 1
@@ -128,7 +130,9 @@ class CompiledModel:
         if self.stale:
             self.stale = False
             capture.scores.settle(wait=True)
-            wanted = [(codec, self.codec_for(packing.sites)) for packing, codec in self.quantised()]
+            for packing in itertools.chain(*self.packings.values()):
+                packing.finite = self.finite(packing.sites)
+            wanted = [(codec, self.constant_for(packing.sites)) for packing, codec in self.constants()]
             if any(codec is None or not satisfies(present, codec) for present, codec in wanted):
                 self.renew()
         self.begin()
@@ -137,6 +141,7 @@ class CompiledModel:
             output = self.call(*args, **kwargs)
         finally:
             pop_saved_tensors_hooks()
+        settle_all(wait=False)
         if not self.ran:
             raise RuntimeError(ERROR_NOTHING_PACKED)
         capture.ledger.add("", [packing.record for graph in self.ran for packing in self.packings[graph]])
@@ -150,7 +155,8 @@ class CompiledModel:
         schedule, scores = self.capture.schedule, self.capture.scores
         if schedule is not None:
             return schedule.collects_next()
-        if not any(site.need == "attention" for packing, _ in self.quantised() for site in packing.sites):
+        coded = (packing for packings in self.packings.values() for packing in packings if packing.form is Form.CODES)
+        if not any(site.need == "attention" for packing in coded for site in packing.sites):
             return False
         first, self.measured = not self.measured, True
         return first or scores.due(self.capture.step + 1)
@@ -163,12 +169,12 @@ class CompiledModel:
         if capture.schedule is not None:
             capture.schedule.begin_pass()
 
-    def quantised(self) -> Iterator[tuple[Packing, GroupQuant]]:
-        """Give each tensor that the graphs in force quantise, with its codec."""
+    def constants(self) -> Iterator[tuple[Packing, GroupQuant]]:
+        """Give each tensor whose codec is a constant of the graphs in force, with that codec."""
         for packings in self.packings.values():
             for packing in packings:
-                if packing.codec is not None:
-                    yield packing, packing.codec
+                if packing.constant is not None:
+                    yield packing, packing.constant
 
     def inline(
         self, forward: GraphModule, backward: GraphModule, outputs: int, static: list[int], differentiable: list[int]
@@ -215,12 +221,21 @@ class CompiledModel:
             return Packing(Form.MASK, sites)
         if "sign" in needs or ("mask" in needs and not is_relu(node)):
             return Packing(Form.KEPT, sites)
-        codec = self.codec_for(sites)
-        return Packing(Form.KEPT, sites) if codec is None else Packing(Form.CODES, sites, codec)
+        if needs_constant_sizes(t):
+            constant = self.constant_for(sites)
+            return Packing(Form.KEPT, sites) if constant is None else Packing(Form.CODES, sites, constant)
+        packing = Packing(Form.CODES, sites)
+        packing.finite = self.finite(sites)
+        packing.codec = packing.codec_now(self.capture.scores.codec, t.dtype)
+        return Packing(Form.KEPT, sites) if packing.codec.exact else packing
 
-    def codec_for(self, sites: list[Site]) -> GroupQuant | None:
-        """Return a codec that serves all readers of a tensor and keeps what earlier graphs kept; None to keep it."""
-        if not all(self.capture.readers.finite.get(site, True) for site in sites):
+    def finite(self, sites: list[Site]) -> bool:
+        """Return whether collection steps have seen nothing but finite values at these sites."""
+        return all(self.capture.readers.finite.get(site, True) for site in sites)
+
+    def constant_for(self, sites: list[Site]) -> GroupQuant | None:
+        """Return a codec for all readers of a tensor that keeps what earlier graphs kept; None to keep the tensor."""
+        if not self.finite(sites):
             return None
         codecs = [self.of_fixed_rate(site) for site in sites if site.need not in ("mask", "sign", "shape")]
         codec = strictest(codec for codec in codecs if codec is not None).fixed_rate() if all(codecs) else None
@@ -240,8 +255,13 @@ class CompiledModel:
         if stand_in is codec or codec.exact or site.need == "logprob":
             return stand_in if stand_in is codec else None
         instead = "tensors are kept as they are" if stand_in is None else f"{stand_in!r} takes its place"
-        warn_once(f"{type(codec).__name__} has no fixed size under torch.compile: {instead} there")
+        warn_once(f"{type(codec).__name__} has no fixed size, which CUDA graphs need: {instead} there")
         return stand_in
+
+
+def needs_constant_sizes(t: Tensor) -> bool:
+    """Return whether what packs a tensor of the graph in compilation is going to be recorded as a CUDA graph."""
+    return t.device.type == "cuda" and inductor_records_cuda_graphs()
 
 
 _warned: set[str] = set()

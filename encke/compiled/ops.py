@@ -1,9 +1,10 @@
-"""Operators that compiled graphs call: pack, restore, and compute gradients that read a saved tensor packed.
+"""Operators that graphs with constant sizes call: pack, restore, and compute gradients that read packed tensors.
 
-Sizes are constants of a graph or symbols in it; step and rank are not. From these a forward pass makes the seeds of all
-its sites, one small tensor on the device, which its backward pass reads too: kernels in a recorded CUDA graph round
-differently in every step. A `GroupFormat` travels as a list of numbers. The `*_into` functions are what inductor calls
-on a GPU (lowerings.py): they write into memory that is there already, without gaps between elements.
+CUDA graphs need constant sizes; other graphs call the operators of payloads.py. Sizes are constants of a graph or
+symbols in it; step and rank are not. From these a forward pass makes the seeds of all its sites, one small tensor on
+the device, which its backward pass reads too: kernels in a recorded CUDA graph round differently in every step. A
+`GroupFormat` travels as a list of numbers. The `*_into` functions are what inductor calls on a GPU (lowerings.py): they
+write into memory that is there already, without gaps between elements.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from encke.codecs.base import operations
 from encke.codecs.layout import fills_in_order
 from encke.kernels import GroupFormat, GroupPlan, backend_for
-from encke.kernels.formats import NORM_GROUP
+from encke.kernels.formats import NORM_GROUP, Seed
 from encke.kernels.operators import register
 from encke.torch_internals import storageless
 
@@ -85,16 +86,21 @@ def site_encode_moments(
 
 def encode_moments(x: Tensor, seeds: Tensor, row: int, format: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Return `site_encode_moments` of a tensor as it lies in memory."""
-    plan = plan_of(tuple(format), x.numel(), x.device)
-    forward = None
-    if plan.fuses_forward and plan.format.group == NORM_GROUP and not x.data_ptr() & 3:
-        from encke.kernels.gpu.norm_forward import forward_plan
+    plan, seed = plan_of(tuple(format), x.numel(), x.device), (seeds, row)
+    return encode_measured(plan, x, seed) or (plan.encode(x, seed), *moments(x))
 
-        forward = forward_plan(tuple(x.shape), x.stride(), x.dtype, x.device)
+
+def encode_measured(plan: GroupPlan, x: Tensor, seed: Seed) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return codes, variance and mean of a tensor as it lies in memory; None where no kernel does both."""
+    if not plan.fuses_forward or plan.format.group != NORM_GROUP or x.data_ptr() & 3:
+        return None
+    from encke.kernels.gpu.norm_forward import forward_plan
+
+    forward = forward_plan(tuple(x.shape), x.stride(), x.dtype, x.device)
     if forward is None:
-        return plan.encode(x, (seeds, row)), *moments(x)
+        return None
     workspace = torch.empty(forward.workspace_numel, dtype=torch.float32, device=x.device)
-    data = plan.encode_moments(x, workspace, (seeds, row))
+    data = plan.encode_moments(x, workspace, seed)
     var, mean = (torch.empty(channel_shape(x), dtype=torch.float32, device=x.device) for _ in range(2))
     forward.measure(workspace, mean, var)
     return data, var, mean

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
 
@@ -11,16 +12,19 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from encke.capture.encoding import MASK
 from encke.capture.facts import SiteFacts
 from encke.capture.ledger import Record
 from encke.capture.sites import Site
-from encke.codecs import GroupQuant
-from encke.codecs.exact import Mask
+from encke.codecs import Codec, DualPrecision, GroupQuant, Lossless
+from encke.codecs.algebra import strictest
 from encke.compiled import rewrites
+from encke.compiled.calls import Call, Calls, ConstantCalls, RunTimeCalls
 from encke.compiled.masks import read_mask_from_codes
 from encke.compiled.names import bytes_of, size_hint, value
 from encke.compiled.pair import Pair
-from encke.kernels import GroupFormat
+from encke.compiled.payloads import FinalState
+from encke.kernels import GroupFormat, GroupPlan
 from encke.kernels.formats import channel_stride
 
 
@@ -42,13 +46,40 @@ class Form(Enum):
 class Packing:
     """The form of one saved tensor of a graph, and its line in the report."""
 
-    def __init__(self, form: Form, sites: list[Site], codec: GroupQuant | None = None) -> None:
+    def __init__(self, form: Form, sites: list[Site], constant: GroupQuant | None = None) -> None:
         self.form = form
         self.sites = sites
         """One for each reader."""
-        self.codec = codec
-        """Codec of `CODES`, None for the other forms."""
+        self.constant = constant
+        """Codec of `CODES` where it is a constant of the graph; None where it is read at run time."""
+        self.codec: Codec | None = constant
+        """Codec of `CODES` when the graph was made, None for the other forms."""
         self.record = Record(SiteFacts(sites[0]))
+        self.state = self.record.facts.encoder_state = FinalState()
+        self.plan: GroupPlan | None = None
+        """Plan that packed it last, if a plan did."""
+        self.number = sites[0].number
+        self.finite = True
+        """Whether nothing but finite values was seen here; what is not finite is stored exactly."""
+        self._compares_values = False
+        self._choosing = [site for site in sites if site.need not in ("mask", "shape")]
+        self._asked: list[Codec] = []
+        self._codec: Codec = Lossless()
+
+    def codec_now(self, choose: Callable[[Site], Codec], dtype: torch.dtype) -> Codec:
+        """Return a codec that serves all readers of the tensor, by what `choose` gives each of them now."""
+        asked: list[Codec] = [choose(site) for site in self._choosing] if self.finite else [Lossless()]
+        if asked != self._asked:
+            masks = [MASK for site in self.sites if site.need == "mask"]
+            codec = strictest([*asked, *masks])
+            if self._compares_values and isinstance(codec, DualPrecision):
+                codec = codec.fixed_rate()
+            self._asked, self._codec = asked, codec if codec.takes(dtype) else Lossless()
+        return self._codec
+
+    def compare_values(self) -> None:
+        """Take only codecs that give zeros back as zeros from now on: a mask is read from decoded values."""
+        self._compares_values, self._asked = True, []
 
     @classmethod
     def recomputed(cls, site: Site, t: Tensor) -> Packing:
@@ -65,14 +96,18 @@ class Writer:
         self.pair = pair
         self.graph = graph
         self.rows: dict[torch.device, dict[Node, Packing]] = {}
-        """Tensors that need a seed, in the order of the seeds, by device."""
+        """Tensors that need a seed on their device, in the order of the seeds, by device."""
+        self.places = {node: i for i, node in enumerate(packings)}
+        """Number of each tensor that the graph saves."""
         for node, packing in packings.items():
-            if packing.form is Form.CODES:
+            if packing.constant is not None:
                 self.rows.setdefault(value(node).device, {})[node] = packing
         self.packed = 0
         """Number of tensors packed so far."""
         self.measures = False
         """Whether an encoder computes a batch norm's statistics as well."""
+        self.tells = False
+        """Whether there is an encoder that tells at run time that the graph runs."""
         self._seeds: dict[torch.device, tuple[Node, Node]] = {}
 
     def write(self, node: Node, packing: Packing) -> None:
@@ -87,61 +122,64 @@ class Writer:
             record.codec = "shape"
             self.pair.forget(node, lambda: self._empty(node))
         elif packing.form is Form.MASK:
-            record.codec = Mask()
+            record.codec = MASK
             record.packed_bytes = size_hint(value(self._write_mask(node)).numel())
         else:
-            assert packing.codec is not None
-            record.codec = packing.codec
-            record.packed_bytes = size_hint(value(self._write_codes(node, packing, packing.codec)).numel())
+            packed = self._write_codes(node, packing)
+            if packing.constant is not None:
+                record.codec = packing.constant
+                record.packed_bytes = size_hint(value(packed).numel())
 
     def mark(self) -> None:
-        """Make the forward graph ask for seeds, if it does not yet: that is how it tells that it ran."""
-        if not self._seeds:
+        """Make the forward graph ask for seeds, if it has no encoder: that is how it tells that it ran."""
+        if not self.tells and not self._seeds:
             self.seeds(value(self.pair.saved[0]).device)
 
-    def _write_codes(self, node: Node, packing: Packing, codec: GroupQuant) -> Node:
-        """Quantise a tensor; return the node that gives its codes."""
-        t = value(node)
-        forward, backward = self.seeds(t.device)
-        row = list(self.rows[t.device]).index(node)
+    def _write_codes(self, node: Node, packing: Packing) -> Node:
+        """Quantise a tensor; return the node that gives its codes, or their handle."""
+        t, codec = value(node), packing.codec
         order = order_of(t)
-        format = GroupFormat(codec.bits, codec.group, t.dtype, stride_of(t, codec.group, order), codec.signs)
-        numbers = format.numbers()
+        format = None
+        if isinstance(codec, GroupQuant):
+            format = GroupFormat(codec.bits, codec.group, t.dtype, stride_of(t, codec.group, order), codec.signs)
+        calls: Calls
+        if packing.constant is None:
+            self.tells = True
+            calls = RunTimeCalls(self.graph, self.places[node], self._layout(node), t.dtype)
+        else:
+            assert format is not None
+            row = list(self.rows[t.device]).index(node)
+            calls = ConstantCalls(self.seeds(t.device), row, format, self._layout(node), order)
         # Makes inductor store the tensor once, instead of once for the encoder and once for the other readers.
         node.meta["inductor_realize_to_strides"] = True
-        packed = self._write_encoder(node, (node, forward, row, numbers, order), rewrites.encoder_measures(t, format))
-
-        def restore(data: Node) -> Node:
-            arguments = (data, backward, row, numbers, *self._layout(node), order)
-            return self._here(torch.ops.encke.site_decode.default, arguments)
-
+        packed = self._write_encoder(node, calls, format is not None and rewrites.encoder_measures(t, format))
         readers = self.pair.readers_behind(self.pair.inputs[node.name])
         mask_readers = [reader for reader, site in zip(readers, packing.sites, strict=True) if site.need == "mask"]
-        data, restored = self.pair.swap(node, packed, restore)
-        arguments = (data, numbers, *self._layout(node), order)
-        read_mask_from_codes(
+        data, restored = self.pair.swap(node, packed, lambda data: self._here(calls.decode(data)))
+        if read_mask_from_codes(
             self.pair,
             mask_readers,
             t,
-            lambda: self._here(torch.ops.encke.site_mask.default, arguments),
-            lambda grad: self._here(torch.ops.encke.site_gate.default, (grad, data, numbers)),
-        )
+            lambda: self._here(calls.mask(data)),
+            lambda grad: self._here(calls.gate(grad, data)),
+        ):
+            packing.compare_values()
         norm = rewrites.find_norm_backward(restored)
-        if norm is not None and rewrites.reads_codes(norm, t, format):
-            self._write_norm_backward(norm, (data, backward), (row, numbers))
+        if norm is not None and format is not None and rewrites.reads_codes(norm, t, format):
+            self._write_norm_backward(norm, data, calls)
             return packed
         for reader in list(restored.users):
             if rewrites.should_split_conv_backward(reader, restored):
                 self._split_conv_backward(reader, node)
         return packed
 
-    def _write_encoder(self, node: Node, arguments: tuple[Any, ...], measures: bool) -> Node:
+    def _write_encoder(self, node: Node, calls: Calls, measures: bool) -> Node:
         """Return the node that gives the codes of `node`; an encoder that `measures` serves its batch norm as well."""
         norms = rewrites.statistics_of(node) if measures else []
+        made = self._after(node, calls.encode(node, bool(norms)))
         if not norms:
-            return self._after(node, torch.ops.encke.site_encode.default, arguments)
+            return made
         self.measures = True
-        made = self._after(node, torch.ops.encke.site_encode_moments.default, arguments)
         for norm in norms:
             # The nodes that take variance and mean apart may be saved themselves: they stay, and read the encoder.
             for reader in list(norm.users):
@@ -156,18 +194,16 @@ class Writer:
         packed.meta["val"] = value(made)[0]
         return packed
 
-    def _write_norm_backward(
-        self, norm: rewrites.NormBackward, data: tuple[Node, Node], settings: tuple[int, list[int]]
-    ) -> None:
+    def _write_norm_backward(self, norm: rewrites.NormBackward, data: Node, calls: Calls) -> None:
         """Let a batch norm's backward read codes."""
         graph, read = self.pair.backward, (norm.mean, norm.invstd, norm.weight)
         # Makes inductor store the gradient once, as it lies, instead of once for each of the two readers.
         norm.grad.meta["inductor_realize_to_strides"] = True
         with graph.inserting_before(norm.result):
-            sums = self._here(torch.ops.encke.norm_sums.default, (norm.grad, *data, *read, *settings))
+            sums = self._here(calls.norm_sums(norm.grad, data, read))
             for row, node in (*((3, node) for node in norm.grad_weights), (4, norm.grad_bias)):
-                node.replace_all_uses_with(self._here(torch.ops.aten.select.int, (sums, 0, row)))
-            result = self._here(torch.ops.encke.norm_apply.default, (norm.grad, *data, sums, *settings))
+                node.replace_all_uses_with(self._here((torch.ops.aten.select.int, (sums, 0, row))))
+            result = self._here(calls.norm_apply(norm.grad, data, sums))
         norm.result.replace_all_uses_with(result)
         for node in (norm.result, *norm.grad_weights, norm.grad_bias):
             self.pair.drop(node)
@@ -181,7 +217,7 @@ class Writer:
         if 0 in wanted:
             with self.pair.backward.inserting_after(conv):
                 arguments = (grad, weight, *self._layout(node), *settings)
-                made = self._here(torch.ops.encke.conv_input_grad.default, arguments)
+                made = self._here((torch.ops.encke.conv_input_grad.default, arguments))
             wanted[0].replace_all_uses_with(made)
             self.pair.backward.erase_node(wanted[0])
 
@@ -189,11 +225,11 @@ class Writer:
         """Keep one bit for each value; return the node that gives them."""
         t = value(node)
         order = order_of(t)
-        packed = self._after(node, torch.ops.encke.mask_encode.default, (node, order))
+        packed = self._after(node, (torch.ops.encke.mask_encode.default, (node, order)))
 
         def restore(data: Node) -> Node:
             arguments = (data, *self._layout(node), t.dtype, order)
-            return self._here(torch.ops.encke.mask_decode.default, arguments)
+            return self._here((torch.ops.encke.mask_decode.default, arguments))
 
         self.pair.swap(node, packed, restore)
         return packed
@@ -216,7 +252,7 @@ class Writer:
             pair, rows = self.pair, self.rows.get(device, {}).values()
             sites, salts = (
                 [row.sites[0].number for row in rows],
-                [row.codec.seed for row in rows if row.codec is not None],
+                [row.constant.seed for row in rows if row.constant is not None],
             )
             last = pair.forward.find_nodes(op="placeholder")[-1]
             with pair.forward.inserting_after(last):
@@ -230,14 +266,14 @@ class Writer:
         t, pair = value(node), self.pair
         return pair.in_backward(node, t.shape, "sym_size"), pair.in_backward(node, t.stride(), "sym_stride")
 
-    def _after(self, node: Node, target: Any, arguments: tuple[Any, ...]) -> Node:
+    def _after(self, node: Node, call: Call) -> Node:
         """Add a node to the forward graph, behind `node`."""
         with self.pair.forward.inserting_after(node):
-            return self._with_value(self.pair.forward.call_function(target, arguments))
+            return self._with_value(self.pair.forward.call_function(*call))
 
-    def _here(self, target: Any, arguments: tuple[Any, ...]) -> Node:
+    def _here(self, call: Call) -> Node:
         """Add a node to the backward graph, where it is being written."""
-        return self._with_value(self.pair.backward.call_function(target, arguments))
+        return self._with_value(self.pair.backward.call_function(*call))
 
     def _with_value(self, made: Node) -> Node:
         """Give a new node what the compiler wants to know of it."""

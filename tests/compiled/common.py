@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from encke.codecs import GroupQuant
+from encke.compiled import model as model_module
 from encke.policies import Fixed
 
 TWO = Fixed(GroupQuant(bits=2))
@@ -63,6 +65,11 @@ def error(a: list[Tensor], b: list[Tensor]) -> float:
     """The largest relative error, beside the largest gradient: a bias before batch norm has none of its own."""
     top = max(x.norm() for x in a)
     return max(float((x - y).norm() / (x.norm() + 0.01 * top)) for x, y in zip(a, b, strict=True))
+
+
+def constant_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make codecs constants of graphs, as in CUDA graphs, on this device too."""
+    monkeypatch.setattr(model_module, "needs_constant_sizes", lambda t: True)
 
 
 def graphs() -> int:

@@ -12,14 +12,17 @@ from torch._inductor.utils import run_and_get_code
 import encke
 from encke.compiled import lowerings, rewrites
 from encke.compiled.names import value
-from tests.compiled.common import TWO, compile, error, gradients, images, net
+from tests.compiled.common import TWO, compile, constant_codecs, error, gradients, images, net
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_compiler = pytest.mark.skipif(
     DEVICE == "cpu" and shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU"
 )
 pytestmark = [needs_compiler, pytest.mark.slow]
-CALLED = ("site_encode", "site_decode", "site_gate", "norm_sums", "norm_apply", "conv_input_grad")
+CALLED = {
+    "run time": ("site_pack", "packed_decode", "packed_gate", "packed_norm_sums", "packed_norm_apply"),
+    "constant": ("site_encode", "site_decode", "site_gate", "norm_sums", "norm_apply"),
+}
 
 
 def model() -> nn.Module:
@@ -48,15 +51,17 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewrites, "SPLIT_CONV_MIN_BYTES", 1)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_functions_take_the_place_of_operators(everywhere: None, dynamic: bool) -> None:
+@pytest.mark.parametrize(("dynamic", "codecs"), [(False, "run time"), (True, "run time"), (False, "constant")])
+def test_functions_take_the_place_of_operators(everywhere: None, monkeypatch, dynamic: bool, codecs: str) -> None:
+    if codecs == "constant":
+        constant_codecs(monkeypatch)
     reference = compile(model())
     encke.attach(reference, TWO)
     expected = gradients(reference, images().to(DEVICE, memory_format=torch.channels_last))
     torch._dynamo.reset()
     code, found = code_and_gradients(dynamic=dynamic)
     assert error(expected, found) < 1e-3
-    for name in CALLED:
+    for name in (*CALLED[codecs], "conv_input_grad"):
         assert f"extern_kernels.encke_{name}(" in code and f"torch.ops.encke.{name}.default(" not in code
 
 
@@ -101,20 +106,20 @@ def test_statistics_come_from_encoders(everywhere: None, monkeypatch: pytest.Mon
         found.append([t.float() for t in made.buffers()])
         torch._dynamo.reset()
     assert error(found[0], found[2]) < 1e-2 and error(found[1], found[3]) < 1e-4
-    assert codes[0].count("extern_kernels.encke_site_encode_moments(") == 2
-    assert "torch.ops.encke.site_encode_moments.default(" not in codes[0]
+    assert codes[0].count("extern_kernels.encke_site_pack_moments(") == 2
+    assert "torch.ops.encke.site_pack_moments.default(" not in codes[0]
     # Running statistics are written where they are computed.
     assert distances == [1] * 4
     # What is packed and read by a convolution is stored once.
     called = [line for line in codes[0].splitlines() if "extern_kernels." in line]
-    encoded = [reads(line) for line in called if "encke_site_encode(" in line]
+    encoded = [reads(line) for line in called if "encke_site_pack(" in line]
     assert len(encoded) == 2 and encoded == [reads(line) for line in called if "extern_kernels.convolution(" in line]
     assert "welford" in codes[1] and "welford" not in codes[0]
 
 
 def test_the_gradient_that_batch_norm_reads_twice_is_stored_once(everywhere: None) -> None:
     code, _ = code_and_gradients()
-    lines = [line for line in code.splitlines() if "extern_kernels.encke_norm" in line]
+    lines = [line for line in code.splitlines() if "extern_kernels.encke_packed_norm" in line]
     read = [line.partition("(")[2].partition(",")[0] for line in lines]
     assert len(read) == 4 and read[0] == read[1] and read[2] == read[3]
 
@@ -122,7 +127,7 @@ def test_the_gradient_that_batch_norm_reads_twice_is_stored_once(everywhere: Non
 def test_operators_are_called_where_functions_are_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lowerings, "DIRECT_ON", set())
     code, _ = code_and_gradients()
-    assert "extern_kernels.encke_" not in code and "torch.ops.encke.site_decode.default(" in code
+    assert "extern_kernels.encke_" not in code and "torch.ops.encke.packed_decode.default(" in code
 
 
 def test_what_has_gaps_is_left_to_operators() -> None:

@@ -19,7 +19,19 @@ from encke.codecs import ErrorBounded, GroupQuant
 from encke.compiled import model as compiled_module
 from encke.policies import Comet, Division, Fixed
 from encke.train.models.gpt import Gpt
-from tests.compiled.common import EIGHT, TWO, Wrapped, compile, error, gradients, graphs, images, net, same
+from tests.compiled.common import (
+    EIGHT,
+    TWO,
+    Wrapped,
+    compile,
+    constant_codecs,
+    error,
+    gradients,
+    graphs,
+    images,
+    net,
+    same,
+)
 from tests.models import MODELS, resnet
 
 inductor = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU")
@@ -227,11 +239,14 @@ def test_a_part_that_is_compiled_in_a_model_that_is_not() -> None:
         (Division(), "2 bits", "DualPrecision"),
     ],
 )
-def test_a_codec_of_fixed_rate_takes_the_place_of_others(policy, bits: str, words: str) -> None:
+def test_in_cuda_graphs_a_codec_of_fixed_rate_takes_the_place_of_others(
+    monkeypatch: pytest.MonkeyPatch, policy, bits: str, words: str
+) -> None:
+    constant_codecs(monkeypatch)
     compiled_module._warned.clear()
     model = compile(net())
     handle = encke.attach(model, policy)
-    with pytest.warns(RuntimeWarning, match=words):
+    with pytest.warns(RuntimeWarning, match=f"{words} has no fixed size, which CUDA graphs need"):
         gradients(model, images())
     assert {row.bound for row in handle.report().sites if row.codec == "GroupQuant"} == {bits}
     with warnings.catch_warnings():
@@ -248,28 +263,38 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("follows", [True, False])
-def test_comet_collects_in_eager_steps_and_compiles_again_only_for_more_bits(follows: bool) -> None:
+def test_in_cuda_graphs_comet_compiles_again_only_for_more_bits(monkeypatch, follows: bool) -> None:
+    constant_codecs(monkeypatch)
     model = compile(net())
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     handle = encke.attach(model, Comet(sigma=0.1), optimizer=optimizer if follows else None)
     train(model, optimizer, 9)
     assert graphs() == 1 and {row["step"] for row in handle.history} == {1}
-    assert {row.bound for row in handle.report().sites if row.codec == "GroupQuant"} == {"2 bits"}
+
+    def assert_settings_are_in_force() -> None:
+        settings = {row["layer"]: row["bits"] for row in handle.history}
+        found = {row.layer: row.bound for row in handle.report().sites if row.codec == "GroupQuant"}
+        assert len(found) == 3 and found == {layer: f"{settings[layer]} bits" for layer in found}
+
+    assert_settings_are_in_force()
+    before = {row["layer"]: row["bits"] for row in handle.history}
     train(model, optimizer, 4, 9)
-    assert {row["step"] for row in handle.history} == {1, 10}
-    settings = {row["layer"]: row["bits"] for row in handle.history}
-    report = handle.report()
-    found = {row.layer: row.bound for row in report.sites if row.codec == "GroupQuant"}
-    assert found == {layer: f"{settings[layer]} bits" for layer in found}
-    assert report.forwards == 13 and graphs() == 1 + any(bits > 2 for bits in settings.values())
+    assert {row["step"] for row in handle.history} == {1, 10} and handle.report().forwards == 13
+    more = any(row["bits"] > before[row["layer"]] for row in handle.history)
+    assert graphs() == 1 + more
+    (around,) = handle._hooks
+    for setting in handle.policy.settings.values():
+        setting.codec = GroupQuant(bits=8)
+    around.compiled.stale = True
+    train(model, optimizer, 1, 13)
+    assert graphs() == 2 + more
+    assert {row.bound for row in handle.report().sites if row.codec == "GroupQuant"} == {"8 bits"}
     # Fewer bits, or the same: the graph has room, and stays.
     for setting in handle.policy.settings.values():
         setting.codec = GroupQuant(bits=2)
-    (around,) = handle._hooks
     around.compiled.stale = True
-    before = graphs()
-    train(model, optimizer, 2, 13)
-    assert graphs() == before
+    train(model, optimizer, 2, 14)
+    assert graphs() == 2 + more
 
 
 @pytest.mark.slow

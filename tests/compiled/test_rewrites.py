@@ -26,7 +26,7 @@ from encke.compiled import ops, rewrites
 from encke.compiled.model import CompiledModel
 from encke.compiled.names import name_of
 from encke.kernels import GroupFormat
-from tests.compiled.common import TWO, compile, error, gradients, images, net, same
+from tests.compiled.common import TWO, compile, constant_codecs, error, gradients, images, net, same
 
 LAST = torch.channels_last
 
@@ -81,6 +81,21 @@ def names(graph: Graph) -> Counter[str]:
     return Counter(name_of(node.target) for node in graph.nodes if node.op == "call_function")
 
 
+@pytest.fixture(params=["run time", "constant"])
+def codecs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Operators' names by what they do, with codecs that are read at run time and with constants of the graph."""
+    if request.param == "constant":
+        constant_codecs(monkeypatch)
+        return {
+            "encode": "site_encode", "encode_moments": "site_encode_moments", "decode": "site_decode",
+            "mask": "site_mask", "gate": "site_gate", "sums": "norm_sums", "apply": "norm_apply",
+        }  # fmt: skip
+    return {
+        "encode": "site_pack", "encode_moments": "site_pack_moments", "decode": "packed_decode",
+        "mask": "packed_mask", "gate": "packed_gate", "sums": "packed_norm_sums", "apply": "packed_norm_apply",
+    }  # fmt: skip
+
+
 def both(model: Callable[[], nn.Module], x: Tensor, backend: object) -> tuple[list[Tensor], list[Tensor]]:
     """Gradients of a model without and with rewrites; codes and seeds are the same."""
     found = []
@@ -98,13 +113,13 @@ def both(model: Callable[[], nn.Module], x: Tensor, backend: object) -> tuple[li
 
 
 @pytest.mark.parametrize("form", [torch.contiguous_format, LAST])
-def test_batch_norm_reads_codes(everywhere: None, backward: list[Graph], form: torch.memory_format) -> None:
+def test_batch_norm_reads_codes(everywhere: None, backward, codecs, form: torch.memory_format) -> None:
     plain, found = both(lambda: net().to(memory_format=form), images().to(memory_format=form), as_inductor_gets_it)
     for a, b in zip(plain, found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6)
     before, after = map(names, backward)
-    assert before["site_decode"] == 3 and after["site_decode"] == 1
-    assert after["norm_sums"] == after["norm_apply"] == 2 and not before["norm_sums"]
+    assert before[codecs["decode"]] == 3 and after[codecs["decode"]] == 1
+    assert after[codecs["sums"]] == after[codecs["apply"]] == 2 and not before[codecs["sums"]]
     # Nothing is left of what they stand for.
     assert after["sum"] == 1 and not after["mul"] and not after["sub"]
 
@@ -123,13 +138,14 @@ class Half(nn.Module):
 
 def test_a_batch_norm_in_half_precision_reads_codes_of_its_input_as_it_was(everywhere: None, backward) -> None:
     plain, found = both(Half, images().to(memory_format=LAST), as_inductor_gets_it)
-    assert names(backward[1])["norm_apply"] == 2
+    assert names(backward[1])["packed_norm_apply"] == 2
     assert error(plain, found) < 0.02
 
 
 def test_an_encoder_computes_the_statistics_of_the_batch_norm_that_reads_the_same(
-    everywhere: None, forward: list[Graph], monkeypatch: pytest.MonkeyPatch
+    everywhere: None, forward: list[Graph], codecs: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    encode, measure = codecs["encode"], codecs["encode_moments"]
     x, found = images().to(memory_format=LAST), []
     for on in (True, False):
         if not on:
@@ -140,14 +156,14 @@ def test_an_encoder_computes_the_statistics_of_the_batch_norm_that_reads_the_sam
         found.append([*gradients(compiled, x), *model.buffers()])
         torch._dynamo.reset()
     after, before = map(names, forward)
-    assert before["var_mean"] == 2 and not before["site_encode_moments"] and before["site_encode"] == 4
-    assert not after["var_mean"] and after["site_encode_moments"] == 2 and after["site_encode"] == 2
+    assert before["var_mean"] == 2 and not before[measure] and before[encode] == 4
+    assert not after["var_mean"] and after[measure] == 2 and after[encode] == 2
     assert before["convert_element_type"] - after["convert_element_type"] == 2
     # On a CPU the operator is what it stands for: the same bits.
     assert same(*found)
     order = list(forward[0].nodes)
     for i, node in enumerate(order):
-        if name_of(node.target) == "site_encode_moments":
+        if name_of(node.target) == measure:
             assert order[i - 1] is node.args[0] and name_of(order[i - 1].target) == "convolution"
 
 
@@ -168,7 +184,7 @@ def test_statistics_of_others_stay_as_they_are(everywhere: None, forward: list[G
     compiled = compile(made, backend=as_inductor_gets_it)
     encke.attach(compiled, policy)
     gradients(compiled, images().to(memory_format=form))
-    assert names(forward[0])["var_mean"] == 2 and names(forward[0])["site_encode"] >= 3
+    assert names(forward[0])["var_mean"] == 2 and names(forward[0])["site_pack"] >= 3
 
 
 def test_small_inputs_are_not_measured(forward: list[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,13 +240,13 @@ class Twice(nn.Module):
 )
 def test_other_batch_norms_stay_as_they_are(everywhere: None, backward: list[Graph], model) -> None:
     plain, found = both(model, images(), as_inductor_gets_it)
-    assert not names(backward[1])["norm_sums"] and same(plain, found)
+    assert not names(backward[1])["packed_norm_sums"] and same(plain, found)
 
 
 def test_small_inputs_and_other_devices_stay_as_they_are(backward: list[Graph]) -> None:
     both(net, images(), as_inductor_gets_it)
     found = names(backward[1])
-    assert not found["norm_sums"] and not found["conv_input_grad"]
+    assert not found["packed_norm_sums"] and not found["conv_input_grad"]
 
 
 @pytest.mark.parametrize("form", [torch.contiguous_format, LAST])
@@ -242,14 +258,14 @@ def test_a_convolution_lets_go_of_its_input_before_its_gradient(everywhere: None
     conv = next(node for node in order if name_of(node.target) == "convolution_backward" and node.args[-1][0] is False)
     assert order.index(conv) < order.index(part) and conv.args[0] is part.args[0]
     # The mask of the ReLU behind it comes from the codes.
-    assert name_of(conv.args[1].target) == "site_decode" and list(conv.args[1].users) == [conv]
-    assert names(backward[1])["site_mask"] == 1
+    assert name_of(conv.args[1].target) == "packed_decode" and list(conv.args[1].users) == [conv]
+    assert names(backward[1])["packed_mask"] == 1
 
 
-def test_a_relu_before_a_convolution_gates_its_gradient_from_the_codes(backward: list[Graph]) -> None:
+def test_a_relu_before_a_convolution_gates_its_gradient_from_the_codes(backward: list[Graph], codecs) -> None:
     both(lambda: net().to(memory_format=LAST), images().to(memory_format=LAST), as_inductor_gets_it)
     found = names(backward[1])
-    assert found["site_gate"] == 1 and not found["site_mask"] and not found["le"] - 1
+    assert found[codecs["gate"]] == 1 and not found[codecs["mask"]] and not found["le"] - 1
 
 
 class Residual(nn.Module):
@@ -262,13 +278,13 @@ class Residual(nn.Module):
         return self.last(y) + y
 
 
-def test_a_relu_before_a_sum_takes_its_mask_from_the_codes(backward: list[Graph]) -> None:
+def test_a_relu_before_a_sum_takes_its_mask_from_the_codes(backward: list[Graph], codecs) -> None:
     model = Residual()
     compiled = compile(model, backend=as_inductor_gets_it)
     plain = gradients(compiled, images())
     encke.attach(compiled, TWO)
     found = gradients(compiled, images())
-    assert names(backward[-1])["site_mask"] == 1 and not names(backward[-1])["site_gate"]
+    assert names(backward[-1])[codecs["mask"]] == 1 and not names(backward[-1])[codecs["gate"]]
     # The gradient of the first bias needs the mask alone.
     torch.testing.assert_close(found[1], plain[1], rtol=1e-4, atol=1e-7)
 
@@ -287,16 +303,17 @@ def test_masks_and_gates_are_exact_where_values_come_back_as_zero() -> None:
     assert torch.equal(torch.ops.encke.site_gate(grad, data, format), torch.where(x > 0, grad, 0))
 
 
-def test_other_batch_sizes_share_one_graph(everywhere: None, backward: list[Graph]) -> None:
+def test_other_batch_sizes_share_one_graph(everywhere: None, backward: list[Graph], codecs) -> None:
+    """With three images there are too few pixels for groups of one channel each."""
     model = net().to(memory_format=LAST)
     compiled = compile(model, backend=as_inductor_gets_it)
-    plain = [gradients(model, images(batch).to(memory_format=LAST)) for batch in (8, 6, 7)]
+    plain = [gradients(model, images(batch).to(memory_format=LAST)) for batch in (8, 6, 7, 3)]
     encke.attach(compiled, encke.policies.Fixed(encke.codecs.GroupQuant(bits=8)))
-    for batch, expected in zip((8, 6, 7), plain, strict=True):
+    for batch, expected in zip((8, 6, 7, 3), plain, strict=True):
         assert error(expected, gradients(compiled, images(batch).to(memory_format=LAST))) < 0.03
     assert len(backward) == 2
     for graph in backward:
-        assert names(graph)["norm_apply"] == 2 and names(graph)["conv_input_grad"] == 1
+        assert names(graph)[codecs["apply"]] == 2 and names(graph)["conv_input_grad"] == 1
 
 
 def test_operators_agree_with_their_fakes() -> None:

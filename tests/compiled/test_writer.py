@@ -9,11 +9,15 @@ import torch
 from torch import Tensor, nn
 
 import encke
+from encke.codecs import Codec, DualPrecision, ErrorBounded, GroupQuant
+from encke.codecs.base import EncoderState
+from encke.codecs.layout import layout_of
 from encke.compiled.model import CompiledModel
-from encke.compiled.writer import Form, order_of, stride_of
-from encke.kernels import GroupFormat, mix
+from encke.compiled.writer import Form, order_of
+from encke.kernels import mix
+from encke.policies import Fixed
 from encke.train.models.gpt import Gpt
-from tests.compiled.common import EIGHT, TWO, compile, error, gradients, graphs, images, net, same
+from tests.compiled.common import EIGHT, TWO, compile, constant_codecs, error, gradients, graphs, images, net, same
 
 
 class Expected:
@@ -29,29 +33,41 @@ class Expected:
         packing = self.coded.get(self.layer)
         if t.numel() * t.element_size() < 16384 or packing is None or t.dim() != 4:
             return t
-        t = t.detach()
+        t, site = t.detach(), packing.sites[0]
         order = order_of(t)
         if packing.form is Form.MASK:
             data = torch.ops.encke.mask_encode(t, order)
             return lambda: torch.ops.encke.mask_decode(data, t.shape, t.stride(), t.dtype, order)
-        codec, site = packing.codec, packing.sites[0]
-        stride = stride_of(t, codec.group, order)
-        seeds = torch.tensor([mix(codec.seed, mix(self.step, site.number, 0))])
-        format = GroupFormat(codec.bits, codec.group, t.dtype, stride, codec.signs).numbers()
-        data = torch.ops.encke.site_encode(t, seeds, 0, format, order)
-        return lambda: torch.ops.encke.site_decode(data, seeds, 0, format, t.shape, t.stride(), order)
+        layout, length = layout_of(t.shape, t.stride())
+        key = mix(self.step, site.number, 0)
+        return packing.codec.encode_run(t, layout, length, key, EncoderState()).decode
 
     def unpack(self, packed: object) -> Tensor:
         return packed() if callable(packed) else packed  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_gradients_equal_those_of_eager_mode_bit_for_bit(memory_format: torch.memory_format) -> None:
+@pytest.mark.parametrize(
+    ("codec", "constant"),
+    [
+        (GroupQuant(bits=2), True),
+        (GroupQuant(bits=2), False),
+        (ErrorBounded(0.05), False),
+        (DualPrecision(bits=4), False),
+        (GroupQuant(bits=4, group=64, signs=True), False),
+    ],
+    ids=["constant", "2 bits", "bound", "dual", "signs"],
+)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
+def test_gradients_equal_those_of_eager_mode_bit_for_bit(
+    monkeypatch: pytest.MonkeyPatch, memory_format: torch.memory_format, codec: Codec, constant: bool
+) -> None:
+    if constant:
+        constant_codecs(monkeypatch)
     model = net().to(memory_format=memory_format)
     twin = copy.deepcopy(model)
     x = images().to(memory_format=memory_format)
     compiled = compile(model)
-    handle = encke.attach(compiled, TWO)
+    handle = encke.attach(compiled, Fixed(codec))
     gradients(compiled, x)
     found = gradients(compiled, x)
     (around,) = handle._hooks
@@ -122,11 +138,15 @@ def held_by(output: Tensor) -> int:
         storage = t.untyped_storage()
         if storage.data_ptr() not in seen and not isinstance(t, nn.Parameter):
             seen.add(storage.data_ptr())
-            total += storage.nbytes()
+            payload = getattr(storage, "encke_payload", None)
+            total += storage.nbytes() if payload is None else payload.nbytes
     return total
 
 
-def test_what_the_backward_graph_holds_is_what_the_report_says() -> None:
+@pytest.mark.parametrize("constant", [False, True])
+def test_what_the_backward_graph_holds_is_what_the_report_says(monkeypatch: pytest.MonkeyPatch, constant: bool) -> None:
+    if constant:
+        constant_codecs(monkeypatch)
     model = compile(net())
     plain = held_by(model(images()).square().mean())
     handle = encke.attach(model, TWO)
@@ -151,7 +171,7 @@ def test_values_are_packed_where_they_are_made_and_restored_where_they_are_read(
     gradients(model, images())
     forward = list(seen["forward"].nodes)
     for i, node in enumerate(forward):
-        if "encode" in str(node.target):
+        if "encode" in str(node.target) or "site_pack" in str(node.target):
             assert forward[i - 1] is node.args[0]
     backward = list(seen["backward"].nodes)
     decoded = [node for node in backward if "decode" in str(node.target)]

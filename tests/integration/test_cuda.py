@@ -16,9 +16,11 @@ import encke
 from encke.bench.models import build
 from encke.capture import attention, scores
 from encke.capture.nodes import operation_name, saved_by
-from encke.codecs import ErrorBounded, GroupQuant, pending
+from encke.capture.sites import Site
+from encke.codecs import Codec, DualPrecision, ErrorBounded, GroupQuant, pending
 from encke.codecs.base import EncoderState
-from encke.policies import Fixed
+from encke.compiled import payloads
+from encke.policies import Fixed, Policy
 from tests.integration.test_end_to_end import EXACT
 from tests.models import MODELS
 
@@ -299,3 +301,138 @@ def test_attention_does_not_wait_for_the_gpu(policy) -> None:
             torch.cuda.set_sync_debug_mode("default")
     assert set(handle._capture.scores.bits.values()) <= {2, 4, 8}
     assert handle._capture.scores.bits
+
+
+class Settable(Policy):
+    """Gives every site the codec of the day."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+
+    def choose(self, site: Site) -> Codec:
+        return self.codec
+
+
+CODECS = (GroupQuant(bits=2), GroupQuant(bits=8), ErrorBounded(1e-3), GroupQuant(bits=4), DualPrecision(bits=4))
+
+
+def test_inductor_reads_settings_at_run_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled once, each step packs with the codec of that step; nothing but ErrorBounded's sizes is waited for."""
+    seen: list[tuple[torch.Tensor, torch.Tensor, Codec]] = []
+    hold_packed = payloads.hold_packed
+
+    def spy(packing, x, packed):
+        handle = hold_packed(packing, x, packed)
+        seen.append((x.clone(), packed.decode(), packed.codec))
+        return handle
+
+    x = torch.randn(16, 3, 96, 96, device="cuda").to(memory_format=torch.channels_last)
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    model = convs().to(memory_format=torch.channels_last)
+    compiled = torch.compile(model, fullgraph=True)
+    policy = Settable(CODECS[0])
+    handle = encke.attach(compiled, policy)
+
+    def gradients() -> torch.Tensor:
+        model.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            compiled(x).float().square().mean().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    gradients()
+    before = counters["stats"]["unique_graphs"], counters["frames"]["total"]
+    errors: dict[Codec, float] = {}
+    policy.codec = ErrorBounded(0)
+    exact = gradients()
+    for codec in (*CODECS, *CODECS):
+        policy.codec = codec
+        with monkeypatch.context() as patch:
+            patch.setattr(payloads, "hold_packed", spy)
+            errors[codec] = float((gradients() - exact).norm() / exact.norm())
+        assert seen and all(used == codec for *_, used in seen)
+        if isinstance(codec, ErrorBounded):
+            assert all(((y.double() - x.double()).abs() <= codec.bound).all() for x, y, _ in seen)
+        seen.clear()
+    assert (counters["stats"]["unique_graphs"], counters["frames"]["total"]) == before
+    assert errors[GroupQuant(bits=8)] < errors[GroupQuant(bits=4)] < errors[GroupQuant(bits=2)]
+    assert handle.report().ratio > 1.5
+    policy.codec = GroupQuant(bits=4)
+    gradients()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        gradients()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_payloads_that_do_not_shrink_fit_at_the_first_attempt() -> None:
+    """The compiled graph overwrites what was packed: there is no second attempt."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)).cuda()
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(model, fullgraph=True)
+    encke.attach(compiled, Settable(ErrorBounded(1e-30)))
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(1024, 512, device="cuda")
+        for net in (compiled, twin):
+            net.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16, enabled=dtype is torch.bfloat16):
+                net(x).square().mean().backward()
+        pending.settle_all()
+        for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+            assert (a.grad - b.grad).norm() < 2e-2 * b.grad.norm()
+
+
+def test_memory_of_payloads_is_released() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = convs().to(memory_format=torch.channels_last)
+    compiled = torch.compile(model, fullgraph=True)
+    policy = Settable(GroupQuant(bits=2))
+    encke.attach(compiled, policy)
+    x = torch.randn(32, 3, 96, 96, device="cuda").to(memory_format=torch.channels_last)
+    held = []
+    for step in range(12):
+        policy.codec = CODECS[step % 2]
+        model.zero_grad()
+        loss = compiled(x).square().mean()
+        if step % 3:
+            loss.backward()
+        del loss
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_allocated())
+    # Gradients are there or not.
+    assert max(held[6:]) <= max(held[3:6]) + (1 << 20)
+
+
+def test_recordings_do_not_grow_with_fewer_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA graphs keep the bits that they were recorded with; fewer bits record and compile nothing."""
+    from torch._inductor import cudagraph_trees
+
+    recorded: list[int] = []
+    run_first = cudagraph_trees.CUDAGraphNode.__init__
+
+    def spy(self, *arguments, **settings):
+        recorded.append(1)
+        run_first(self, *arguments, **settings)
+
+    monkeypatch.setattr(cudagraph_trees.CUDAGraphNode, "__init__", spy)
+    torch._dynamo.reset()
+    counters.clear()
+    model = convs().to(memory_format=torch.channels_last)
+    compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+    policy = Settable(GroupQuant(bits=4))
+    handle = encke.attach(compiled, policy)
+    (around,) = handle._hooks
+    x = torch.randn(16, 3, 96, 96, device="cuda").to(memory_format=torch.channels_last)
+    counts = []
+    for step in range(30):
+        policy.codec = GroupQuant(bits=(4, 2)[step % 2])
+        around.compiled.stale = True
+        model.zero_grad()
+        compiled(x).square().mean().backward()
+        counts.append((len(recorded), counters["stats"]["unique_graphs"]))
+    assert counts[10] == counts[-1] and counts[-1][1] == 1

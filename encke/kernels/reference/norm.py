@@ -16,7 +16,12 @@ def norm_sums(
 
     `data` is batch norm's input as `plan` packed it, in the memory format of `grad`. `weight` is fp32.
     """
-    g, x = grad.float(), decoded_like(grad, data, plan, seed)
+    norm_sums_from(grad, decoded_like(grad, data, plan, seed), mean, invstd, weight, out)
+
+
+def norm_sums_from(grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Write what `norm_sums` writes, from batch norm's input `x` in fp32."""
+    g = grad.float()
     axes, share = [0, *range(2, grad.dim())], weight.numel() / grad.numel()
     mean, invstd = mean.reshape(-1), invstd.reshape(-1)
     sum_g, sum_gx = g.sum(axes), (g * (x - per_channel(mean, x))).sum(axes)
@@ -27,8 +32,13 @@ def norm_sums(
 
 def norm_apply(grad: Tensor, data: Tensor, sums: Tensor, plan: GroupPlan, seed: Seed, out: Tensor) -> None:
     """Write the gradient of batch norm's input, g * k1 + x * k2 + k3, from what `norm_sums` wrote."""
+    norm_apply_from(grad, decoded_like(grad, data, plan, seed), sums, out)
+
+
+def norm_apply_from(grad: Tensor, x: Tensor, sums: Tensor, out: Tensor) -> None:
+    """Write what `norm_apply` writes, from batch norm's input `x` in fp32."""
     k1, k2, k3 = (per_channel(row, grad) for row in sums[:3])
-    out.copy_(grad * k1 + (decoded_like(grad, data, plan, seed) * k2 + k3))
+    out.copy_(grad * k1 + (x * k2 + k3))
 
 
 def decoded_like(like: Tensor, data: Tensor, plan: GroupPlan, seed: Seed) -> Tensor:

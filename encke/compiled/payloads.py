@@ -1,0 +1,261 @@
+"""Operators whose codecs are read at run time: in the graph stands a handle of one element, behind it any payload.
+
+Bits, bounds and sizes are no constants of the graph. `site_pack` asks the policy in every forward pass, as eager mode
+does, so a changed setting holds from the next step on and compiles nothing. It returns a handle, a tensor of one byte,
+and the packed tensor is an attribute of the handle's storage: it lives exactly as long as whoever holds the handle,
+which is autograd until backward has read it, or until the graph is dropped. Copies of a handle have no payload, and
+reading one is an error; so CUDA graphs, which copy what they read, use ops.py instead.
+
+The `*_into` functions are what inductor calls on a GPU (lowerings.py): they write into memory that is there already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from encke.capture.ledger import SIZE_PENDING
+from encke.codecs import Codec, Packed
+from encke.codecs.base import AdaptedPacked, EncoderState
+from encke.codecs.groupquant import GroupQuantPacked
+from encke.codecs.layout import Layout, layout_of
+from encke.compiled.ops import channel_shape, encode_measured, graph_owners, moments
+from encke.kernels import GroupPlan, backend_for, mix
+from encke.kernels.operators import register
+from encke.kernels.reference.norm import norm_apply_from, norm_sums_from
+
+if TYPE_CHECKING:
+    from encke.compiled.writer import Packing
+
+ERROR_LOST = (
+    "encke: backward got a copy of a handle, and what was packed is not behind it. Handles must reach backward as they "
+    "are: detach() the model before CUDA graphs are recorded by anything but torch.compile(mode='reduce-overhead'), "
+    "and before saved tensors are copied or moved."
+)
+
+
+def hold(packed: Packed, device: torch.device) -> Tensor:
+    """Return a handle that keeps `packed` alive and leads to it."""
+    handle = torch.empty(1, dtype=torch.uint8, device=device)
+    # A storage's Python object lives as long as its memory does, whoever holds that.
+    handle.untyped_storage().encke_payload = packed  # type: ignore[attr-defined]
+    return handle
+
+
+def payload_of(handle: Tensor) -> Any:
+    """Return the packed tensor behind a handle."""
+    packed = getattr(handle.untyped_storage(), "encke_payload", None)
+    if packed is None:
+        raise RuntimeError(ERROR_LOST)
+    return packed
+
+
+class FinalState(EncoderState):
+    """Encoder state for memory that the compiled graph writes to again: a payload must fit at the first attempt.
+
+    Capacity is that of values stored as they are; it is trimmed once the size is known.
+    """
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.share = 1.01
+
+    def learn(self, payload: int, source: int) -> None:
+        """Learn nothing: less room would not always do."""
+
+
+def prepare(x: Tensor, graph: int, row: int) -> tuple[Packing, Codec, Layout, int, int]:
+    """Return the entry of a tensor that is about to be packed, and codec, layout, length and key to pack it with."""
+    owner = graph_owners[graph]()
+    assert owner is not None, "a compiled model runs its own graphs only"
+    if graph not in owner.ran:
+        owner.ran.append(graph)
+    capture, packing = owner.capture, owner.packings[graph][row]
+    key = mix(capture.step, packing.number, capture.rank)
+    return packing, packing.codec_now(capture.scores.codec, x.dtype), *layout_of(x.shape, x.stride()), key
+
+
+def hold_packed(packing: Packing, x: Tensor, packed: Packed) -> Tensor:
+    """Note what was packed for the report; return its handle."""
+    record, pending, plan = packing.record, packed.pending_size, packed.plan
+    if plan is None or plan is not packing.plan or packed.codec is not record.codec:
+        if pending is not None:
+            pending.forget_source()
+        packing.plan = plan
+        record.codec, record.saved_bytes = packed.codec, x.nbytes
+        record.packed_bytes = packed.nbytes if pending is None else SIZE_PENDING
+    return hold(packed, x.device)
+
+
+def site_pack(x: Tensor, graph: int, row: int) -> Tensor:
+    """Return the handle of a saved tensor, packed with the codec that the policy chooses now."""
+    packing, codec, layout, length, key = prepare(x, graph, row)
+    return hold_packed(packing, x, codec.encode_run(x, layout, length, key, packing.state))
+
+
+def site_pack_moments(x: Tensor, graph: int, row: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `site_pack`, and variance and mean of x's channels, as `var_mean` in fp32 gives them."""
+    packing, codec, layout, length, key = prepare(x, graph, row)
+    plan, seed = codec.planned(x, layout, length, packing.state), mix(codec.seed, key)
+    measured = None if plan is None else encode_measured(plan, x, seed)
+    if plan is None or measured is None:
+        packed = codec.encode_run(x, layout, length, key, packing.state)
+        return hold_packed(packing, x, packed), *moments(x)
+    data, var, mean = measured
+    return hold_packed(packing, x, GroupQuantPacked(codec, layout, data, seed, plan)), var, mean
+
+
+def plan_for(packed: Packed, like: Tensor) -> GroupPlan | None:
+    """Return the plan by which kernels read codes beside `like`; None where elements do not lie alike."""
+    layout = packed.layout
+    return packed.plan if packed.codec.reads_packed and layout.dense and layout.stride == like.stride() else None
+
+
+def decoded(packed: Packed) -> Tensor:
+    """Return the tensor as it was packed, in memory of its own."""
+    x = packed.decode_in(packed.layout)
+    return x.clone() if isinstance(packed, AdaptedPacked) else x
+
+
+def packed_mask_of(packed: Packed) -> Tensor:
+    """Return which values are not zero."""
+    return packed.layout.restore(packed.decode_flat(mask=True))
+
+
+def with_strides(x: Tensor, size: Sequence[int], strides: Sequence[int]) -> Tensor:
+    """Return a tensor as the graph expects it."""
+    if x.stride() == tuple(strides):
+        return x
+    return torch.empty_strided(size, strides, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def packed_decode(handle: Tensor, size: list[int], strides: list[int], dtype: torch.dtype) -> Tensor:
+    """Return what `site_pack` packed, with the size and strides that the graph expects."""
+    return with_strides(decoded(payload_of(handle)), size, strides)
+
+
+def decode_into(handle: Tensor, *, out: Tensor) -> None:
+    """Write what `packed_decode` returns."""
+    packed = payload_of(handle)
+    plan = plan_for(packed, out)
+    if plan is None:
+        out.copy_(packed.decode_in(packed.layout))
+    else:
+        plan.decode_into(packed.buffers[0], packed.seed, out)
+
+
+def packed_mask(handle: Tensor, size: list[int], strides: list[int]) -> Tensor:
+    """Return which values that `site_pack` packed are not zero, read from the codes."""
+    return with_strides(packed_mask_of(payload_of(handle)), size, strides)
+
+
+def mask_into(handle: Tensor, *, out: Tensor) -> None:
+    """Write what `packed_mask` returns."""
+    packed = payload_of(handle)
+    plan = plan_for(packed, out)
+    if plan is None:
+        out.copy_(packed_mask_of(packed))
+    else:
+        plan.mask_into(packed.buffers[0], out)
+
+
+def packed_gate(grad: Tensor, handle: Tensor) -> Tensor:
+    """Return a gradient where the packed values are not zero; else zero."""
+    out = torch.empty_like(grad)
+    gate_into(grad, handle, out=out)
+    return out
+
+
+def gate_into(grad: Tensor, handle: Tensor, *, out: Tensor) -> None:
+    """Write what `packed_gate` returns."""
+    packed = payload_of(handle)
+    plan = plan_for(packed, grad) if out.stride() == grad.stride() else None
+    if plan is None:
+        out.copy_(torch.where(packed_mask_of(packed), grad, 0))
+    else:
+        plan.gate_into(packed.buffers[0], grad, out)
+
+
+def norm_plan_for(packed: Packed, grad: Tensor) -> GroupPlan | None:
+    """Return the plan by which batch norm's kernels read codes; None where they would take the groups for others.
+
+    Groups are made of channels in channels_last memory; where there are too few pixels for that, they are not.
+    """
+    plan = plan_for(packed, grad)
+    return plan if plan is not None and packed.layout.channels_last is (plan.format.stride > 1) else None
+
+
+def packed_norm_sums(grad: Tensor, handle: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor) -> Tensor:
+    """Return k1, k2, k3 of `packed_norm_apply` and gradients of weight and bias, from batch norm's packed input."""
+    out = torch.empty(5, weight.numel(), dtype=torch.float32, device=grad.device)
+    norm_sums_into(grad, handle, mean, invstd, weight, out=out)
+    return out
+
+
+def norm_sums_into(grad: Tensor, handle: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, *, out: Tensor) -> None:
+    """Write what `packed_norm_sums` returns."""
+    packed = payload_of(handle)
+    plan = norm_plan_for(packed, grad)
+    if plan is None:
+        norm_sums_from(grad, packed.decode_in(packed.layout).float(), mean, invstd, weight, out)
+    else:
+        backend = backend_for(grad.device.type)
+        backend.norm_sums(grad, packed.buffers[0], mean, invstd, weight, plan, packed.seed, out)
+
+
+def packed_norm_apply(grad: Tensor, handle: Tensor, sums: Tensor) -> Tensor:
+    """Return g * k1 + x * k2 + k3: the gradient of batch norm's input."""
+    out = torch.empty_like(grad)
+    norm_apply_into(grad, handle, sums, out=out)
+    return out
+
+
+def norm_apply_into(grad: Tensor, handle: Tensor, sums: Tensor, *, out: Tensor) -> None:
+    """Write what `packed_norm_apply` returns."""
+    packed = payload_of(handle)
+    plan = norm_plan_for(packed, grad) if out.stride() == grad.stride() else None
+    if plan is None:
+        norm_apply_from(grad, packed.decode_in(packed.layout).float(), sums, out)
+    else:
+        backend_for(grad.device.type).norm_apply(grad, packed.buffers[0], sums, plan, packed.seed, out)
+
+
+def _handle_fake(x: Tensor, graph: int, row: int) -> Tensor:
+    return x.new_empty(1, dtype=torch.uint8)
+
+
+def _moments_fake(x: Tensor, graph: int, row: int) -> tuple[Tensor, Tensor, Tensor]:
+    var, mean = (x.new_empty(channel_shape(x), dtype=torch.float32) for _ in range(2))
+    return _handle_fake(x, graph, row), var, mean
+
+
+def _restored_fake(handle: Tensor, size: Any, strides: Any, dtype: torch.dtype = torch.bool) -> Tensor:
+    return torch.empty_strided(size, strides, dtype=dtype, device=handle.device)
+
+
+OPERATORS: dict[Callable[..., Any], tuple[str, Callable[..., Any]]] = {
+    site_pack: ("(Tensor x, int graph, int row) -> Tensor", _handle_fake),
+    site_pack_moments: ("(Tensor x, int graph, int row) -> (Tensor, Tensor, Tensor)", _moments_fake),
+    packed_decode: ("(Tensor handle, SymInt[] size, SymInt[] strides, ScalarType dtype) -> Tensor", _restored_fake),
+    packed_mask: ("(Tensor handle, SymInt[] size, SymInt[] strides) -> Tensor", _restored_fake),
+    packed_gate: ("(Tensor grad, Tensor handle) -> Tensor", lambda grad, handle: torch.empty_like(grad)),
+    packed_norm_sums: (
+        "(Tensor grad, Tensor handle, Tensor mean, Tensor invstd, Tensor weight) -> Tensor",
+        lambda grad, handle, mean, invstd, weight: grad.new_empty((5, weight.numel()), dtype=torch.float32),
+    ),
+    packed_norm_apply: (
+        "(Tensor grad, Tensor handle, Tensor sums) -> Tensor",
+        lambda grad, handle, sums: torch.empty_like(grad),
+    ),
+}
+"""Each operator's arguments and results, and its fake."""
+
+for _function, (_schema, _fake) in OPERATORS.items():
+    # They read what the host holds, and what that is changes from step to step.
+    _tags = (torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
+    register(_function.__name__ + _schema, _function, _fake, _tags)
