@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import nn
 
 import encke
+from encke.capture.needs import MIN_BITS
 from encke.capture.sites import Site
 from encke.codecs import Codec, ErrorBounded
 from encke.policies import Fixed
@@ -30,7 +31,8 @@ class SameCodec(Fixed):
     """One codec for every input. Where `Fixed` would use a finer one (attention), values are kept exactly."""
 
     def choose(self, site: Site) -> Codec:
-        return self.codec if site.need == "lossy" else ErrorBounded(0)
+        refined = (site.operation, site.slot) in MIN_BITS
+        return self.codec if site.need == "lossy" and not refined else ErrorBounded(0)
 
 
 def norms_left_alone(model: nn.Module) -> dict[str, None]:
