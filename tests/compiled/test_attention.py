@@ -49,15 +49,16 @@ def x() -> Tensor:
 def test_gradients_are_those_of_eager_mode(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores far beyond 8 bits: a softmax that does not belong to its inputs would be off by exponentials."""
     monkeypatch.setattr(scores, "SCORE_ERROR", 1e9)
-    model = Attention(8.0, **CALLS[name])
+    model = Attention(20.0, **CALLS[name])
     eager = copy.deepcopy(model)
     plain = gradients(copy.deepcopy(model), x())
     encke.attach(eager, Fixed(GroupQuant(8)))
     for _ in range(2):
         expected = error(plain, gradients(eager, x()))
-    handle = encke.attach(compile(model), Fixed(GroupQuant(8)))
+    compiled = compile(model)
+    handle = encke.attach(compiled, Fixed(GroupQuant(8)))
     for _ in range(3):
-        assert error(plain, gradients(model, x())) < 2 * expected
+        assert 0 < error(plain, gradients(compiled, x())) < 2 * expected
     handle.detach()
 
 
