@@ -93,7 +93,7 @@ def test_softmax_is_saved_and_not_recomputed_from_lossy_scores() -> None:
     handle = encke.attach(model, TWO)
     gradients(model, torch.randn(4, 64, 64))
     rows = {(row.operation, row.bound) for row in handle.report().sites if row.codec == "GroupQuant"}
-    assert ("Softmax", "8 bits") in rows and {bound for _, bound in rows} == {"8 bits"}
+    assert rows == {("Softmax", "8 bits"), ("Bmm", "4 bits")}
 
 
 def test_relu_between_convolutions_has_exact_masks_at_two_bits() -> None:
