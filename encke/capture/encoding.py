@@ -18,7 +18,7 @@ from encke.capture.scores import Scores
 from encke.codecs import Codec, Lossless
 from encke.codecs.algebra import satisfies
 from encke.codecs.exact import Between, Mask, Sign, Window
-from encke.codecs.layout import Layout, run_of
+from encke.codecs.layout import Layout, run_of, with_rows
 from encke.kernels import mix
 
 MASK, SIGN = Mask(), Sign()
@@ -106,9 +106,11 @@ def encode(
     if forward.collection is not None and length is not None and not saved.owner.check_finite(saved.facts, t):
         # A forward that was deferred expects the codec it has announced: exact from the next pass on.
         cell.wanted = cell.wanted if deferred is not None else Lossless()
-    codec, record, packed, layout = cell.wanted, cell.record, cell.packed, saved.layout
+    codec, record, packed, layout = cell.wanted, cell.record, cell.packed, with_rows(saved.layout, cell.rows)
     assert codec is not None
-    if packed is None or not satisfies(packed.codec, codec):
+    # Groups across the rows that a norm reads do not serve it.
+    crosses = packed is not None and packed.plan is not None and packed.layout.rows != cell.rows
+    if packed is None or crosses or not satisfies(packed.codec, codec):
         if length is None:
             packed = codec.encode_flat(t, layout, cell.key, record.facts.encoder_state)
         elif deferred is None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from encke.capture.sites import Site
 from encke.codecs.base import EncoderState
+from encke.codecs.layout import Layout, rows_for
 
 
 class SiteState(enum.Enum):
@@ -32,10 +33,12 @@ class SiteFacts:
         "encoder_state",
         "index",
         "input_index",
+        "norm",
         "of_module",
         "position",
         "raw_slot",
         "reader",
+        "rows",
         "sharers",
         "siblings",
         "signature",
@@ -71,6 +74,10 @@ class SiteFacts:
         """A known limit of the integers saved here."""
         self.sources: frozenset[int] | None = None
         """Indices, within the same call, of the sites of query, key and value, if attention reads here."""
+        self.norm: tuple[str, int] | None = None
+        """Dimensions that the reader normalises over, as `layout.rows_for` takes them; None if it does not."""
+        self.rows: tuple[int, tuple[int, int] | None] = (0, None)
+        """Length of the run of memory saved last, and the rows in it that the reader normalises."""
         self.sharers: set[SiteFacts] = set()
         """Sites that later save the same memory: the strictest of them decides."""
         self.changed = False
@@ -79,12 +86,30 @@ class SiteFacts:
         self.function: Any = None
         """Function that runs in the operation's place (encke/fused); False if there is none, None if not asked yet."""
 
+    def rows_in(self, layout: Layout, length: int) -> tuple[int, int] | None:
+        """Return the rows of a run of memory that the reader normalises; None if it does not."""
+        if self.norm is None:
+            return None
+        rows = rows_for(layout, length, self.norm)
+        self.rows = (length, rows)
+        return rows
+
     def same_as(self, other: SiteFacts) -> bool:
         """Return whether the reader and everything learnt from it are the same."""
         return (
             all(
                 getattr(self, name) == getattr(other, name)
-                for name in ("site", "signature", "reader", "raw_slot", "window", "input_index", "high", "sources")
+                for name in (
+                    "site",
+                    "signature",
+                    "reader",
+                    "raw_slot",
+                    "window",
+                    "input_index",
+                    "high",
+                    "sources",
+                    "norm",
+                )
             )
             and self.site.need == other.site.need
         )

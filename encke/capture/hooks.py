@@ -21,6 +21,7 @@ from encke.capture.nodes import (
     Origin,
     is_view_of_parameter,
     needs_weight_gradient,
+    norm_of,
     operation_name,
     origin_of,
     saved_by,
@@ -197,7 +198,7 @@ class Capture:
             return encode_alone(Saved(self.readers, facts, t, layout, None), record, codec, forward, t, length)
         cell = shared_cell(facts, t, layout, length, forward)
         saved = Saved(self.readers, facts, t, layout, cell)
-        first = cell.record.facts
+        first, rows = cell.record.facts, facts.rows_in(layout, length)
         if first is not facts:
             if need == "mask":
                 # ReLU is the first to save its result: this is somebody else.
@@ -209,9 +210,10 @@ class Capture:
                 more = codec_for(self.scores, sharer, t.dtype, None)
                 if more is not None:
                     cell.ask(more)
-        cell.ask(codec, codec is not MASK)
-        packed = cell.packed
-        if packed is None or packed.codec is not cell.wanted or forward.collection is not None:
+                    # Rows of another memory than last time are known when that reader saves.
+                    rows = rows or (sharer.rows[1] if sharer.rows[0] == length else None)
+        cell.ask(codec, codec is not MASK, rows)
+        if not cell.settled or forward.collection is not None:
             if not cell.waiting:
                 encode(cell, saved, forward, t, length, deferred)
         return saved
@@ -252,6 +254,8 @@ def unpack(saved: Saved | Kept) -> Tensor:
         elif (KNOWN.get(type(node)) or operation_name(node)) != facts.reader or (
             facts.site.need == "shape" and needs_weight_gradient(node)
         ):
+            saved.owner.mismatch(saved, node)
+        elif facts.norm is not None and norm_of(node, facts.site.operation, facts.site.slot) != facts.norm:
             saved.owner.mismatch(saved, node)
         elif facts.raw_slot:
             # Functions in an operation's place have no such attribute: they are ours, and have the slots it has.

@@ -52,6 +52,16 @@ CANONICAL = {
 NORMS = ("BatchNorm", "LayerNorm", "GroupNorm", "InstanceNorm", "RmsNorm", "RMSNorm")
 """Parts of the names of normalisations."""
 
+NORMALIZED: dict[tuple[str, str], tuple[str, str | None]] = {
+    ("BatchNorm", "input"): ("channels", None),
+    ("NativeLayerNorm", "input"): ("last", "normalized_shape"),
+    ("FusedRmsNorm", "input"): ("last", "normalized_shape"),
+    ("NativeGroupNorm", "input"): ("groups", "group"),
+    # RMS norm written out begins with x.pow(2).mean(-1).
+    ("Pow", "self"): ("last", None),
+}
+"""Readers that normalise: the dimensions they do it over, and the setting of their node that tells how many."""
+
 # need or kind -> {operation: slots}.
 LISTED: dict[Need | Kind, dict[str, str]] = {
     "shape": {

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from encke.capture.needs import SETTINGS
+from encke.capture.needs import NORMALIZED, SETTINGS
 from encke.capture.saved import Saved
 from encke.torch_internals import RAW_SAVED, raw_saved_slots, saved_setting
 
@@ -136,6 +136,17 @@ def setting_of(node: Any, operation: str) -> Any:
     # Other forms save it as a tensor: to ask for it would unpack it.
     known = operation in SETTINGS and node.name().endswith("Backward0")
     return saved_setting(node, SETTINGS[operation][0], None) if known else None
+
+
+def norm_of(node: Any, operation: str, slot: str) -> tuple[str, int] | None:
+    """Return what a reader that normalises does it over, as `layout.rows_for` takes it; None for other readers."""
+    kind, setting = NORMALIZED.get((operation, slot), ("", None))
+    if not kind:
+        return None
+    if setting is None:
+        return kind, int(kind == "last")
+    number = saved_setting(node, setting)
+    return kind, number if isinstance(number, int) else len(number)
 
 
 def window_of(node: Any) -> tuple[tuple[int, ...], ...] | None:

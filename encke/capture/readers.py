@@ -40,7 +40,15 @@ from encke.capture.encoding import codec_for, encode, encode_alone, limits_of
 from encke.capture.facts import SiteFacts, SiteState
 from encke.capture.ledger import Record
 from encke.capture.needs import CANONICAL, SETTINGS, TABLE, need_of
-from encke.capture.nodes import KNOWN, needs_weight_gradient, operation_name, saved_by, setting_of, window_of
+from encke.capture.nodes import (
+    KNOWN,
+    needs_weight_gradient,
+    norm_of,
+    operation_name,
+    saved_by,
+    setting_of,
+    window_of,
+)
 from encke.capture.passes import Frame, Threads
 from encke.capture.saved import Pending, Saved
 from encke.capture.scores import Scores
@@ -143,6 +151,8 @@ class Readers:
         elif site.operation == "ScaledDotProductAttention":
             facts.sources = frozenset(other.facts.index for name, other in savings if name in INPUTS)
         facts.of_module = forward in (POOLS if facts.window is not None else EMBEDDINGS)
+        if site.need == "lossy":
+            facts.norm = norm_of(node, site.operation, slot)
         told = facts.window is not None or facts.high is not None
         if site.need != "exact" or told:
             # Functions save a list of tensors.
@@ -247,7 +257,7 @@ class Readers:
             cell.record.saved_bytes -= record.saved_bytes
             encode_alone(saved, record, codec, forward, held)
         else:
-            cell.ask(codec, need != "mask")
+            cell.ask(codec, need != "mask", facts.rows_in(saved.layout, held.numel()))
             if facts.sources is not None and not codec.exact:
                 frame.lossy.add(facts.index)
             if cell.record.facts is not facts:

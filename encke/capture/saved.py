@@ -32,6 +32,7 @@ class SharedCell:
         "packed",
         "readers",
         "record",
+        "rows",
         "version",
         "waiting",
         "wanted",
@@ -48,13 +49,20 @@ class SharedCell:
         """Codec that satisfies all who have asked."""
         self.readers = 0
         """Savings of this memory for its values, not for a mask."""
+        self.rows: tuple[int, int] | None = None
+        """Rows of the memory that a reader normalises: number and distance of their values."""
         self.decoded: tuple[StorageWeakRef, int] | None = None
         self.checksum: list[int] | None = None
         """Checksum of the memory when it was first held; None if nobody asked."""
         self.lock: threading.Lock | None = None
 
-    def ask(self, codec: Codec, values: bool = False) -> None:
-        """Add a reader that needs no more than `codec`; two or more readers of values share one decoded copy."""
+    def ask(self, codec: Codec, values: bool = False, rows: tuple[int, int] | None = None) -> None:
+        """Add a reader that needs no more than `codec`, and may normalise these rows of the memory.
+
+        Two or more readers of `values` share one decoded copy.
+        """
+        if self.rows is None:
+            self.rows = rows
         wanted = self.wanted
         if codec is not wanted:
             self.wanted = codec if wanted is None else stricter(wanted, codec)
@@ -62,6 +70,12 @@ class SharedCell:
             self.readers += 1
             if self.readers == 2:
                 self.lock = threading.Lock()
+
+    @property
+    def settled(self) -> bool:
+        """Whether what is packed is what has been asked for, as far as a look at it tells."""
+        packed = self.packed
+        return packed is not None and packed.codec is self.wanted and packed.layout.rows == self.rows
 
     def hold(self, flat: Tensor) -> None:
         """Keep the memory itself until its readers' needs are known."""

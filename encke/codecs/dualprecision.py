@@ -124,7 +124,9 @@ class DualPrecision(FlatCodec):
         size, plane = planes_of(flat, layout)
         format = DualFormat(*plane, self.block, self.bits, self.mask, dtype)
         if format.plane < SMALLEST_PLANE or format.nbytes(numel) > numel * dtype.itemsize:
-            plan = operations(flat).group_plan(GroupFormat(self.bits, GROUP, dtype), numel, flat.device)
+            rows = layout.rows or (numel, 1)
+            groups = GroupFormat.in_rows(self.bits, GROUP, dtype, False, numel, *rows)
+            plan = operations(flat).group_plan(groups, numel, flat.device)
             buffers = [plan.encode(flat, seed)]
             if self.mask:
                 buffers.append(operations(flat).bits_encode(flat != 0, 1))

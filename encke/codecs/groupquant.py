@@ -52,8 +52,9 @@ class GroupQuant(FlatCodec):
     """Fixed-rate codes of `bits` bits with one scale for every `group` values. Decoded values are unbiased.
 
     A value is off by at most half a step of its group; rounding is random. In groups without negative values, zeros
-    and the mask of non-zeros are exact. A group that holds a NaN or an infinity decodes to NaN. In channels_last memory
-    a group takes values of one channel.
+    and the mask of non-zeros are exact. Groups of one value are exact. A group that holds a NaN or an infinity decodes
+    to NaN. In channels_last memory a group takes values of one channel. What a norm reads is cut into groups that stay
+    within the values which the norm takes together.
 
     Example:
         >>> import torch
@@ -141,6 +142,9 @@ class GroupQuant(FlatCodec):
         return known[4]
 
     def _plan(self, x: Tensor, layout: Layout, length: int) -> GroupPlan:
-        stride = 1 if layout.copied else channel_stride(layout.size, layout.stride, length, self.group)
-        format = GroupFormat(self.bits, self.group, x.dtype, stride, self.signs)
+        if layout.rows is not None:
+            format = GroupFormat.in_rows(self.bits, self.group, x.dtype, self.signs, length, *layout.rows)
+        else:
+            stride = 1 if layout.copied else channel_stride(layout.size, layout.stride, length, self.group)
+            format = GroupFormat(self.bits, self.group, x.dtype, stride, self.signs)
         return operations(x).group_plan(format, length, x.device)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from encke.kernels.formats import run_length
+from encke.kernels.formats import SMALLEST_PLANE, channel_dims, rows_of, run_length
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 """The channels_last memory format by number of dimensions."""
@@ -24,6 +24,9 @@ class Layout:
     stride: tuple[int, ...]
     copied: bool = False
     """Whether the run is a contiguous copy, because the tensor's own elements have gaps between them."""
+    rows: tuple[int, int] | None = None
+    """Number and distance of the values on the run that a norm reads together: a codec's groups stay within these rows.
+    """
     dense: bool = field(init=False, compare=False)
     """Whether the run is the tensor's own memory and holds each element once."""
     channels_last: bool | None = field(init=False, compare=False)
@@ -86,6 +89,42 @@ def layout_of(size: tuple[int, ...], stride: tuple[int, ...]) -> tuple[Layout, i
             return Layout(size, stride, copied=True), math.prod(size)
         length = 1 + sum((sz - 1) * st for sz, st in zip(size, stride, strict=True))
     return Layout(size, stride), length
+
+
+@functools.lru_cache(maxsize=4096)
+def with_rows(layout: Layout, rows: tuple[int, int] | None) -> Layout:
+    """Return a layout on whose run a norm reads these rows."""
+    return layout if layout.rows == rows else replace(layout, rows=rows)
+
+
+@functools.lru_cache(maxsize=4096)
+def rows_for(layout: Layout, length: int, norm: tuple[str, int]) -> tuple[int, int] | None:
+    """Return the rows of a run of memory within which a norm takes its statistics: values of each, and their distance.
+
+    Args:
+        layout: Layout of the norm's input.
+        length: Length of the run.
+        norm: What it normalises over: ("last", number of dimensions), ("channels", 0) for all but the second
+            dimension, or ("groups", number of groups) of the second dimension.
+    """
+    size, stride = layout.size, layout.stride
+    if layout.copied:
+        stride = tuple(math.prod(size[d + 1 :]) for d in range(len(size)))
+    if length == 0 or run_length(size, stride) != length:
+        return None
+    kind, number = norm
+    if kind == "last":
+        return rows_of(size, stride, tuple(range(len(size) - number, len(size))))
+    if kind == "channels":
+        # Of planes that are not tiny, fused layers read the codes.
+        plane = rows_of(size, stride, channel_dims(len(size))[1:])
+        whole = plane[1] == 1 and plane[0] >= SMALLEST_PLANE
+        return plane if whole else rows_of(size, stride, channel_dims(len(size)))
+    each, rest = divmod(size[1], number)
+    if rest:
+        return None
+    size, stride = (size[0], number, each, *size[2:]), (stride[0], stride[1] * each, *stride[1:])
+    return rows_of(size, stride, tuple(range(2, len(size))))
 
 
 def run_of(x: Tensor, layout: Layout, length: int) -> Tensor:

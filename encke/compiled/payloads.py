@@ -21,7 +21,7 @@ from encke.capture.ledger import SIZE_PENDING
 from encke.codecs import Codec, Packed
 from encke.codecs.base import AdaptedPacked, EncoderState
 from encke.codecs.groupquant import GroupQuantPacked
-from encke.codecs.layout import Layout, layout_of
+from encke.codecs.layout import Layout, layout_of, with_rows
 from encke.compiled.ops import channel_shape, encode_measured, graph_owners, moments
 from encke.kernels import GroupPlan, backend_for, mix
 from encke.kernels.operators import register
@@ -77,7 +77,10 @@ def prepare(x: Tensor, graph: int, row: int) -> tuple[Packing, Codec, Layout, in
         owner.ran.append(graph)
     capture, packing = owner.capture, owner.packings[graph][row]
     key = mix(capture.step, packing.number, capture.rank)
-    return packing, packing.codec_now(capture.scores.codec, x.dtype), *layout_of(x.shape, x.stride()), key
+    layout, length = layout_of(x.shape, x.stride())
+    if packing.rows is not None and layout.dense:
+        layout = with_rows(layout, packing.rows)
+    return packing, packing.codec_now(capture.scores.codec, x.dtype), layout, length, key
 
 
 def hold_packed(packing: Packing, x: Tensor, packed: Packed) -> Tensor:

@@ -202,8 +202,8 @@ def reads_codes(norm: NormBackward, t: Tensor, format: GroupFormat) -> bool:
     vectors = (norm.mean, norm.invstd, norm.weight)
     if any(value(v).dtype != torch.float32 or value(v).numel() != t.shape[1] for v in vectors):
         return False
-    memory_format = FORMATS[t.dim()] if channels_last else torch.contiguous_format
-    if not all(sized(x).is_contiguous(memory_format=memory_format) for x in (t, grad)):
+    memory_format = FORMATS.get(t.dim()) if channels_last else torch.contiguous_format
+    if memory_format is None or not all(sized(x).is_contiguous(memory_format=memory_format) for x in (t, grad)):
         return False
     if no_kernels(t.device):
         return False

@@ -24,6 +24,7 @@ from encke.compiled.masks import read_mask_from_codes
 from encke.compiled.names import bytes_of, size_hint, value
 from encke.compiled.pair import Pair
 from encke.compiled.payloads import FinalState
+from encke.compiled.rows import rows_read
 from encke.kernels import GroupFormat, GroupPlan
 from encke.kernels.formats import channel_stride
 
@@ -58,6 +59,8 @@ class Packing:
         self.state = self.record.facts.encoder_state = FinalState()
         self.plan: GroupPlan | None = None
         """Plan that packed it last, if a plan did."""
+        self.rows: tuple[int, int] | None = None
+        """Number and distance of the values of the rows that a norm reads of its memory; None if none does."""
         self.number = sites[0].number
         self.finite = True
         """Whether nothing but finite values was seen here; what is not finite is stored exactly."""
@@ -139,9 +142,9 @@ class Writer:
         """Quantise a tensor; return the node that gives its codes, or their handle."""
         t, codec = value(node), packing.codec
         order = order_of(t)
-        format = None
-        if isinstance(codec, GroupQuant):
-            format = GroupFormat(codec.bits, codec.group, t.dtype, stride_of(t, codec.group, order), codec.signs)
+        readers = self.pair.readers_behind(self.pair.inputs[node.name])
+        packing.rows = rows_read(self.pair, readers, packing.sites)
+        format = format_of(t, codec, order, packing.rows) if isinstance(codec, GroupQuant) else None
         calls: Calls
         if packing.constant is None:
             self.tells = True
@@ -153,7 +156,6 @@ class Writer:
         # Makes inductor store the tensor once, instead of once for the encoder and once for the other readers.
         node.meta["inductor_realize_to_strides"] = True
         packed = self._write_encoder(node, calls, format is not None and rewrites.encoder_measures(t, format))
-        readers = self.pair.readers_behind(self.pair.inputs[node.name])
         mask_readers = [reader for reader, site in zip(readers, packing.sites, strict=True) if site.need == "mask"]
         data, restored = self.pair.swap(node, packed, lambda data: self._here(calls.decode(data)))
         if read_mask_from_codes(
@@ -288,6 +290,15 @@ class Writer:
 def order_of(t: Tensor) -> list[int]:
     """Return the dimensions of a tensor as they lie in memory, the one that runs slowest first."""
     return sorted(range(t.dim()), key=lambda d: (-size_hint(t.stride(d)), -size_hint(t.shape[d])))
+
+
+def format_of(t: Tensor, codec: GroupQuant, order: list[int], rows: tuple[int, int] | None = None) -> GroupFormat:
+    """Return the format of a saved tensor of whose memory a norm reads these rows."""
+    if rows is None:
+        return GroupFormat(codec.bits, codec.group, t.dtype, stride_of(t, codec.group, order), codec.signs)
+    # Where the number of rows changes from call to call there may be several.
+    numel = t.numel() if isinstance(t.numel(), int) else 0
+    return GroupFormat.in_rows(codec.bits, codec.group, t.dtype, codec.signs, numel, *rows)
 
 
 def stride_of(t: Tensor, group: int, order: list[int]) -> int:

@@ -28,6 +28,8 @@ RAW = 31
 """Head of a block whose values are stored as they are."""
 NORM_GROUP = 128
 """The only group size that batch norm's kernels read packed."""
+SMALLEST_PLANE = 32
+"""Values of the smallest plane in NCHW memory that they read packed."""
 LOG_KNEE = 8.0
 """Distance below zero from which log-probabilities have another step."""
 
@@ -82,6 +84,39 @@ def run_length(size: Sequence[int], stride: Sequence[int]) -> int | None:
 
 
 @functools.lru_cache(maxsize=4096)
+def rows_of(size: tuple[int, ...], stride: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, int]:
+    """Return (row, step): the most values of the dimensions `dims` that lie evenly in memory, and their distance.
+
+    Memory without gaps is rows of `row` values, `step` apart, and `step` rows lie interleaved. A row never leaves the
+    dimensions `dims`. (1, 1) where these have no extent.
+    """
+    best, row, first = (1, 1), 1, 1
+    inner = 1
+    order = sorted(range(len(size)), key=lambda d: (stride[d], size[d]))
+    for d in order:
+        if size[d] == 1 or stride[d] == 0:
+            continue
+        if d in dims:
+            row, first = row * size[d], first if row > 1 else inner
+            if row > best[0]:
+                best = (row, first)
+        else:
+            row = 1
+        inner *= size[d]
+    return best
+
+
+def channel_dims(dimensions: int) -> tuple[int, ...]:
+    """Return all dimensions but that of the channels: the ones that batch norm normalises over."""
+    return (0, *range(2, dimensions))
+
+
+def fills_groups(row: int, group: int) -> bool:
+    """Return whether so many values fill groups with less than 2 % left over."""
+    return -row % group <= row // 50
+
+
+@functools.lru_cache(maxsize=4096)
 def channel_stride(size: tuple[int, ...], stride: tuple[int, ...], numel: int, group: int) -> int:
     """Return the distance of the values of one channel: in channels_last memory all channels of a pixel lie together.
 
@@ -89,8 +124,7 @@ def channel_stride(size: tuple[int, ...], stride: tuple[int, ...], numel: int, g
     """
     if len(size) < 4 or stride[1] != 1 or size[1] == 1 or numel % size[1]:
         return 1
-    pixels = numel // size[1]
-    return size[1] if -pixels % group <= pixels // 50 else 1
+    return size[1] if fills_groups(numel // size[1], group) else 1
 
 
 class Format:
@@ -137,20 +171,47 @@ class GroupFormat(Format):
     """Distance of the values of a group: with the channels of channels_last memory, each group has one channel."""
     signs: bool = False
     """Keep zeros and signs exactly in groups with negative values too (4 or 8 bits)."""
+    row: int = 0
+    """Values, `stride` apart, that groups stay within, each row cut into equal groups; 0: all of them are one row, cut
+    into groups of `group` values and a rest."""
+
+    @classmethod
+    def in_rows(
+        cls, bits: int, group: int, dtype: torch.dtype, signs: bool, numel: int, row: int, stride: int
+    ) -> GroupFormat:
+        """Return the format whose groups stay within rows of `row` values, `stride` apart."""
+        whole = row % group == 0 or (numel == row * stride and (stride == 1 or fills_groups(row, group)))
+        return cls(bits, group, dtype, stride, signs, 0 if whole else row)
 
     @property
     def scale_dtype(self) -> torch.dtype:
         """The dtype of lo and step."""
         return torch.float64 if self.dtype == torch.float64 else torch.bfloat16
 
+    @property
+    def length(self) -> int:
+        """Code bytes of a group."""
+        values = -(-self.row // -(-self.row // self.group)) if self.row else self.group
+        return -(-values * self.bits // 8)
+
+    @property
+    def extent(self) -> int:
+        """Values that a group has room for; the last group of a row may have fewer."""
+        return self.length * 8 // self.bits
+
+    def groups_in_row(self, numel: int) -> int:
+        """Number of groups of a row."""
+        return -(-(self.row or numel // self.stride) // self.group)
+
     def groups(self, numel: int) -> int:
         """Number of groups."""
-        return -(-(numel // self.stride) // self.group) * self.stride
+        rows = numel // (self.row * self.stride) if self.row else 1
+        return rows * self.groups_in_row(numel) * self.stride
 
     def places(self, numel: int) -> tuple[int, int, int]:
         """Bytes at which the los and the steps start, and size of the buffer."""
         groups = self.groups(numel)
-        codes, each = groups * self.group * self.bits // 8, self.scale_dtype.itemsize
+        codes, each = groups * self.length, self.scale_dtype.itemsize
         return codes, codes + groups * each, codes + groups * 2 * each
 
     def nbytes(self, numel: int) -> int:

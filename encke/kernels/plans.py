@@ -22,8 +22,9 @@ class GroupPlan(ABC):
     """Whether `encode_relu` and `encode_moments` are available."""
 
     def __init__(self, format: GroupFormat, numel: int, device: torch.device) -> None:
-        if numel % format.stride:
-            raise ValueError(f"{numel} values cannot be taken in groups that lie {format.stride} apart")
+        if numel % (format.stride * (format.row or 1)):
+            rows = f"rows of {format.row} values" if format.row else "groups of values"
+            raise ValueError(f"{numel} values cannot be taken in {rows} that lie {format.stride} apart")
         self.format, self.numel, self.device = format, numel, device
         self.nbytes = format.nbytes(numel)
 

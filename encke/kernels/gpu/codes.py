@@ -116,20 +116,29 @@ def inverse_of(step):
 
 
 @triton.jit
-def steps_of(largest, highest, least, DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr):
-    """Return for each group lo, step, 2^24 / step, number of steps, and whether it has negative values.
-
-    From its values' bits: `largest` as unsigned integers (negative values are the larger ones, by magnitude), `highest`
-    as signed ones, and `least` of bits minus one, unsigned, in which zero is the largest. With SIGNS the last two are
-    those of magnitudes.
-    """
-    WORK: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
-    bottom, top, small = largest.to(WORK, bitcast=True), highest.to(WORK, bitcast=True), least + 1
-    return scales_of(bottom, top, small.to(WORK, bitcast=True), highest < 0, DTYPE, BITS, SIGNS)
+def first_values(x, at, here, DTYPE: tl.constexpr):
+    """Return the values at x + at, the first ones of groups; of bf16, which needs none, the addresses."""
+    if DTYPE == tl.bfloat16 or DTYPE == tl.float64:
+        return at
+    else:
+        return widen(tl.load(x + at, mask=here, other=0), DTYPE)
 
 
 @triton.jit
-def scales_of(bottom, top, small, negative, DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr):
+def steps_of(largest, highest, least, first, DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr):
+    """Return for each group lo, step, 2^24 / step, number of steps, whether it has negative values, and lo's code.
+
+    From its values' bits: `largest` as unsigned integers (negative values are the larger ones, by magnitude), `highest`
+    as signed ones, and `least` of bits minus one, unsigned, in which zero is the largest. With SIGNS the last two are
+    those of magnitudes. `first` is the group's first value.
+    """
+    WORK: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
+    bottom, top, small = largest.to(WORK, bitcast=True), highest.to(WORK, bitcast=True), least + 1
+    return scales_of(bottom, top, small.to(WORK, bitcast=True), highest < 0, first, DTYPE, BITS, SIGNS)
+
+
+@triton.jit
+def scales_of(bottom, top, small, negative, first, DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr):
     """Do what `steps_of` does from the values themselves, and whether all are `negative`."""
     WORK: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
     # Plus 0.0: where -0.0 is all there is, the result is +0.0.
@@ -139,7 +148,10 @@ def scales_of(bottom, top, small, negative, DTYPE: tl.constexpr, BITS: tl.conste
     if not SIGNS:
         # Where everything is negative, the smallest magnitude is the highest value.
         lo, hi = tl.where(signed, bottom, small), tl.where(signed & negative, small, hi)
-    if SIGNS or DTYPE != tl.bfloat16:
+    if DTYPE == tl.float32 or DTYPE == tl.float16:
+        # A group of one value keeps all its bits; zeros beside it are no harm behind another first value.
+        lo = tl.where((hi == lo) & (first != 0), lo, lo_down(lo, signed, SIGNS))
+    elif SIGNS:
         lo = lo_down(lo, signed, SIGNS)
     steps = tl.where(signed, 2.0 ** (BITS - 1) - 2 if SIGNS else 2.0**BITS - 1, 2.0**BITS - 2).to(WORK)
     share = tl.where(
@@ -151,7 +163,11 @@ def scales_of(bottom, top, small, negative, DTYPE: tl.constexpr, BITS: tl.conste
     finite = (tl.abs(bottom) < float("inf")) & (tl.abs(top) < float("inf"))
     lo, step = tl.where(finite, lo, 0.0), tl.where(finite, step, float("nan"))
     inverse = tl.where(step > 0, inverse_of(step), 0.0)
-    return lo, step, inverse, steps * 16777216.0, signed
+    extra = tl.full(signed.shape, 1, tl.uint32) if SIGNS else tl.where(signed, 0, 1).to(tl.uint32)
+    if DTYPE == tl.float32 or DTYPE == tl.float16:
+        rest = lo.to(tl.uint32, bitcast=True)
+        extra += tl.where((rest & 0xFFFF) != 0, rest & 1, 0)
+    return lo, step, inverse, steps * 16777216.0, signed, extra
 
 
 @triton.jit
@@ -210,14 +226,13 @@ def fixed_codes(packed, h, t, BITS: tl.constexpr):
 
 
 @triton.jit
-def codes_of(v, hash, lo, inverse, steps, signed, BITS: tl.constexpr, SIGNS: tl.constexpr):
-    """Return the code of each value; lo to signed are those of its group, and `hash` is its random number."""
+def codes_of(v, hash, lo, inverse, steps, signed, extra, BITS: tl.constexpr, SIGNS: tl.constexpr):
+    """Return the code of each value; lo to extra are those of its group, and `hash` is its random number."""
     from_lo = tl.abs(v) if SIGNS else v
     # Below lo are zeros, which are replaced further down, and values beyond bf16's largest.
     fixed = fixed_point(tl.minimum((from_lo - lo) * inverse, steps))
     # q + (hash < fraction * 2^24) in fixed point, the whole part above bit 24.
-    extra = 1 << 24 if SIGNS else tl.where(signed, 0, 1 << 24).to(tl.uint32)
-    code = (fixed + hash + extra) >> 24
+    code = (fixed + hash + (extra << 24)) >> 24
     if SIGNS:
         return tl.where(v != 0, code | ((v < 0).to(tl.uint32) << (BITS - 1)), 0)
     else:
@@ -273,28 +288,44 @@ def flags_of(code, lo, step, BITS: tl.constexpr, SIGNS: tl.constexpr):
 
 @triton.jit
 def store_scales(at_lo, g, here, groups, lo, step, signed, SIGNS: tl.constexpr):
-    """Store lo and step of the groups `g`."""
+    """Store lo and step of the groups `g`, or of a group of one value the first 31 bits of that value."""
     if SIGNS:
         lo = tl.where(signed, -lo, lo)
     if lo.dtype == tl.float64:
         tl.store(at_lo.to(tl.pointer_type(tl.float64)) + g, lo, mask=here)
         tl.store((at_lo + groups * 8).to(tl.pointer_type(tl.float64)) + g, step, mask=here)
     else:
-        lo_bits = (lo.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
-        step_bits = (step.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
-        tl.store(at_lo.to(tl.pointer_type(tl.int16)) + g, lo_bits, mask=here)
-        tl.store((at_lo + groups * 2).to(tl.pointer_type(tl.int16)) + g, step_bits, mask=here)
+        bits = lo.to(tl.int32, bitcast=True)
+        half = step.to(tl.int32, bitcast=True) >> 16
+        half = tl.where((bits & 0xFFFF) != 0, (bits >> 1) | 0x8000, half).to(tl.int16)
+        tl.store(at_lo.to(tl.pointer_type(tl.int16)) + g, (bits >> 16).to(tl.int16), mask=here)
+        tl.store((at_lo + groups * 2).to(tl.pointer_type(tl.int16)) + g, half, mask=here)
 
 
 @triton.jit
-def load_scales(at_lo, g, here, groups, DTYPE: tl.constexpr):
-    """Load lo and step of the groups `g`."""
+def load_scales(at_lo, at_codes, g, here, groups, DTYPE: tl.constexpr, SIGNS: tl.constexpr):
+    """Load lo and step of the groups `g`, whose codes begin at `at_codes`; groups of one value have step zero."""
     if DTYPE == tl.float64:
         lo = tl.load(at_lo.to(tl.pointer_type(tl.float64)) + g, mask=here, other=0.0)
         step = tl.load((at_lo + groups * 8).to(tl.pointer_type(tl.float64)) + g, mask=here, other=0.0)
     else:
-        lo = widen(tl.load(at_lo.to(tl.pointer_type(tl.int16)) + g, mask=here, other=0), tl.bfloat16)
-        step = widen(tl.load((at_lo + groups * 2).to(tl.pointer_type(tl.int16)) + g, mask=here, other=0), tl.bfloat16)
+        high = tl.load(at_lo.to(tl.pointer_type(tl.int16)) + g, mask=here, other=0)
+        low = tl.load((at_lo + groups * 2).to(tl.pointer_type(tl.int16)) + g, mask=here, other=0)
+        lo, step = join_scales(high, low, at_codes, here, DTYPE, SIGNS)
+    return lo, step
+
+
+@triton.jit
+def join_scales(high, low, at_codes, here, DTYPE: tl.constexpr, SIGNS: tl.constexpr):
+    """Return lo and step from what is stored of groups, whose codes begin at `at_codes`."""
+    lo, step = widen(high, tl.bfloat16), widen(low, tl.bfloat16)
+    if DTYPE == tl.float32 or DTYPE == tl.float16:
+        constant = low < 0
+        last = tl.load(at_codes, mask=here & constant, other=0).to(tl.int32)
+        last = last >> 1 if SIGNS else last >> tl.where(high < 0, 0, 1)
+        bits = (high.to(tl.int32) << 16) | ((low.to(tl.int32) & 0x7FFF) << 1) | (last & 1)
+        lo = tl.where(constant, bits.to(tl.float32, bitcast=True), lo)
+        step = tl.where(constant, 0.0, step)
     return lo, step
 
 

@@ -10,6 +10,7 @@ from encke.kernels.gpu.codes import (
     bits_of,
     byte_index,
     codes_of,
+    first_values,
     fixed_codes,
     flags_of,
     group_max,
@@ -43,21 +44,26 @@ def gq_encode_kernel(
     if first + ROWS * GROUP <= numel:
         v = widen(tl.load(x + first + i), DTYPE)
     else:
-        v = widen(tl.load(x + first + i, mask=i < (numel - first).to(tl.int32), other=0), DTYPE)
+        # The last group is filled with copies of its last value.
+        v = widen(tl.load(x + first + tl.minimum(i, (numel - first).to(tl.int32) - 1)), DTYPE)
+    g = g0 + tl.arange(0, ROWS)
+    here = g < groups
     bits = bits_of(v)
     size = bits_of(tl.abs(v)) if SIGNS else bits
-    lo, step, inverse, steps, signed = steps_of(
-        group_max(bits), group_max(signed_bits(size)), group_min(size - 1), DTYPE, BITS, SIGNS
-    )
+    lo, step, inverse, steps, signed, extra = steps_of(
+        group_max(bits), group_max(signed_bits(size)), group_min(size - 1),
+        first_values(x + first, tl.arange(0, ROWS) * GROUP, here, DTYPE),
+        DTYPE, BITS, SIGNS,
+    )  # fmt: skip
     # The values of a byte share one hash.
     byte = byte_index(ROWS, LENGTH, LANES)
     h = inverted_random32((g0 * LENGTH).to(tl.uint32) + byte.to(tl.uint32), seed_low, seed_high)
     t = tl.arange(0, T)[None, None, None, :, None]
     hash = below_code(tl.zeros(bits.shape, tl.uint32), h[:, :, :, None, :], t, BITS)
-    code = codes_of(v, hash, of_group(lo), of_group(inverse), of_group(steps), of_group(signed), BITS, SIGNS)
+    code = codes_of(
+        v, hash, of_group(lo), of_group(inverse), of_group(steps), of_group(signed), of_group(extra), BITS, SIGNS
+    )
     packed = tl.sum(code << (t * BITS).to(tl.uint32), 3).to(tl.uint8)
-    g = g0 + tl.arange(0, ROWS)
-    here = g < groups
     if g0 + ROWS <= groups:
         tl.store(data + g0 * LENGTH + byte, packed)
     else:
@@ -79,7 +85,8 @@ def gq_decode_kernel(
     g0 = tl.program_id(0).to(tl.int64) * ROWS
     g = g0 + tl.arange(0, ROWS)
     here = g < groups
-    lo, step = load_scales(data + groups * LENGTH, g, here, groups, DTYPE)
+    codes = data + g0 * LENGTH + tl.arange(0, ROWS) * LENGTH
+    lo, step = load_scales(data + groups * LENGTH, codes, g, here, groups, DTYPE, SIGNS)
     origin, unit = origin_of(lo, step)
     byte = byte_index(ROWS, LENGTH, LANES)
     packed = tl.load(data + g0 * LENGTH + byte, mask=here[None, :, None, None], other=0)
@@ -118,23 +125,26 @@ def gq_encode_channels_kernel(
     j, t = tl.arange(0, LENGTH)[:, None, None], tl.arange(0, T)[None, :, None]
     there = c[None, None, :] < stride
     first = x + block * GROUP * stride
-    i = (t * LENGTH + j) * stride + c[None, None, :]
     if block * GROUP + GROUP <= pixels:
+        i = (t * LENGTH + j) * stride + c[None, None, :]
         v = widen(tl.load(first + i, mask=there, other=0), DTYPE)
     else:
-        v = widen(tl.load(first + i, mask=there & (block * GROUP + t * LENGTH + j < pixels), other=0), DTYPE)
+        i = tl.minimum(t * LENGTH + j, pixels - block * GROUP - 1) * stride + c[None, None, :]
+        v = widen(tl.load(first + i, mask=there, other=0), DTYPE)
     bits = bits_of(v)
     size = bits_of(tl.abs(v)) if SIGNS else bits
     largest = tl.max(tl.max(bits, 1), 0)
     highest = tl.max(tl.max(signed_bits(size), 1), 0)
     least = tl.min(tl.min(size - 1, 1), 0)
-    lo, step, inverse, steps, signed = steps_of(largest, highest, least, DTYPE, BITS, SIGNS)
+    first_value = first_values(first, c, c < stride, DTYPE)
+    lo, step, inverse, steps, signed, extra = steps_of(largest, highest, least, first_value, DTYPE, BITS, SIGNS)
     byte = (block * LENGTH + tl.arange(0, LENGTH)[:, None]) * stride + c[None, :]
     h = inverted_random32(byte.to(tl.uint32), seed_low, seed_high)
     hash = below_code(tl.zeros(bits.shape, tl.uint32), h[:, None, :], t, BITS)
     code = codes_of(
-        v, hash, lo[None, None, :], inverse[None, None, :], steps[None, None, :], signed[None, None, :], BITS, SIGNS
-    )
+        v, hash, lo[None, None, :], inverse[None, None, :], steps[None, None, :], signed[None, None, :],
+        extra[None, None, :], BITS, SIGNS,
+    )  # fmt: skip
     packed = tl.sum(code << (t * BITS).to(tl.uint32), 1).to(tl.uint8)
     tl.store(data + byte, packed, mask=c[None, :] < stride)
     groups = tl.cdiv(pixels, GROUP) * stride
@@ -157,7 +167,8 @@ def gq_decode_channels_kernel(
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     there = c < stride
     groups = tl.cdiv(pixels, GROUP) * stride
-    lo, step = load_scales(data + groups * LENGTH, block * stride + c, there, groups, DTYPE)
+    g, codes = block * stride + c, data + block * LENGTH * stride + c
+    lo, step = load_scales(data + groups * LENGTH, codes, g, there, groups, DTYPE, SIGNS)
     origin, unit = origin_of(lo, step)
     lo, step, origin, unit = lo[None, None, :], step[None, None, :], origin[None, None, :], unit[None, None, :]
     j = part * BYTES + tl.arange(0, BYTES)
@@ -193,7 +204,8 @@ def gq_gate_kernel(
     g0 = tl.program_id(0).to(tl.int64) * ROWS
     g = g0 + tl.arange(0, ROWS)
     here = g < groups
-    lo, step = load_scales(data + groups * LENGTH, g, here, groups, DTYPE)
+    codes = data + g0 * LENGTH + tl.arange(0, ROWS) * LENGTH
+    lo, step = load_scales(data + groups * LENGTH, codes, g, here, groups, DTYPE, SIGNS)
     byte = byte_index(ROWS, LENGTH, LANES)
     packed = tl.load(data + g0 * LENGTH + byte, mask=here[None, :, None, None], other=0).to(tl.uint32)
     t = tl.arange(0, T)[None, None, None, :, None]
@@ -221,7 +233,8 @@ def gq_gate_channels_kernel(
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     there = c < stride
     groups = tl.cdiv(pixels, GROUP) * stride
-    lo, step = load_scales(data + groups * LENGTH, block * stride + c, there, groups, DTYPE)
+    g, codes = block * stride + c, data + block * LENGTH * stride + c
+    lo, step = load_scales(data + groups * LENGTH, codes, g, there, groups, DTYPE, SIGNS)
     j = part * BYTES + tl.arange(0, BYTES)
     byte = (block * LENGTH + j[:, None]) * stride + c[None, :]
     packed = tl.load(data + byte, mask=there[None, :], other=0).to(tl.uint32)

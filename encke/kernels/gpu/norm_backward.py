@@ -15,24 +15,22 @@ import triton.language as tl
 from torch import Tensor
 
 from encke.kernels import reference
-from encke.kernels.formats import NORM_GROUP, GroupFormat, Seed
+from encke.kernels.formats import NORM_GROUP, SMALLEST_PLANE, GroupFormat, Seed
 from encke.kernels.gpu.launch import TYPES, Launch, power_of_two, seed_arguments
 from encke.kernels.gpu.norm_kernels import (
     finish_kernel,
-    flat_apply_kernel,
-    flat_reduce_kernel,
     gather_kernel,
     last_apply_kernel,
     last_reduce_kernel,
+    plane_apply_kernel,
+    plane_reduce_kernel,
 )
 from encke.kernels.plans import GroupPlan
 
 WARPS = 1  # of a program in channels_last memory; eight threads have 16 bytes each of a pixel
 PROGRAMS = 132 * 16  # programs that sum up, where there is enough to do
 TILES = 1  # tiles of eight groups that a program sums up in NCHW memory, with one warp
-LARGEST_TILE = 32  # groups of the largest tile in NCHW memory
 GATHER = 1024  # sums that a program of the gathering reads at a time
-SMALLEST_PLANE = 32
 ROUND = False
 """Whether decoded values are rounded to the tensor's dtype before use, as when they are decoded to memory."""
 
@@ -75,23 +73,26 @@ class NormPlan:
 
     def _plan_planes(self, numel: int, samples: int, seed_table: bool) -> int:
         """Make the launches for NCHW memory; return the number of partial sums."""
-        channels, dtype, bits = self.channels, self.format.dtype, self.format.bits
-        plane, groups = numel // (samples * channels), self.format.groups(numel)
-        # Planes that a group may meet.
-        met = 1 if plane % NORM_GROUP == 0 else (NORM_GROUP + plane - 2) // plane + 1
-        most, vector = LARGEST_TILE * NORM_GROUP, 16 // dtype.itemsize
-        constants = (TYPES[dtype], bits, met, plane >= most, most // plane + met + 1 <= channels, ROUND)
-        width = min(power_of_two(plane // NORM_GROUP + 2), 32)
+        channels, format, vector = self.channels, self.format, 16 // self.format.dtype.itemsize
+        plane, groups, length = numel // (samples * channels), format.groups(numel), format.length
+        count, full = groups // (samples * channels), plane % NORM_GROUP == 0
+        constants = (TYPES[format.dtype], format.bits, power_of_two(length), full)
+        width = min(power_of_two(count), 32)
         rows = GATHER // width
         splits = min(-(-samples // rows), -(-PROGRAMS // channels))
-        self.workspace_numel = met * 2 * groups
-        numbers = (numel, groups, channels, plane, -(-(1 << 32) // plane), reciprocal64(plane), reciprocal64(channels))
-        self.numbers = (numbers, numbers, (samples, channels, plane, groups, splits))
-        self.reduce = Launch(flat_reduce_kernel, -(-groups // (8 * TILES)), (*constants, 8, 8, TILES, seed_table), 1, 2)
-        self.gather = Launch(gather_kernel, channels * splits, (rows, width), 4, 2)
-        self.write = Launch(
-            flat_apply_kernel, -(-groups // (4 * vector)), (*constants, vector, 4 * vector, seed_table), 4, 2
-        )
+        self.workspace_numel = 2 * groups
+        numbers = (plane, length, groups, channels, count, reciprocal64(count), reciprocal64(channels))
+        self.numbers = (numbers, numbers, (samples, channels, count, groups, splits))
+        self.gather = Launch(gather_kernel, channels * splits, (rows, width), 4, 0)
+        self.reduce, self.write = (
+            Launch(
+                kernel, -(-groups // (tile * each)),
+                (*constants, count > tile, channels >= tile, ROUND, v, tile, *more, seed_table), warps, 2,
+            )
+            for kernel, tile, each, v, more, warps in (
+                (plane_reduce_kernel, 8, TILES, 8, (TILES,), 1), (plane_apply_kernel, 4 * vector, 1, vector, (), 4),
+            )
+        )  # fmt: skip
         return splits
 
     def sum_up(self, grad: Tensor, data: Tensor, mean: Tensor, seed: tuple[Tensor, int, int]) -> Tensor:
@@ -123,7 +124,8 @@ def norm_plan(
         return None
     if format.stride != (channels if channels_last else 1):
         return None
-    if not channels_last and numel // (size[0] * channels) < SMALLEST_PLANE:
+    plane = numel // (size[0] * channels)
+    if format.row if channels_last else plane < SMALLEST_PLANE or format.row != (plane if plane % NORM_GROUP else 0):
         return None
     return NormPlan(size, format, channels_last, weight_dtype, device, seed_table)
 
@@ -183,5 +185,8 @@ def _plan_of(grad: Tensor, plan: GroupPlan, weight_dtype: torch.dtype, seed: See
 
 
 def reciprocal64(n: int) -> int:
-    """Return 2^64 / n rounded up, as int64 bits: the upper half of its product with a number is the quotient."""
-    return (-(-(1 << 64) // n) ^ 1 << 63) - (1 << 63)
+    """Return 2^64 / n rounded up, as int64 bits: the upper half of its product with a number is the quotient.
+
+    Zero for 1, whose quotients are the numbers themselves.
+    """
+    return (-(-(1 << 64) // n) ^ 1 << 63) - (1 << 63) if n > 1 else 0

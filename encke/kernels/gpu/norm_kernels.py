@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from encke.kernels.gpu.codes import join_scales
 from encke.kernels.gpu.common import narrow, random32, seed_of, widen
 
 
@@ -36,17 +37,12 @@ def group_line(lo, step, BITS: tl.constexpr):
 
 
 @triton.jit
-def load_lo(data, groups, g, mask, LENGTH: tl.constexpr):
-    """Load lo of the groups `g`; negative where the mask is false."""
-    at = (data + groups * LENGTH).to(tl.pointer_type(tl.int16))
-    return widen(tl.load(at + g, mask=mask, other=-0x4080), tl.bfloat16)
-
-
-@triton.jit
-def load_step(data, groups, g, mask, LENGTH: tl.constexpr):
-    """Load step of the groups `g`."""
-    at = (data + groups * (LENGTH + 2)).to(tl.pointer_type(tl.int16))
-    return widen(tl.load(at + g, mask=mask, other=0), tl.bfloat16)
+def load_group(codes, first, at_lo, groups, g, mask, DTYPE: tl.constexpr):
+    """Load lo and step of the groups `g`, whose codes begin at codes + first; lo is negative where there is none."""
+    at = at_lo.to(tl.pointer_type(tl.int16))
+    high = tl.load(at + g, mask=mask, other=-0x4080)
+    low = tl.load(at + groups + g, mask=mask, other=0)
+    return join_scales(high, low, codes + first, mask, DTYPE, False)
 
 
 @triton.jit
@@ -61,10 +57,10 @@ def rounded(x, DTYPE: tl.constexpr, ROUND: tl.constexpr):
 
 
 @triton.jit
-def column_groups(data, groups, g, there, BITS: tl.constexpr):
-    """Return step, base and zero mark of the groups `g`, each repeated for all rows of the tile."""
+def column_groups(data, groups, start, c, there, DTYPE: tl.constexpr, BITS: tl.constexpr):
+    """Return step, base and zero mark of the groups start + c, each repeated for all rows of the tile."""
     LENGTH: tl.constexpr = 16 * BITS
-    lo, step = load_lo(data, groups, g, there, LENGTH), load_step(data, groups, g, there, LENGTH)
+    lo, step = load_group(data + start * LENGTH, c, data + groups * LENGTH, groups, start + c, there, DTYPE)
     base, zero = group_line(lo, step, BITS)
     return step, base, zero
 
@@ -103,7 +99,7 @@ def last_reduce_kernel(
     block = tl.program_id(0) // tiles
     while block < blocks:
         start = block.to(tl.int64) * channels
-        step, base, zero = column_groups(data, groups, start + c, here, BITS)
+        step, base, zero = column_groups(data, groups, start, c, here, DTYPE, BITS)
         left = tl.minimum(pixels - block.to(tl.int64) * 128, 128).to(tl.int32)
         # Groups without a level for zero, as before a ReLU, are a straight line: group by group, not value by value.
         if ROUND or tl.max(tl.max((zero > 0).to(tl.int32), 1), 0) > 0:
@@ -159,7 +155,7 @@ def last_apply_kernel(
     k2 = tl.load(line + channels + c, mask=here, other=0.0)
     k3 = tl.load(line + 2 * channels + c, mask=here, other=0.0)
     start = block * channels
-    step, base, zero = column_groups(data, (pixels + 127) // 128 * channels, start + c, here, BITS)
+    step, base, zero = column_groups(data, (pixels + 127) // 128 * channels, start, c, here, DTYPE, BITS)
     slope, shift = step * k2, tl.fma(base, k2, k3)
     left = tl.minimum(pixels - block * 128, 128).to(tl.int32)
     for u in range(LENGTH // R):
@@ -186,35 +182,22 @@ def times_high(a, b):
 
 
 @triton.jit
-def planes_of(first, plane_size, channels, magic, plane_magic, channel_magic, G: tl.constexpr, BIG: tl.constexpr):
-    """Return for G groups from value `first` on the channel they begin in, not wrapped, and the rest of its plane."""
-    plane = times_high(first, plane_magic).to(tl.int64)
-    at = (first - plane * plane_size).to(tl.int32) + tl.arange(0, G) * 128
+def planes_of(
+    g0, channels, count, count_magic, channel_magic, G: tl.constexpr, BIG: tl.constexpr, ONCE: tl.constexpr
+):  # fmt: skip
+    """Return for G groups from `g0` on the plane that each lies in, its place among the plane's, and the channel.
+
+    A plane has `count` groups: more than G, if BIG. ONCE: there are no fewer channels than groups here.
+    """
+    plane = tl.where(count > 1, times_high(g0, count_magic).to(tl.int64), g0)
+    at = (g0 - plane * count).to(tl.int32) + tl.arange(0, G)
     if BIG:
-        further = (at >= plane_size).to(tl.int32)
+        further = (at >= count).to(tl.int32)
     else:
-        further = tl.umulhi(at.to(tl.uint32), magic.to(tl.uint32)).to(tl.int32)
-    c = (plane - times_high(plane, channel_magic).to(tl.int64) * channels).to(tl.int32)
-    return c + further, plane_size - (at - further * plane_size)
-
-
-@triton.jit
-def wrapped(c, channels, ONCE: tl.constexpr):
-    """Return channel numbers modulo the number of channels."""
-    if ONCE:
-        return tl.where(c >= channels, c - channels, c)
-    else:
-        return c % channels
-
-
-@triton.jit
-def of_part(v, k, ends, plane_size, PART: tl.constexpr, PARTS: tl.constexpr):
-    """Return v at the positions k in the PART-th plane that a group meets, else 0; the first one ends at `ends`."""
-    if PART < PARTS - 1:
-        v = tl.where(k < ends[:, None] + PART * plane_size, v, 0.0)
-    if PART > 0:
-        v = tl.where(k < ends[:, None] + (PART - 1) * plane_size, 0.0, v)
-    return v
+        further = (at.to(tl.uint32) // count.to(tl.uint32)).to(tl.int32)
+    c = (plane - times_high(plane, channel_magic).to(tl.int64) * channels).to(tl.int32) + further
+    c = tl.where(c >= channels, c - channels, c) if ONCE else c % channels
+    return plane + further, at - further * count, c
 
 
 @triton.jit
@@ -227,116 +210,109 @@ def zeros_of(like, COUNT: tl.constexpr):
 
 
 @triton.jit
-def straight_sums(grads, byte, h, step, base, BITS: tl.constexpr):
-    """Return sums of g and g * x of groups that lie in one plane each and have no level for zero."""
-    sum_g = tl.zeros(byte.shape, tl.float32)
-    sum_gm = tl.zeros(byte.shape, tl.float32)
-    for s in tl.static_range(8 // BITS):
-        sum_g += grads[s]
-        sum_gm = tl.fma(grads[s], code_as_mantissa(byte, h, s, BITS), sum_gm)
-    group_g = tl.sum(sum_g, 1)
-    return group_g, tl.fma(tl.sum(sum_gm, 1), step, group_g * base)
+def plane_values(g0, plane, at, plane_size, length, here, T: tl.constexpr, G: tl.constexpr, FULL: tl.constexpr):
+    """Return where the values of groups begin, and the place among a group's values that these end before."""
+    if FULL:
+        return g0 * 128 + (tl.arange(0, G) * 128)[:, None], at[:, None]
+    else:
+        begin = at * (length * T)
+        left = tl.where(here, tl.minimum(plane_size - begin, length * T), 0)
+        return (plane * plane_size + begin)[:, None], left[:, None]
 
 
 @triton.jit
-def part_sums(
-    grads, byte, h, step, base, zero, ends, plane_size, PARTS: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr,
-    ROUND: tl.constexpr,
-):  # fmt: skip
-    """Return sums of g and g * x of groups, apart for each of the planes that a group meets: two tuples."""
-    T: tl.constexpr = 8 // BITS
-    sums_g, sums_gx = zeros_of(byte, PARTS), zeros_of(byte, PARTS)
-    for s in tl.static_range(T):
-        k = tl.arange(0, 128 // T)[None, :] + s * (128 // T)
-        mark = code_as_mantissa(byte, h, s, BITS)
-        x = tl.where(mark < zero[:, None], 0.0, tl.fma(mark, step[:, None], base[:, None]))
-        x = rounded(x, DTYPE, ROUND)
-        more_g, more_gx = zeros_of(byte, 0), zeros_of(byte, 0)
-        for part in tl.static_range(PARTS):
-            v = of_part(grads[s], k, ends, plane_size, part, PARTS)
-            more_g = more_g + (sums_g[part] + v,)
-            more_gx = more_gx + (tl.fma(v, x, sums_gx[part]),)
-        sums_g, sums_gx = more_g, more_gx
-    return sums_g, sums_gx
+def slice_values(x, start, j, s, length, left, here, FULL: tl.constexpr):
+    """Load the values of slice s of groups that begin at `start`."""
+    if FULL:
+        return tl.load(x + start + (s * length + j), mask=here[:, None], other=0)
+    else:
+        return tl.load(x + start + (s * length + j), mask=(j < length) & (s * length + j < left), other=0)
+
+
+@triton.jit
+def group_codes(data, g0, j, length, here, seed_low, seed_high, V: tl.constexpr, G: tl.constexpr, FULL: tl.constexpr):
+    """Return the code bytes of G groups from `g0` on, and their hashes."""
+    at = tl.arange(0, G)[:, None] * length + j
+    if FULL:
+        byte = tl.load(data + g0 * length + tl.max_contiguous(at, [1, V]), mask=here[:, None], other=0)
+    else:
+        byte = tl.load(data + g0 * length + at, mask=here[:, None] & (j < length), other=0)
+    return byte.to(tl.uint32), random32((g0 * length).to(tl.uint32) + at.to(tl.uint32), seed_low, seed_high)
 
 
 @triton.jit(do_not_specialize=[
-    "groups", "channels", "plane_size", "magic", "plane_magic", "channel_magic", "seed_low", "seed_high",
+    "groups", "channels", "count", "count_magic", "channel_magic", "seed_low", "seed_high",
 ])  # fmt: skip
-def flat_reduce_kernel(
-    grad, data, mean, sums, seeds, numel: tl.int64, groups: tl.int64, channels: tl.int32, plane_size: tl.int32,
-    magic: tl.int64, plane_magic: tl.int64, channel_magic: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
-    DTYPE: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr, BIG: tl.constexpr, ONCE: tl.constexpr,
-    ROUND: tl.constexpr, V: tl.constexpr, G: tl.constexpr, TILES: tl.constexpr, TABLE: tl.constexpr,
+def plane_reduce_kernel(
+    grad, data, mean, sums, seeds, plane_size: tl.int32, length: tl.int32, groups: tl.int64, channels: tl.int32,
+    count: tl.int32, count_magic: tl.int64, channel_magic: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
+    DTYPE: tl.constexpr, BITS: tl.constexpr, LENGTH: tl.constexpr, FULL: tl.constexpr, BIG: tl.constexpr,
+    ONCE: tl.constexpr, ROUND: tl.constexpr, V: tl.constexpr, G: tl.constexpr, TILES: tl.constexpr,
+    TABLE: tl.constexpr,
 ):  # fmt: skip
-    """Sum g and g * (x - mean) for each group, apart for each of the planes that it meets, in NCHW memory.
+    """Sum g and g * (x - mean) for each group in NCHW memory, where groups stay within planes.
 
-    A tile is a few groups x their bytes; a group may reach into several planes.
+    A tile is a few groups x their bytes, of which there are LENGTH at most. FULL: all groups have 128 values.
     """
     seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
     T: tl.constexpr = 8 // BITS
-    LENGTH: tl.constexpr = 128 // T
+    if FULL:
+        length = LENGTH
     j = tl.arange(0, LENGTH)[None, :]
-    row = tl.arange(0, G)[:, None]
-    at = tl.max_contiguous(row * LENGTH + j, [1, V])
     for tile in range(TILES):
         g0 = (tl.program_id(0).to(tl.int64) * TILES + tile) * G
-        first = g0 * 128
         g = g0 + tl.arange(0, G)
         here = g < groups
-        left = tl.minimum(numel - first, G * 128).to(tl.int32)
-        byte = tl.load(data + g0 * LENGTH + at, mask=here[:, None], other=0).to(tl.uint32)
-        grads = zeros_of(byte, 0)
-        for s in tl.static_range(T):
-            i = row * 128 + j + s * LENGTH
-            grads = grads + (widen(tl.load(grad + first + i, mask=i < left, other=0), DTYPE),)
-        lo, step = load_lo(data, groups, g, here, LENGTH), load_step(data, groups, g, here, LENGTH)
+        plane, at, c = planes_of(g0, channels, count, count_magic, channel_magic, G, BIG, ONCE)
+        start, left = plane_values(g0, plane, at, plane_size, length, here, T, G, FULL)
+        byte, h = group_codes(data, g0, j, length, here, seed_low, seed_high, V, G, FULL)
+        lo, step = load_group(
+            data + g0 * length, tl.arange(0, G) * length, data + groups * length, groups, g, here, DTYPE
+        )
         base, zero = group_line(lo, step, BITS)
-        c, ends = planes_of(first, plane_size, channels, magic, plane_magic, channel_magic, G, BIG)
-        h = random32((g0 * LENGTH).to(tl.uint32) + (row * LENGTH + j).to(tl.uint32), seed_low, seed_high)
-        hard = zero > 0
-        if PARTS > 1:
-            hard = hard | (ends < 128)
-        out = sums + g
-        if ROUND or tl.max(hard.to(tl.int32), 0) > 0:
-            sums_g, sums_gx = part_sums(grads, byte, h, step, base, zero, ends, plane_size, PARTS, DTYPE, BITS, ROUND)
-            for part in tl.static_range(PARTS):
-                sum_g, sum_gx = tl.sum(sums_g[part], 1), tl.sum(sums_gx[part], 1)
-                middle = tl.load(mean + wrapped(c + part, channels, ONCE))
-                tl.store(out + 2 * part * groups, sum_g, mask=here)
-                tl.store(out + (2 * part + 1) * groups, tl.fma(sum_g, -middle, sum_gx), mask=here)
+        sum_g = tl.zeros(byte.shape, tl.float32)
+        sum_gx = tl.zeros(byte.shape, tl.float32)
+        if ROUND or tl.max((zero > 0).to(tl.int32), 0) > 0:
+            for s in tl.static_range(T):
+                v = widen(slice_values(grad, start, j, s, length, left, here, FULL), DTYPE)
+                mark = code_as_mantissa(byte, h, s, BITS)
+                x = tl.where(mark < zero[:, None], 0.0, tl.fma(mark, step[:, None], base[:, None]))
+                sum_g += v
+                sum_gx = tl.fma(v, rounded(x, DTYPE, ROUND), sum_gx)
+            group_g, group_gx = tl.sum(sum_g, 1), tl.sum(sum_gx, 1)
         else:
-            sum_g, sum_gx = straight_sums(grads, byte, h, step, base, BITS)
-            middle = tl.load(mean + wrapped(c, channels, ONCE))
-            tl.store(out, sum_g, mask=here)
-            tl.store(out + groups, tl.fma(sum_g, -middle, sum_gx), mask=here)
+            # Groups without a level for zero are a straight line: group by group, not value by value.
+            for s in tl.static_range(T):
+                v = widen(slice_values(grad, start, j, s, length, left, here, FULL), DTYPE)
+                sum_g += v
+                sum_gx = tl.fma(v, code_as_mantissa(byte, h, s, BITS), sum_gx)
+            group_g = tl.sum(sum_g, 1)
+            group_gx = tl.fma(tl.sum(sum_gx, 1), step, group_g * base)
+        middle = tl.load(mean + c)
+        tl.store(sums + g, group_g, mask=here)
+        tl.store(sums + groups + g, tl.fma(group_g, -middle, group_gx), mask=here)
 
 
-@triton.jit(do_not_specialize=["samples", "channels", "plane_size", "groups", "splits"])
+@triton.jit(do_not_specialize=["samples", "channels", "count", "groups", "splits"])
 def gather_kernel(
-    workspace, sums, samples: tl.int32, channels: tl.int32, plane_size: tl.int32, groups: tl.int64, splits: tl.int32,
+    workspace, sums, samples: tl.int32, channels: tl.int32, count: tl.int32, groups: tl.int64, splits: tl.int32,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Add up for one channel the sums of flat_reduce_kernel in every `splits`-th bundle of planes."""
+    """Add up for one channel the sums of plane_reduce_kernel in every `splits`-th bundle of planes."""
     c = tl.program_id(0) % channels
     split = tl.program_id(0) // channels
     sum_g = tl.zeros((ROWS, WIDTH), tl.float32)
     sum_gx = tl.zeros((ROWS, WIDTH), tl.float32)
     bundle = split
     while bundle * ROWS < samples:
-        n = bundle * ROWS + tl.arange(0, ROWS)
-        start = (n.to(tl.int64) * channels + c) * plane_size
-        from_group, to_group = start // 128, (start + plane_size - 1) // 128
-        # The plane's first group may have begun in planes before it; in all others it comes first.
-        before = ((start % 128).to(tl.int32) + plane_size - 1) // plane_size
+        n = bundle * ROWS + tl.arange(0, ROWS)[:, None]
+        first = (n.to(tl.int64) * channels + c) * count
         column = 0
-        while column * 128 < plane_size + 127:
+        while column < count:
             j = column + tl.arange(0, WIDTH)[None, :]
-            g = from_group[:, None] + j
-            there = (g <= to_group[:, None]) & (n < samples)[:, None]
-            at = workspace + tl.where(j == 0, 2 * before[:, None], 0) * groups + g
-            sum_g += tl.load(at, mask=there, other=0.0)
-            sum_gx += tl.load(at + groups, mask=there, other=0.0)
+            there = (j < count) & (n < samples)
+            sum_g += tl.load(workspace + first + j, mask=there, other=0.0)
+            sum_gx += tl.load(workspace + groups + first + j, mask=there, other=0.0)
             column += WIDTH
         bundle += splits
     at = sums + split * 2 * channels + c
@@ -344,55 +320,40 @@ def gather_kernel(
     tl.store(at + channels, tl.sum(tl.sum(sum_gx, 1), 0))
 
 
-@triton.jit
-def load_line(at, channels):
-    """Load k1, k2 and k3 of a channel for each group."""
-    return tl.load(at)[:, None], tl.load(at + channels)[:, None], tl.load(at + 2 * channels)[:, None]
-
-
 @triton.jit(do_not_specialize=[
-    "groups", "channels", "plane_size", "magic", "plane_magic", "channel_magic", "seed_low", "seed_high",
+    "groups", "channels", "count", "count_magic", "channel_magic", "seed_low", "seed_high",
 ])  # fmt: skip
-def flat_apply_kernel(
-    grad, data, line, out, seeds, numel: tl.int64, groups: tl.int64, channels: tl.int32, plane_size: tl.int32,
-    magic: tl.int64, plane_magic: tl.int64, channel_magic: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
-    DTYPE: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr, BIG: tl.constexpr, ONCE: tl.constexpr,
-    ROUND: tl.constexpr, V: tl.constexpr, G: tl.constexpr, TABLE: tl.constexpr,
+def plane_apply_kernel(
+    grad, data, line, out, seeds, plane_size: tl.int32, length: tl.int32, groups: tl.int64, channels: tl.int32,
+    count: tl.int32, count_magic: tl.int64, channel_magic: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
+    DTYPE: tl.constexpr, BITS: tl.constexpr, LENGTH: tl.constexpr, FULL: tl.constexpr, BIG: tl.constexpr,
+    ONCE: tl.constexpr, ROUND: tl.constexpr, V: tl.constexpr, G: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
     """Write g * k1 + x * k2 + k3 for G groups."""
     seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
     T: tl.constexpr = 8 // BITS
-    LENGTH: tl.constexpr = 128 // T
+    if FULL:
+        length = LENGTH
     g0 = tl.program_id(0).to(tl.int64) * G
-    first = g0 * 128
     g = g0 + tl.arange(0, G)
     here = g < groups
     j = tl.arange(0, LENGTH)[None, :]
-    row = tl.arange(0, G)[:, None]
-    left = tl.minimum(numel - first, G * 128).to(tl.int32)
-    lo, step = load_lo(data, groups, g, here, LENGTH), load_step(data, groups, g, here, LENGTH)
+    plane, at, c = planes_of(g0, channels, count, count_magic, channel_magic, G, BIG, ONCE)
+    start, left = plane_values(g0, plane, at, plane_size, length, here, T, G, FULL)
+    byte, h = group_codes(data, g0, j, length, here, seed_low, seed_high, V, G, FULL)
+    lo, step = load_group(data + g0 * length, tl.arange(0, G) * length, data + groups * length, groups, g, here, DTYPE)
     base, zero = group_line(lo, step, BITS)
-    c, ends = planes_of(first, plane_size, channels, magic, plane_magic, channel_magic, G, BIG)
-    lines = zeros_of(step, 0)
-    for part in tl.static_range(PARTS):
-        lines = lines + (load_line(line + wrapped(c + part, channels, ONCE), channels),)
-    at = tl.max_contiguous(row * LENGTH + j, [1, V])
-    byte = tl.load(data + g0 * LENGTH + at, mask=here[:, None], other=0).to(tl.uint32)
-    h = random32((g0 * LENGTH).to(tl.uint32) + (row * LENGTH + j).to(tl.uint32), seed_low, seed_high)
+    k1, k2 = tl.load(line + c)[:, None], tl.load(line + channels + c)[:, None]
+    k3 = tl.load(line + 2 * channels + c)[:, None]
     for s in tl.static_range(T):
-        k = j + s * LENGTH
-        i = row * 128 + k
-        v = widen(tl.load(grad + first + i, mask=i < left, other=0), DTYPE)
+        v = widen(slice_values(grad, start, j, s, length, left, here, FULL), DTYPE)
         mark = code_as_mantissa(byte, h, s, BITS)
         x = tl.where(mark < zero[:, None], 0.0, tl.fma(mark, step[:, None], base[:, None]))
-        k1, k2, k3 = lines[0]
-        for part in tl.static_range(1, PARTS):
-            before = k < ends[:, None] + (part - 1) * plane_size
-            k1 = tl.where(before, k1, lines[part][0])
-            k2 = tl.where(before, k2, lines[part][1])
-            k3 = tl.where(before, k3, lines[part][2])
-        value = tl.fma(v, k1, tl.fma(rounded(x, DTYPE, ROUND), k2, k3))
-        tl.store(out + first + i, narrow(value, DTYPE), mask=i < left)
+        value = narrow(tl.fma(v, k1, tl.fma(rounded(x, DTYPE, ROUND), k2, k3)), DTYPE)
+        if FULL:
+            tl.store(out + start + (s * length + j), value, mask=here[:, None])
+        else:
+            tl.store(out + start + (s * length + j), value, mask=(j < length) & (s * length + j < left))
 
 
 @triton.jit(do_not_specialize=["splits", "channels"])

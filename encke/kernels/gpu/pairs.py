@@ -8,7 +8,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from encke.kernels.gpu.codes import below_code, fixed_point, inverted_random32, of_group, scales_of, store_scales
+from encke.kernels.gpu.codes import (
+    below_code,
+    first_values,
+    fixed_point,
+    inverted_random32,
+    of_group,
+    scales_of,
+    store_scales,
+)
 from encke.kernels.gpu.common import INTERPRETED, seed_of
 
 # Kinds of reductions of the halves of words.
@@ -180,16 +188,14 @@ def masked_codes(code, words, exact, DTYPE: tl.constexpr, BITS: tl.constexpr, SI
 
 
 @triton.jit
-def half_steps(largest, highest, least, HIGH: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr,
+def half_steps(largest, highest, least, first, HIGH: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr,
                SIGNS: tl.constexpr):  # fmt: skip
-    """Return `steps_of` of one half of words, and the code of the lowest value."""
+    """Return `steps_of` of one half of words."""
     top = half_of(highest, HIGH, DTYPE)
-    lo, step, inverse, steps, signed = scales_of(
-        half_of(largest, HIGH, DTYPE), top, half_of(least, HIGH, DTYPE), top.to(tl.int32, bitcast=True) < 0,
+    return scales_of(
+        half_of(largest, HIGH, DTYPE), top, half_of(least, HIGH, DTYPE), top.to(tl.int32, bitcast=True) < 0, first,
         DTYPE, BITS, SIGNS,
     )  # fmt: skip
-    extra = tl.full(signed.shape, 1, tl.uint32) if SIGNS else tl.where(signed, 0, 1).to(tl.uint32)
-    return lo, step, inverse, steps, signed, extra
 
 
 @triton.jit
@@ -267,12 +273,14 @@ def gq_encode_pairs_kernel(
     else:
         left = (numel - first).to(tl.int32)
         halves = (x + first).to(tl.pointer_type(tl.uint16))
-        low = tl.load(halves + i * 2, mask=i * 2 < left, other=0).to(tl.uint32)
-        words = low | (tl.load(halves + i * 2 + 1, mask=i * 2 + 1 < left, other=0).to(tl.uint32) << 16)
+        low = tl.load(halves + tl.minimum(i * 2, left - 1)).to(tl.uint32)
+        words = low | (tl.load(halves + tl.minimum(i * 2 + 1, left - 1)).to(tl.uint32) << 16)
+    g = g0 + tl.arange(0, ROWS)
+    here = g < groups
     size = words & 0x7FFF7FFF if SIGNS else words
     lo, step, inverse, steps, signed, extra = half_steps(
-        group16(words, LARGEST), group16(size, HIGHEST), add_one16(group16(less_one16(size), LEAST)), False,
-        DTYPE, BITS, SIGNS,
+        group16(words, LARGEST), group16(size, HIGHEST), add_one16(group16(less_one16(size), LEAST)),
+        first_values(x + first, tl.arange(0, ROWS) * GROUP, here, DTYPE), False, DTYPE, BITS, SIGNS,
     )  # fmt: skip
     pair = word_index(ROWS, LENGTH, 1, THREADS, False)
     # The first byte of a tile is a multiple of their number, so that nothing is carried.
@@ -289,8 +297,6 @@ def gq_encode_pairs_kernel(
     )
     code = masked_codes(code, words, exact, DTYPE, BITS, SIGNS)
     packed = bytes_of(tl.sum(code << (t * BITS).to(tl.uint32), 3))
-    g = g0 + tl.arange(0, ROWS)
-    here = g < groups
     to = (data + g0 * LENGTH).to(tl.pointer_type(tl.uint16)) + tl.reshape(pair, packed.shape)
     if g0 + ROWS <= groups:
         tl.store(to, packed)
@@ -303,6 +309,8 @@ def gq_encode_pairs_kernel(
 def spread_of(v, k, count, FULL: tl.constexpr):
     """Return the mean of the first `count` pixels of each channel, and the sum of the squared deviations from it."""
     share = tl.div_rn(1.0, count.to(tl.float32))
+    if not FULL:
+        v = tl.where(k < count, v, 0.0)
     mean = tl.sum(tl.sum(v, 2), 1) * share
     apart = v - mean[:, None, None]
     if not FULL:
@@ -334,20 +342,25 @@ def gq_encode_channels_pairs_kernel(
     there = c < row
     # In bytes, which the compiler adds with fewer instructions.
     first = (x + block * GROUP * stride).to(tl.pointer_type(tl.uint8))
-    i = ((t * LENGTH + j).to(tl.uint32) * row.to(tl.uint32) + c[:, None, None].to(tl.uint32)) * 4
+    pixel = t * LENGTH + j
+    if not FULL:
+        # The last group is filled with copies of its last value.
+        pixel = tl.minimum(pixel, (pixels - block * GROUP).to(tl.int32) - 1)
+    i = (pixel.to(tl.uint32) * row.to(tl.uint32) + c[:, None, None].to(tl.uint32)) * 4
     at_word = (first + i.to(tl.int64)).to(tl.pointer_type(tl.uint32))
     if FULL:
         words = tl.load(at_word)
     else:
-        inside = there[:, None, None] & (t * LENGTH + j < (pixels - block * GROUP).to(tl.int32))
-        words = tl.load(at_word, mask=inside, other=0)
+        words = tl.load(at_word, mask=there[:, None, None], other=0)
     if WITH == RELU:
         words = relu16(words, DTYPE)
         to_word = (beside + block * GROUP * stride).to(tl.pointer_type(tl.uint8)) + i.to(tl.int64)
         if FULL:
             tl.store(to_word.to(tl.pointer_type(tl.uint32)), words)
         else:
-            tl.store(to_word.to(tl.pointer_type(tl.uint32)), words, mask=inside)
+            tl.store(
+                to_word.to(tl.pointer_type(tl.uint32)), words, mask=there[:, None, None] & (t * LENGTH + j == pixel)
+            )
     elif WITH == MOMENTS:
         count = tl.minimum(pixels - block * GROUP, GROUP).to(tl.int32)
         to = beside + block * stride + c * 2
@@ -362,8 +375,16 @@ def gq_encode_channels_pairs_kernel(
     largest = reduce16(reduce16(words, 2, LARGEST), 1, LARGEST)
     highest = reduce16(reduce16(size, 2, HIGHEST), 1, HIGHEST)
     least = add_one16(reduce16(reduce16(less_one16(size), 2, LEAST), 1, LEAST))
-    lo, step, inverse, steps, signed, extra = half_steps(largest, highest, least, False, DTYPE, BITS, SIGNS)
-    lo2, step2, inverse2, steps2, signed2, extra2 = half_steps(largest, highest, least, True, DTYPE, BITS, SIGNS)
+    first_low, first_high = c, c
+    if DTYPE == tl.float16:
+        word = tl.load(first.to(tl.pointer_type(tl.uint32)) + c, mask=there, other=0)
+        if WITH == RELU:
+            word = relu16(word, DTYPE)
+        first_low, first_high = half_of(word, False, DTYPE), half_of(word, True, DTYPE)
+    lo, step, inverse, steps, signed, extra = half_steps(largest, highest, least, first_low, False, DTYPE, BITS, SIGNS)
+    lo2, step2, inverse2, steps2, signed2, extra2 = half_steps(
+        largest, highest, least, first_high, True, DTYPE, BITS, SIGNS
+    )
     exact = tl.where(signed, 0, 0xFFFF).to(tl.uint32) | tl.where(signed2, 0, 0xFFFF0000).to(tl.uint32)
     at = block * LENGTH * stride
     pair = tl.arange(0, LENGTH)[None, :] * row + c[:, None]

@@ -18,6 +18,7 @@ from encke.kernels.gpu.group import (
 )
 from encke.kernels.gpu.launch import TYPES, Launch, power_of_two, seed_arguments
 from encke.kernels.gpu.pairs import MOMENTS, PLAIN, RELU, gq_encode_channels_pairs_kernel, gq_encode_pairs_kernel
+from encke.kernels.gpu.rows import gq_decode_rows_kernel, gq_encode_rows_kernel, gq_gate_rows_kernel
 from encke.kernels.plans import GroupPlan
 from encke.kernels.reference import group_plan as reference_plan
 
@@ -36,13 +37,16 @@ class GpuPlan(GroupPlan):
         self.limit = torch.finfo(format.dtype).max
         self.pairs: Launch | None = None
         """Encodes 16-bit values, two at a time, where their address allows it."""
+        self.numbers: tuple[int, ...]
         self.relu: Launch | None = None
         self.moments: Launch | None = None
         """Encode the ReLU of values in channels_last memory, or write the moments of groups beside the codes."""
-        if format.stride > 1:
+        if format.row:
+            self._plan_rows(seed_table)
+        elif format.stride > 1:
             self._plan_channels(seed_table)
         else:
-            self._plan_rows(seed_table)
+            self._plan_run(seed_table)
         self.fuses_forward = self.relu is not None
 
     def _plan_channels(self, seed_table: bool) -> None:
@@ -71,6 +75,19 @@ class GpuPlan(GroupPlan):
         self.gater = Launch(gq_gate_channels_kernel, pieces, (*constants, piece), 4, 1)
 
     def _plan_rows(self, seed_table: bool) -> None:
+        """Make the launches for groups within rows of any width."""
+        format, length = self.format, self.format.length
+        groups, room, side = format.groups(self.numel), power_of_two(length), format.stride > 1
+        self.numbers = (format.row, format.stride, length, format.groups_in_row(self.numel), groups)
+        each = max(DECODED // (room * 8 // format.bits), 1)
+        grid, constants = -(-groups // each), (TYPES[format.dtype], format.bits, format.signs, each, room, side)
+        self.encoder = Launch(gq_encode_rows_kernel, grid, (*constants, seed_table), 4, 3)
+        self.decoder, self.masker = (
+            Launch(gq_decode_rows_kernel, grid, (*constants, mask, seed_table), 4, 3) for mask in (False, True)
+        )
+        self.gater = Launch(gq_gate_rows_kernel, grid, constants, 4, 3)
+
+    def _plan_run(self, seed_table: bool) -> None:
         """Make the launches for groups of neighbouring values."""
         groups = self.format.groups(self.numel)
         self.numbers = (self.numel, groups)
@@ -144,9 +161,11 @@ class GpuPlan(GroupPlan):
 def group_plan(format: GroupFormat, numel: int, device: torch.device, seed_table: bool = False) -> GroupPlan:
     """Return the plan for tensors of `numel` values in that format; see `reference.group_plan`.
 
-    The kernels take groups of a power of two that fill a row of words and a tile. Others are left to the reference.
+    The kernels take groups of a power of two that fill a row of words and a tile, and rows of any width. Other groups
+    are left to the reference.
     """
-    group = format.group
-    if group & (group - 1) or not 32 * 8 // format.bits <= group <= DECODED or numel % format.stride or numel == 0:
+    group, few = format.group, format.groups(numel) < 1 << 31
+    whole = not group & (group - 1) and 32 * 8 // format.bits <= group <= DECODED
+    if numel == 0 or numel % (format.stride * (format.row or 1)) or not (few if format.row else whole):
         return reference_plan(format, numel, device)
     return GpuPlan(format, numel, device, seed_table)

@@ -47,12 +47,9 @@ def group_plan(format: GroupFormat, numel: int, device: torch.device, seed_table
 
 def encode(x: Tensor, format: GroupFormat, seed: int) -> Tensor:
     """Return codes of flat float values, then lo and step of each group."""
-    bits, group, stride, signs = format.bits, format.group, format.stride, format.signs
+    bits, signs = format.bits, format.signs
     numel, work = x.numel(), compute_dtype(format.dtype)
-    blocks = format.groups(numel) // stride
-    v = torch.zeros(blocks * group, stride, dtype=work, device=x.device)
-    v[: numel // stride] = x.reshape(-1, stride).to(work)
-    v = v.view(blocks, group, stride).transpose(1, 2).reshape(-1, group)
+    v = in_groups(x.to(work), format)
     a = v.abs()
     signed = (v < 0).any(1)
     affine = torch.zeros_like(signed) if signs else signed
@@ -60,7 +57,9 @@ def encode(x: Tensor, format: GroupFormat, seed: int) -> Tensor:
     lo = torch.where(affine, v.amin(1), torch.where(torch.isinf(lo), 0.0, lo))
     hi = torch.where(affine, v.amax(1), a.amax(1))
     finite = torch.isfinite(v).all(1)
-    lo = torch.where(finite, lo_down(lo, signed & ~affine), 0.0)
+    rest = low_bits(lo)
+    constant = finite & (hi == lo) & (v[:, 0] != 0) & (rest > 0)
+    lo = torch.where(constant, lo, torch.where(finite, lo_down(lo, signed & ~affine), 0.0))
     n = torch.where(signed, 2.0 ** (bits - 1) - 2 if signs else 2.0**bits - 1, 2.0**bits - 2).to(work)
     step = step_up(hi * (1.0 / n) - lo * (1.0 / n), hi - lo, format.dtype)
     step = torch.where(finite, step, torch.nan)
@@ -68,12 +67,15 @@ def encode(x: Tensor, format: GroupFormat, seed: int) -> Tensor:
     t = (torch.where(affine[:, None], v, a) - lo[:, None]) * inverse[:, None]
     t = torch.minimum(t.clamp(min=0.0), n[:, None]).nan_to_num(0.0)
     q = t.floor()
-    q = (q + (random_of_values(blocks, format, seed, x.device) < ((t - q) * 2.0**24).long())).long()
+    q = (q + (random_of_values(numel, format, seed, x.device) < ((t - q) * 2.0**24).long())).long()
+    # All codes of a constant group are the lowest; the last bit of the constant is added to them.
+    q = q + (constant & (rest & 1 > 0))[:, None]
     sign = (v < 0).long() << bits - 1
     code = torch.where(affine[:, None], q, torch.where(a > 0, (q + 1) | sign, 0))
     lo = torch.where(signed & ~affine, -lo, lo)
-    packed = pack_fields(code.to(torch.uint8), bits).view(blocks, stride, -1).transpose(1, 2)
-    arrays = (packed, lo.to(format.scale_dtype), step.to(format.scale_dtype))
+    blocks = format.groups(numel) // format.stride
+    packed = pack_fields(code.to(torch.uint8), bits).view(blocks, format.stride, -1).transpose(1, 2)
+    arrays = (packed, *stored_scales(lo, step, constant, rest))
     return torch.cat([array.contiguous().view(-1).view(torch.uint8) for array in arrays])
 
 
@@ -88,8 +90,7 @@ def decode(data: Tensor, format: GroupFormat, numel: int, seed: int) -> Tensor:
     else:
         # The random number that was added before rounding is known, and is subtracted again.
         base = lo - torch.where(signed, 0.5, 1.5).to(work) * step
-        blocks = format.groups(numel) // format.stride
-        fixed = (code << 24) + random_of_values(blocks, format, seed, data.device)
+        fixed = (code << 24) + random_of_values(numel, format, seed, data.device)
         value = base + fixed.to(work) * (step * 2.0**-24)
     limit = torch.finfo(format.dtype).max
     value = value.clamp(-limit, limit)
@@ -106,29 +107,55 @@ def mask(data: Tensor, format: GroupFormat, numel: int) -> Tensor:
     return in_memory_order(affine | (magnitude != 0) | torch.isnan(step), format, numel)
 
 
+def in_groups(x: Tensor, format: GroupFormat) -> Tensor:
+    """Return flat values in rows of groups; the last group of a row is filled with copies of its last value."""
+    row, each = format.row or x.numel() // format.stride, format.extent
+    i = torch.arange(format.groups_in_row(x.numel()) * each, device=x.device).clamp(max=row - 1)
+    v = x.reshape(-1, row, format.stride)[:, i]
+    return v.view(-1, each, format.stride).transpose(1, 2).reshape(-1, each)
+
+
+def in_memory_order(rows: Tensor, format: GroupFormat, numel: int) -> Tensor:
+    """Bring rows of groups into the order of memory."""
+    row, stride, each = format.row or numel // format.stride, format.stride, format.extent
+    blocks = rows.view(-1, stride, each).transpose(1, 2)
+    return blocks.reshape(-1, format.groups_in_row(numel) * each, stride)[:, :row].reshape(-1).clone()
+
+
 def unpack(data: Tensor, format: GroupFormat, numel: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes in rows of groups, and lo and step of each group as columns."""
     at_lo, at_step, end = format.places(numel)
     blocks = format.groups(numel) // format.stride
     rows = data[:at_lo].view(blocks, -1, format.stride).transpose(1, 2).reshape(blocks * format.stride, -1)
-    lo, step = (
-        scale.clone().view(format.scale_dtype).to(compute_dtype(format.dtype))[:, None]
-        for scale in (data[at_lo:at_step], data[at_step:end])
-    )
-    return unpack_fields(rows, format.bits, format.group).long(), lo, step
+    code = unpack_fields(rows, format.bits, format.extent).long()
+    lo, step = (scale.clone().view(format.scale_dtype) for scale in (data[at_lo:at_step], data[at_step:end]))
+    if format.dtype != torch.float64:
+        high, low = (scale.view(torch.int16).int() for scale in (lo, step))
+        constant = low < 0
+        last = torch.where((high < 0) & ~torch.tensor(format.signs), code[:, 0], code[:, 0] >> 1).int() & 1
+        lo = (high << 16 | torch.where(constant, (low & 0x7FFF) << 1 | last, 0)).view(torch.float32)
+        step = torch.where(constant, 0.0, step.float())
+    return code, lo[:, None], step[:, None]
+
+
+def low_bits(lo: Tensor) -> Tensor:
+    """Return the bits of fp32 values that bf16 does not have; none in fp64, which is stored as it is."""
+    return torch.zeros_like(lo, dtype=torch.int32) if lo.dtype == torch.float64 else lo.view(torch.int32) & 0xFFFF
+
+
+def stored_scales(lo: Tensor, step: Tensor, constant: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
+    """Return lo and step as they are stored: bf16, or in constant groups the first 31 bits of the constant."""
+    if lo.dtype == torch.float64:
+        return lo, step
+    high = (lo.view(torch.int32) >> 16).to(torch.int16)
+    low = torch.where(constant, (rest >> 1) - 0x8000, (step.view(torch.int32) >> 16)).to(torch.int16)
+    return high, torch.where(torch.isnan(step), 0x7FC0, low)
 
 
 def magnitudes(code: Tensor, signed: Tensor, format: GroupFormat) -> tuple[Tensor, Tensor]:
     """Return which groups have no code for zero, and the codes without their sign."""
     affine = torch.zeros_like(signed) if format.signs else signed
     return affine, torch.where(signed & ~affine, code & (1 << format.bits - 1) - 1, code)
-
-
-def in_memory_order(rows: Tensor, format: GroupFormat, numel: int) -> Tensor:
-    """Bring rows of groups into the order of memory."""
-    stride = format.stride
-    flat = rows.view(-1, stride, format.group).transpose(1, 2).reshape(-1, stride)[: numel // stride]
-    return flat.reshape(-1).clone()
 
 
 def lo_down(lo: Tensor, negated: Tensor) -> Tensor:
@@ -142,10 +169,9 @@ def lo_down(lo: Tensor, negated: Tensor) -> Tensor:
     return torch.where(lo < 0, -away, near)
 
 
-def random_of_values(blocks: int, format: GroupFormat, seed: int, device: torch.device) -> Tensor:
+def random_of_values(numel: int, format: GroupFormat, seed: int, device: torch.device) -> Tensor:
     """Return 24 random bits for each value, in rows of groups: the hash of its byte, rotated by its slice."""
-    bits, group, stride = format.bits, format.group, format.stride
-    length = group * bits // 8
-    byte = torch.arange(blocks * length * stride, device=device).view(blocks, length, stride)
+    bits, length, stride = format.bits, format.length, format.stride
+    byte = torch.arange(format.groups(numel) * length, device=device).view(-1, length, stride)
     word = byte.transpose(1, 2).reshape(-1, length).repeat(1, 8 // bits)
-    return hash24(word, torch.arange(group, device=device) // length * (4 * bits), seed)
+    return hash24(word, torch.arange(format.extent, device=device) // length * (4 * bits), seed)

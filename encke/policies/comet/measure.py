@@ -205,7 +205,7 @@ class NormGradientSample:
 def mixed_share(packed: Packed, layout: Layout) -> float:
     """Return the share of a batch norm's input values that are in groups with those of other channels."""
     plane, group = math.prod(layout.size[2:]), packed.codec.group or ERRORS.group
-    if packed.plan is not None and packed.plan.format.stride > 1:
+    if packed.plan is not None and (packed.plan.format.stride > 1 or packed.plan.format.row):
         return 0.0
     if layout.channels_last or plane < group:
         return 1.0

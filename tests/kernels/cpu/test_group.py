@@ -60,6 +60,44 @@ def test_channels_of_any_content_equal_reference(width: int, signs: bool, dtype:
         check(x, GroupFormat(width, 128, dtype, len(names), signs), -(2**63) + 77)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("width", "signs"), [(2, False), (4, True), (8, False)])
+@pytest.mark.parametrize("stride", [1, 5])
+def test_rows_equal_reference(stride: int, width: int, signs: bool, dtype: torch.dtype) -> None:
+    """Groups within rows of any width, whose contents differ from row to row; constant ones come back exactly."""
+    for row in (1, 3, 49, 64, 96, 130, 320):
+        x = torch.stack([content(name, row, dtype) for name in CONTENTS])
+        x = x.repeat_interleave(stride, 0).view(-1, stride, row).mT.reshape(-1)
+        format = GroupFormat(width, 128, dtype, stride, signs, row)
+        check(x, format, 3)
+        plan = plans(format, x.numel())[0]
+        back = plan.decode(plan.encode(x, 3), 3).view(-1, row, stride)
+        for name in ("zeros", "constant"):
+            i = list(CONTENTS).index(name)
+            assert torch.equal(back[i], x.view(-1, row, stride)[i]), (row, name)
+    with pytest.raises(ValueError, match="rows of 7 values that lie 2 apart"):
+        cpu.group_plan(GroupFormat(width, 128, dtype, 2, row=7), 100, CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("width", "signs"), [(2, False), (4, True)])
+def test_constant_groups_are_exact(width: int, signs: bool, dtype: torch.dtype) -> None:
+    """Every bit of a constant comes back, beside zeros as well, and zeros stay zeros."""
+    constants = torch.tensor([3.7, -3.7, 1e-3, -0.1, 65504.0, 6e-8, -6e-8, 1 / 3, -2.0, 1.0009765625]).to(dtype)
+    if dtype == torch.float32:
+        constants = torch.cat([constants, torch.nextafter(constants, constants * 2), constants * 1e-36])
+    x = constants[:, None].expand(-1, 96)
+    sparse = torch.where(torch.arange(96) % 3 == 0, x.abs(), 0)
+    for values in (x, sparse):
+        flat = values.contiguous().view(-1)
+        format = GroupFormat(width, 128, dtype, 1, signs, 96)
+        check(flat, format, 5)
+        for plan in plans(format, flat.numel()):
+            data = plan.encode(flat, 5)
+            assert torch.equal(plan.decode(data, 5), flat)
+            assert torch.equal(plan.mask(data), flat != 0)
+
+
 @pytest.mark.parametrize("group", [64, 128, 256, 512, 1024])
 def test_every_group_size_equals_reference(group: int) -> None:
     for n in (group - 1, 3 * group, 5 * group + 7):

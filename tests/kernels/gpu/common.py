@@ -42,6 +42,7 @@ def content(name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
             "relu": x.relu(),
             "zeros": x * 0.0,
             "constant": x * 0.0 + 3.0,
+            "negative": x * 0.0 - 1 / 3,
             "far": x + (1e4 if dtype == torch.float16 else 1e5),
             "sparse": torch.where(x > 1.3, x, 0.0),
             "denormal": x * {torch.float16: 1e-6, torch.float64: 1e-310}.get(dtype, 1e-41),

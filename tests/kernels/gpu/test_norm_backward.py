@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
 from encke.kernels import GroupFormat, reference
-from encke.kernels.reference.fields import random24
+from encke.kernels.reference.fields import hash24
 from tests.kernels.gpu.common import DEVICE, SEED, compile_for_hopper
 
 norm_backward = pytest.importorskip("encke.kernels.gpu.norm_backward", reason="needs triton")
@@ -17,23 +18,27 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 GROUP = 128
 
 
-def groups_of(numel: int, stride: int) -> int:
-    return GroupFormat(2, GROUP, torch.float32, stride).groups(numel)
+def format_for(size: tuple[int, ...], dtype: torch.dtype, bits: int, last: bool) -> GroupFormat:
+    """The format in which capture packs batch norm's input: groups of a channel, or of a plane."""
+    plane, channels = math.prod(size[2:]), size[1]
+    if last:
+        return GroupFormat(bits, GROUP, dtype, channels)
+    return GroupFormat.in_rows(bits, GROUP, dtype, False, math.prod(size), plane, 1)
 
 
 def plan_for(size: tuple[int, ...], dtype: torch.dtype, bits: int, last: bool, affine: torch.dtype | None, table=False):
     """The plan for gradients of that size; there is one."""
-    format = GroupFormat(bits, GROUP, dtype, size[1] if last else 1)
+    format = format_for(size, dtype, bits, last)
     plan = norm_backward.norm_plan(size, format, last, affine, torch.device(DEVICE), table)
     assert plan is not None
     return plan
 
 
-def packed(numel: int, bits: int, stride: int, positive: bool) -> torch.Tensor:
+def packed(format: GroupFormat, numel: int, positive: bool) -> torch.Tensor:
     """A buffer as a plan encodes them, of random codes; with `positive`, every third group is not negative."""
-    generator = torch.Generator().manual_seed(numel + bits)
-    groups = groups_of(numel, stride)
-    codes = torch.randint(0, 256, (groups * GROUP * bits // 8,), dtype=torch.uint8, generator=generator)
+    generator = torch.Generator().manual_seed(numel + format.bits)
+    groups = format.groups(numel)
+    codes = torch.randint(0, 256, (groups * format.length,), dtype=torch.uint8, generator=generator)
     step = torch.rand(groups, generator=generator) + 0.5
     lo = -1 - torch.rand(groups, generator=generator)
     if positive:
@@ -41,19 +46,20 @@ def packed(numel: int, bits: int, stride: int, positive: bool) -> torch.Tensor:
     return torch.cat([codes, *(part.to(torch.bfloat16).view(torch.uint8) for part in (lo, step))]).to(DEVICE)
 
 
-def decoded(data: torch.Tensor, numel: int, bits: int, stride: int) -> torch.Tensor:
+def decoded(data: torch.Tensor, format: GroupFormat, numel: int) -> torch.Tensor:
     """Return the decoded values in float64, in the order of memory."""
     i = torch.arange(numel, device=data.device)
-    length, groups = GROUP * bits // 8, groups_of(numel, stride)
-    pixel, c = i // stride, i % stride
-    block, k = pixel // GROUP, pixel % GROUP
+    bits, stride, length, groups = format.bits, format.stride, format.length, format.groups(numel)
+    row = format.row or numel // stride
+    place, c = i // stride, i % stride
+    block = place // row * format.groups_in_row(numel) + place % row // format.extent
+    k = place % row % format.extent
     group, byte = block * stride + c, (block * length + k % length) * stride + c
     codes = groups * length
     lo = data[codes : codes + 2 * groups].clone().view(torch.bfloat16).double()[group]
     step = data[codes + 2 * groups :].clone().view(torch.bfloat16).double()[group]
     code = (data[byte].long() >> k // length * bits) & ((1 << bits) - 1)
-    # random24 takes value indices of runs that share bytes: this one has the byte's number and the slice wanted.
-    hash = random24(byte // length * GROUP + byte % length + k // length * length, SEED, GROUP, length)
+    hash = hash24(byte, k // length * (4 * bits), SEED)
     value = lo + (code - (lo >= 0).long() + hash * 2.0**-24 - 0.5) * step
     return torch.where((code == 0) & (lo >= 0) & ~step.isnan(), 0.0, value)
 
@@ -97,10 +103,9 @@ def poisoned():
 
 def check(size, last, dtype, bits, affine=torch.float32, positive=True) -> None:
     grad, mean, invstd, weight = tensors(size, last, dtype, affine)
-    numel, stride = grad.numel(), size[1] if last else 1
-    plan = plan_for(size, dtype, bits, last, affine)
-    data = packed(numel, bits, stride, positive)
-    x = in_memory(decoded(data, numel, bits, stride), grad)
+    numel, plan = grad.numel(), plan_for(size, dtype, bits, last, affine)
+    data = packed(plan.format, numel, positive)
+    x = in_memory(decoded(data, plan.format, numel), grad)
     if norm_backward.ROUND:
         x = x.to(dtype).double()
     ones = torch.ones_like(mean) if weight is None else weight
@@ -118,7 +123,7 @@ def check(size, last, dtype, bits, affine=torch.float32, positive=True) -> None:
         assert (got - want).abs().max() <= narrow * (want.abs().max() + numel**0.5 / size[1])
 
 
-SIZES = [(2, 3, 7, 7), (1, 7, 14, 14), (3, 64, 7, 7), (2, 5, 8, 16), (1, 2, 80, 64), (2, 3, 9, 4), (5, 2, 6, 7)]
+SIZES = [(2, 3, 7, 7), (1, 7, 14, 14), (3, 64, 7, 7), (2, 5, 8, 16), (1, 2, 80, 64), (1, 2, 80, 65), (5, 2, 6, 7)]
 
 
 @pytest.mark.slow
@@ -168,21 +173,20 @@ def test_volumes():
 @pytest.mark.parametrize("last", [False, True])
 def test_decoded_as_the_reference_decodes(last):
     """The format in this file is that of the kernels: the same values up to the bits of the hash that are dropped."""
-    numel, stride = 8 * 640, 8 if last else 1
     for bits in (2, 4, 8):
-        data = packed(numel, bits, stride, True)
-        format = GroupFormat(bits, GROUP, torch.float32, stride)
-        expected = reference.group_plan(format, numel, torch.device(DEVICE)).decode(data, SEED)
-        assert (decoded(data, numel, bits, stride) - expected).abs().max() < 1e-5 * expected.abs().max()
+        format = format_for((4, 8, 10, 16), torch.float32, bits, last)
+        data = packed(format, 8 * 640, True)
+        expected = reference.group_plan(format, 8 * 640, torch.device(DEVICE)).decode(data, SEED)
+        assert (decoded(data, format, 8 * 640) - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("last", [False, True])
 def test_a_group_that_is_not_finite_spoils_its_channel_alone(last):
-    size, stride = (2, 4, 16, 16), 4 if last else 1
+    size = (2, 4, 16, 16)
     grad, mean, invstd, weight = tensors(size, last, torch.float32, torch.float32)
-    data = packed(grad.numel(), 2, stride, True)
-    data[-2 * groups_of(grad.numel(), stride) :].view(torch.bfloat16)[0] = float("nan")
     plan = plan_for(size, torch.float32, 2, last, torch.float32)
+    data = packed(plan.format, grad.numel(), True)
+    data[-2 * plan.format.groups(grad.numel()) :].view(torch.bfloat16)[0] = float("nan")
     out, grad_weight, grad_bias = norm_backward.norm_backward(grad, data, mean, invstd, weight, plan, SEED)
     assert grad_weight.isnan().tolist() == [True, False, False, False] and out.isnan().any((0, 2, 3)).sum() == 1
     assert grad_bias.isfinite().all()
@@ -190,8 +194,8 @@ def test_a_group_that_is_not_finite_spoils_its_channel_alone(last):
 
 def test_parameters_alone():
     grad, mean, invstd, weight = tensors((2, 8, 14, 14), False, torch.float32, torch.float32)
-    data = packed(grad.numel(), 2, 1, True)
     plan = plan_for((2, 8, 14, 14), torch.float32, 2, False, torch.float32)
+    data = packed(plan.format, grad.numel(), True)
     args = (grad, data, mean, invstd, weight, plan, SEED)
     out, *rest = norm_backward.norm_backward(*args, apply=False)
     assert out is None and all(
@@ -201,8 +205,8 @@ def test_parameters_alone():
 
 def test_spreads_below_the_means():
     grad, mean, invstd, weight = tensors((2, 8, 16, 16), True, torch.bfloat16, torch.float32)
-    data = packed(grad.numel(), 2, 8, True)
     plan = plan_for((2, 8, 16, 16), torch.bfloat16, 2, True, torch.float32)
+    data = packed(plan.format, grad.numel(), True)
     apart = norm_backward.norm_backward(grad, data, mean, invstd, weight, plan, SEED)
     below = norm_backward.norm_backward(grad, data, torch.stack([mean, invstd]), None, weight, plan, SEED)
     assert all(torch.equal(a, b) for a, b in zip(apart, below, strict=True))
@@ -212,8 +216,8 @@ def test_spreads_below_the_means():
 @pytest.mark.parametrize("last", [False, True])
 def test_two_parts_give_what_the_whole_gives(size, last):
     grad, mean, invstd, weight = tensors(size, last, torch.bfloat16, torch.float32)
-    data = packed(grad.numel(), 2, size[1] if last else 1, True)
     plan = plan_for(size, torch.bfloat16, 2, last, torch.float32)
+    data = packed(plan.format, grad.numel(), True)
     whole = norm_backward.norm_backward(grad, data, mean, invstd, weight, plan, SEED)
     sums, out = torch.empty(5, size[1], device=DEVICE), torch.empty_like(grad)
     codes = reference.group_plan(plan.format, grad.numel(), grad.device)
@@ -233,14 +237,15 @@ def test_two_parts_give_what_the_whole_gives(size, last):
 
 
 def test_what_is_left_to_others():
-    """Planes of a few values, one channel, groups across channels in channels_last memory, other settings."""
-    size, good = (2, 8, 14, 14), GroupFormat(2, GROUP, torch.float32)
+    """Planes of a few values, one channel, groups across channels, other settings."""
+    size, good = (2, 8, 16, 16), GroupFormat(2, GROUP, torch.float32)
 
     def takes(size=size, last=False, **other):
         return norm_backward.norm_plan(size, replace(good, **other), last, None, torch.device(DEVICE)) is not None
 
-    assert takes() and takes(last=True, stride=8)
-    assert not any(map(takes, ((2, 8, 5, 5), (2, 1, 14, 14), (0, 8, 14, 14), (8, 32))))
+    assert takes() and takes(last=True, stride=8) and takes((2, 8, 14, 14), row=196)
+    assert not any(map(takes, ((2, 8, 14, 14), (2, 1, 16, 16), (0, 8, 16, 16), (8, 32))))
+    assert not takes((2, 8, 5, 5), row=25) and not takes(row=128) and not takes(last=True, stride=8, row=512)
     assert not takes(last=True) and not takes(stride=8) and not takes(group=256) and not takes(dtype=torch.float64)
     assert not takes(bits=4, signs=True)
 
@@ -252,11 +257,11 @@ for dtype, name in (TYPES[each] for each in ("float32", "float16", "bfloat16")):
     pointers = dict.fromkeys(floats, "*fp32") | {"data": "*u8", "seeds": "*i64", "grad": name, "out": name}
     common = {"DTYPE": dtype, "BITS": 2, "ROUND": False, "TABLE": dtype == tl.bfloat16}
     last = common | {"UNIT": 8, "V": 8, "R": 4, "CH": 64}
-    flat = common | {"PARTS": 2, "BIG": False, "ONCE": True, "V": 8, "G": 8}
+    planes = common | {"LENGTH": 32, "FULL": dtype == tl.float32, "BIG": False, "ONCE": True, "V": 8, "G": 8}
     build(norm_kernels.last_reduce_kernel, pointers, last, num_warps=1)
     build(norm_kernels.last_apply_kernel, pointers, last, num_warps=1)
-    build(norm_kernels.flat_reduce_kernel, pointers, flat | {"TILES": 1}, num_warps=1)
-    build(norm_kernels.flat_apply_kernel, pointers, flat | {"ONCE": False, "PARTS": 4})
+    build(norm_kernels.plane_reduce_kernel, pointers, planes | {"TILES": 1}, num_warps=1)
+    build(norm_kernels.plane_apply_kernel, pointers, planes | {"ONCE": False, "BIG": True})
 build(norm_kernels.gather_kernel, pointers, {"ROWS": 32, "WIDTH": 32})
 for together, below in ((False, False), (False, True), (True, False)):
     constants = {"AFFINE": True, "WEIGHT": tl.float32, "ROWS": 256, "CH": 8, "TOGETHER": together, "BELOW": below}

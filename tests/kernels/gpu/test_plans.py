@@ -75,6 +75,40 @@ def test_groups_of_a_channel(dtype, pixels, channels, bits):
     assert torch.equal(ours.decode(data, SEED), theirs.decode(data, SEED))
 
 
+@pytest.mark.parametrize(("bits", "signs"), [(2, False), (4, True), (8, False)])
+@pytest.mark.parametrize(("row", "stride"), [(96, 1), (130, 1), (49, 6), (1, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_groups_within_rows(dtype, row, stride, bits, signs):
+    names = ("normal", "relu", "zeros", "special", "negative", "far", "largest")
+    x = torch.stack([content(name, row, dtype) for name in names for _ in range(stride)])
+    x = x.view(-1, stride, row).mT.reshape(-1).contiguous()
+    ours, theirs = plans(GroupFormat(bits, 128, dtype, stride, signs, row), x.numel())
+    assert type(ours) is not type(theirs)
+    data, expected = ours.encode(x, SEED), theirs.encode(x, SEED)
+    decoded = ours.decode(data, SEED)
+    assert same(decoded.nan_to_num(7.0), theirs.decode(expected, SEED).nan_to_num(7.0))
+    assert torch.equal(ours.mask(data), theirs.mask(expected))
+    assert same(ours.gate(data, x), torch.where(theirs.mask(expected), x, 0))
+    back, given = (t.view(-1, row, stride) for t in (decoded, x))
+    assert torch.equal(back[2], given[2]) and torch.equal(back[4], given[4])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("bits", "signs"), [(2, False), (4, True)])
+@pytest.mark.parametrize("stride", [1, 8])
+def test_constant_groups_are_exact(stride, bits, signs, dtype):
+    """Every bit of a constant comes back, in an incomplete group and beside zeros as well, and zeros stay zeros."""
+    constants = torch.tensor([3.7, -3.7, 1 / 3, -0.1, 65504.0, 6e-8, -6e-8, 1.0009765625]).to(dtype)
+    x = constants[:, None].repeat(1, 300)
+    x[0, 1::2] = 0
+    x = (x.T if stride > 1 else x[:, :128]).reshape(-1).to(DEVICE)
+    ours, theirs = plans(GroupFormat(bits, 128, dtype, stride, signs), x.numel())
+    data = ours.encode(x, SEED)
+    assert torch.equal(data, theirs.encode(x, SEED))
+    assert same(ours.decode(data, SEED), x) and same(theirs.decode(data, SEED), x)
+    assert torch.equal(ours.mask(data), x != 0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stride", [1, 24])
 def test_seeds_on_the_device_are_those_given_as_numbers(dtype, stride):
@@ -97,7 +131,7 @@ def test_seeds_on_the_device_are_those_given_as_numbers(dtype, stride):
 
 
 COMPILE = """
-from encke.kernels.gpu import group, pairs
+from encke.kernels.gpu import group, pairs, rows as rows_
 dtype, name = TYPES[sys.argv[1]]
 half = dtype in (tl.float16, tl.bfloat16)
 pointers = {"data": "*u8", "x": name, "out": name, "seeds": "*i64"}
@@ -113,6 +147,11 @@ for bits, signs, table in ((2, False, False), (4, True, True)):
     build(group.gq_encode_channels_kernel, pointers, channels | seeded)
     build(group.gq_decode_channels_kernel, pointers, channels | {"BYTES": 8, "MASK": False} | seeded)
     build(group.gq_gate_channels_kernel, pointers, channels | {"BYTES": 8})
+    for side in (False, True):
+        ragged = {"DTYPE": dtype, "BITS": bits, "SIGNS": signs, "GROUPS": 32, "LENGTH": 32, "SIDE": side}
+        build(rows_.gq_encode_rows_kernel, pointers, ragged | seeded)
+        build(rows_.gq_decode_rows_kernel, pointers, ragged | {"MASK": False} | seeded)
+        build(rows_.gq_gate_rows_kernel, pointers, ragged)
     if half:
         build(pairs.gq_encode_pairs_kernel, pointers, rated | {"ROWS": 16, "THREADS": 2} | seeded)
 """
