@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import encke
 from encke.codecs import Codec, DualPrecision, ErrorBounded, GroupQuant
 from encke.codecs.base import EncoderState
-from encke.codecs.layout import layout_of
+from encke.codecs.layout import layout_of, rows_for, with_rows
 from encke.compiled.model import CompiledModel
 from encke.compiled.writer import Form, order_of
 from encke.kernels import mix
@@ -39,6 +39,8 @@ class Expected:
             data = torch.ops.encke.mask_encode(t, order)
             return lambda: torch.ops.encke.mask_decode(data, t.shape, t.stride(), t.dtype, order)
         layout, length = layout_of(t.shape, t.stride())
+        if site.operation == "BatchNorm":
+            layout = with_rows(layout, rows_for(layout, length, ("channels", 0)))
         key = mix(self.step, site.number, 0)
         return packing.codec.encode_run(t, layout, length, key, EncoderState()).decode
 
