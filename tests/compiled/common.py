@@ -7,13 +7,24 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from encke.codecs import GroupQuant
+from encke.capture.sites import Site
+from encke.codecs import Codec, GroupQuant
 from encke.compiled import model as model_module
-from encke.policies import Fixed
+from encke.policies import Fixed, Policy
 
 TWO = Fixed(GroupQuant(bits=2))
 
 EIGHT = Fixed(GroupQuant(bits=8))
+
+
+class Settable(Policy):
+    """Gives every site the codec of the day."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+
+    def choose(self, site: Site) -> Codec:
+        return self.codec
 
 
 def net(channels: int = 16) -> nn.Sequential:

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 import encke
 from encke.capture.sites import Site
 from encke.codecs import Codec, DualPrecision, ErrorBounded, GroupQuant, LogProb, Packed
 from encke.compiled import payloads, rewrites
 from encke.compiled.writer import Form, Packing
-from encke.policies import Comet, Policy
-from tests.compiled.common import compile, error, gradients, graphs, images, net, same
+from encke.policies import Comet
+from tests.compiled.common import Settable, compile, error, gradients, graphs, images, net, same
 from tests.compiled.test_rewrites import LAST, as_inductor_gets_it
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU")
@@ -27,16 +28,6 @@ CODECS = [
     GroupQuant(bits=2), GroupQuant(bits=8), ErrorBounded(0.05), GroupQuant(bits=4, group=64), DualPrecision(bits=4),
     GroupQuant(bits=4, signs=True), ErrorBounded(0.01, "rel", "stochastic"),
 ]  # fmt: skip
-
-
-class Settable(Policy):
-    """Gives every site the codec of the day."""
-
-    def __init__(self, codec: Codec) -> None:
-        self.codec = codec
-
-    def choose(self, site: Site) -> Codec:
-        return self.codec
 
 
 class Seen:
@@ -72,6 +63,7 @@ def compilations() -> tuple[int, ...]:
     return graphs(), counters["frames"]["total"], counters["aot_autograd"]["total"]
 
 
+@pytest.mark.slow
 def test_a_hundred_changes_of_settings_compile_nothing_and_hold_at_once(seen: Seen) -> None:
     policy = Settable(CODECS[0])
     model = compile(net(4))
@@ -136,8 +128,8 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewrites, "SPLIT_CONV_MIN_BYTES", 1)
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=map(repr, CODECS))
-def test_batch_norms_made_for_one_codec_read_all_others(monkeypatch: pytest.MonkeyPatch, codec: Codec) -> None:
+@pytest.mark.slow
+def test_batch_norms_made_for_one_codec_read_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph reads codes in batch norm's backward; codecs without such codes are decoded."""
     x, found = images().to(memory_format=LAST), []
     for on in (True, False):
@@ -147,12 +139,15 @@ def test_batch_norms_made_for_one_codec_read_all_others(monkeypatch: pytest.Monk
             policy = Settable(GroupQuant(bits=2))
             compiled = compile(net().to(memory_format=LAST), backend=as_inductor_gets_it)
             encke.attach(compiled, policy)
-            gradients(compiled, x)
-            policy.codec = codec
-            found.append(gradients(compiled, x))
+            steps = []
+            for codec in CODECS:
+                policy.codec = codec
+                steps.append(gradients(compiled, x))
+            found.append(steps)
         torch._dynamo.reset()
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6)
+    for step in zip(*found, strict=True):
+        for a, b in zip(*step, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -195,6 +190,34 @@ def test_a_retained_graph_gives_the_same_again_and_nothing_is_left_then(seen: Se
     assert seen.alive == 3
     second = torch.autograd.grad(loss, parameters)
     assert same(list(first), list(second)) and seen.alive == 0
+
+
+class Checkpoints(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.net[:3], x, use_reentrant=False)
+        return self.net[6:](checkpoint(self.net[3:6], x, use_reentrant=False))
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_checkpoints_within_and_around(seen: Seen) -> None:
+    model = Checkpoints()
+    plain = gradients(model, images())
+    compiled = compile(model)
+    policy = Settable(GroupQuant(bits=2))
+    encke.attach(compiled, policy)
+    gradients(compiled, images())
+    policy.codec, packed = GroupQuant(bits=8), len(seen.all)
+    assert error(plain, gradients(compiled, images())) < 0.03
+    assert len(seen.all) == 2 * packed and seen.alive == 0
+    x = images().requires_grad_()
+    model.zero_grad()
+    checkpoint(compiled, x, use_reentrant=True).square().mean().backward()
+    assert error(plain, [p.grad for p in model.parameters()]) < 0.03
+    assert len(seen.all) > 2 * packed and seen.alive == 0
 
 
 class Raises(nn.Module):
@@ -242,16 +265,16 @@ def test_the_report_counts_what_was_kept(seen: Seen) -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("codec", [*CODECS, DualPrecision(bits=2)], ids=map(repr, [*CODECS, DualPrecision(bits=2)]))
-def test_masks_are_exact_before_and_behind_views(codec: Codec) -> None:
+def test_masks_are_exact_before_and_behind_views() -> None:
     for rest in ([nn.Flatten(), nn.Linear(8 * 22 * 22, 5)], [nn.Conv2d(8, 5, 3)]):
         torch._dynamo.reset()
-        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), *rest)
-        compiled = compile(model)
+        compiled = compile(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), *rest))
         plain = gradients(compiled, images())
-        encke.attach(compiled, Settable(codec))
-        # The gradient of the first bias needs the mask alone.
-        torch.testing.assert_close(gradients(compiled, images())[1], plain[1], rtol=1e-4, atol=1e-7)
+        policy = Settable(CODECS[0])
+        encke.attach(compiled, policy)
+        for policy.codec in (*CODECS, DualPrecision(bits=2)):
+            # The gradient of the first bias needs the mask alone.
+            torch.testing.assert_close(gradients(compiled, images())[1], plain[1], rtol=1e-4, atol=1e-7)
 
 
 def test_where_decoded_values_are_compared_zeros_come_back_as_zeros() -> None:
@@ -348,6 +371,7 @@ def test_a_copy_of_a_handle_is_an_error() -> None:
             torch.ops.encke.packed_decode(copy, [500], [1], torch.float32)
 
 
+@pytest.mark.slow
 def test_comet_changes_bits_without_compilation() -> None:
     model = compile(net())
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
