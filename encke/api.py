@@ -216,19 +216,22 @@ class Handle:
         Raises:
             ValueError: This is no such state, or one of another policy or of a later release.
         """
+        if not isinstance(state, Mapping):
+            raise ValueError(f"this is not a state of encke but a {type(state).__name__}")
         missing = {"version", "step", "policy"} - set(state)
         if missing:
             raise ValueError(f"this is not a state of encke: it lacks {sorted(missing)}")
         if state["version"] not in range(1, STATE_VERSION + 1):
             raise ValueError(f"this state has version {state['version']}; this release reads up to {STATE_VERSION}")
-        step = int(state["step"])
         before = dict(self._capture.scores.bits)
-        self._capture.scores.load(state.get("scores", {}))
         try:
+            step = int(state["step"])
+            self._capture.scores.load(state.get("scores", {}))
             self.policy.load_state_dict(state["policy"])
-        except Exception:
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             self._capture.scores.load(before)
-            raise
+            why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise ValueError(f"cannot continue from this state: {why}") from error
         self._capture.step = step
         for hook in self._hooks:
             if isinstance(hook, Around):

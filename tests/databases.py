@@ -33,7 +33,7 @@ PLAIN_REFUSES: set[str] = {
 NOT_REPEATABLE = {"linalg.lstsq", "linalg.lstsq.grad_oriented"}
 """Entries whose results differ in their last bits from one plain run to the next."""
 BOUND_0 = Fixed(ErrorBounded(0))
-MOST_VALUES = 600
+MOST_VALUES = 200
 """Samples that store more values with errors are left out where each value is changed in turn."""
 
 Step = list[Tensor | None]
@@ -294,30 +294,45 @@ def linear_errors(sample: Sample, codec: GroupQuant, steps: int) -> Errors | Non
     Each stored value is changed by one to find its weight in each gradient. Its own error is uniform within half a
     step of the quantiser.
     """
+    with attached(sample, Fixed(codec)) as (forward, _):
+        gradients(*forward(0))
+        output, leaves = forward(0)
+        stored = lossy_memory(output).items()
+        lossy = {saved.site for cell, each in stored if not cell.packed.codec.exact for saved in each}
+        drawn = [flattened(gradients(output, leaves))]
+        if not lossy or not drawn[0].isfinite().all():
+            return None
+        drawn += [flattened(gradients(*forward(0))) for _ in range(steps - 1)]
     with attached(sample, BOUND_0) as (forward, _):
         gradients(*forward(0))
         output, leaves = forward(0)
-        memory = lossy_memory(output)
-        values = sum(len(cell.flat(False)) for cell in memory)
-        if kinds(memory) != {"linear"} or not 0 < values <= MOST_VALUES:
+        found = lossy_memory(output)
+        memory = {cell: each for cell, each in found.items() if any(saved.site in lossy for saved in each)}
+        flats = {cell: cell.flat(False).clone() for cell in memory}
+        if kinds(memory) != {"linear"} or sum(map(len, flats.values())) > MOST_VALUES:
             return None
-        plain = flattened(gradients(output, leaves, again=True))
-        variance = torch.zeros_like(plain)
-        for cell, savings in memory.items():
-            flat = cell.flat(False)
-            error = largest_step(flat, codec).square() / 12
-            for i in range(len(flat)):
-                changed = flat.clone()
-                changed[i] += 1
+
+        def changed_by(changes: dict[Any, Tensor]) -> Tensor:
+            """Return the gradients with other values in memory."""
+            for cell, savings in memory.items():
                 for saved in savings:
-                    saved.tensor = saved.layout.restore(changed)
+                    saved.tensor = saved.layout.restore(flats[cell] + changes.get(cell, 0))
                     saved.version = saved.tensor._version
-                variance += error * (flattened(gradients(output, leaves, again=True)) - plain).square()
-            for saved in savings:
-                saved.tensor = None
-    with attached(sample, Fixed(codec)) as (forward, _):
-        drawn = torch.stack([flattened(gradients(*forward(0))) for _ in range(steps + 1)])[1:]
-    return Errors(drawn - plain, variance, values)
+            return flattened(gradients(output, leaves, again=True))
+
+        plain = changed_by({})
+        once = {cell: torch.randn_like(flat) * largest_step(flat, codec).float() for cell, flat in flats.items()}
+        first = changed_by(once) - plain
+        second = changed_by({cell: 2 * change for cell, change in once.items()}) - plain
+        if not torch.allclose(second, 2 * first, 1e-3, 1e-4 * float(plain.abs().max())):
+            return None  # products of errors
+        variance = torch.zeros_like(plain)
+        for cell, flat in flats.items():
+            for i in range(len(flat)):
+                unit = torch.zeros_like(flat)
+                unit[i] = 1
+                variance += largest_step(flat, codec).square() / 12 * (changed_by({cell: unit}) - plain).square()
+    return Errors(torch.stack(drawn) - plain, variance, sum(map(len, flats.values())))
 
 
 def largest_step(flat: Tensor, codec: GroupQuant) -> Tensor:
@@ -344,7 +359,8 @@ def smooth_excess(sample: Sample, codec: GroupQuant) -> float | None:
                 return None
             (((saved, *_),),) = (memory.values(),)
             values = saved.restore().double()
-            if not leaves[0].shape == output.shape == values.shape:
+            constant = len(leaves) < 2 and saved.site.operation == "PreluKernel"
+            if constant or not leaves[0].shape == output.shape == values.shape:
                 return None
             (given,) = given_for([output])
             found.append((values, torch.autograd.grad(output, leaves[0], given)[0].double()))

@@ -86,14 +86,15 @@ def test_every_sample_of_every_entry(shard: int) -> None:
     assert not failed, f"{len(failed)} fail:\n" + "\n".join(failed)
 
 
-def check_linear(entry: Any, most: int | None = None) -> int:
-    """Check the errors of all samples of an entry, or of the first so many that are linear; return how many are."""
+def check_linear(entry: Any, most: int) -> int:
+    """Check the errors of the first samples of an entry that are linear, so many at most; return how many are."""
     means, squares, count, independent = 0.0, 0.0, 0, 0
     found = (linear_errors(sample, CODEC, SEEDS) for sample in samples_of(entry))
     for errors in itertools.islice((each for each in found if each is not None), most):
-        sure = errors.variance > 0
+        # Rounding errors of the two runs themselves are no more than this.
+        sure = errors.variance > 1e-8
         drawn = errors.drawn[:, sure] / errors.variance[sure].sqrt()
-        assert (drawn.abs() <= 6 + 1e-3).all() and (errors.drawn[:, ~sure].abs() <= 1e-5).all(), name_of(entry)
+        assert (drawn.abs() <= 6).all() and (errors.drawn[:, ~sure].abs() <= 1e-3).all(), name_of(entry)
         means += float(drawn.mean(0).square().sum())
         squares += float(drawn.square().mean(0).sum())
         independent += min(errors.values, int(sure.sum()))
@@ -129,7 +130,7 @@ def test_errors_of_all_linear_and_smooth_entries(shard: int) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                seen += check_linear(entry)
+                seen += check_linear(entry, most=3)
                 excess = [smooth_excess(sample, CODEC) for sample in samples_of(entry)]
             except RuntimeError:  # samples that plain training refuses; the tests above know them
                 continue

@@ -6,17 +6,24 @@ SECURITY.md lists which loader reads what.
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import pickle
 import struct
+import zipfile
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import encke
 from encke.cli import main
+from encke.train.checkpoint import RunFolder
+from encke.train.data.dogs import ABOUT
+from encke.train.settings import read
 
 RECIPE = "model: {name: digits}\ndata: {kind: digits}\nepochs: 1\n"
 
@@ -200,3 +207,170 @@ def test_garbage_in_the_metrics_of_a_run_is_named(garbage: bytes, tmp_path: Path
     good = b'{"event": "step", "step": 1, "loss": 1.0}\n'
     (run / "metrics.jsonl").write_bytes(garbage + good)
     assert "metrics.jsonl, line 1" in failure(capsys, "report", run)
+
+
+def run_folder(tmp_path: Path) -> Path:
+    """A folder with the settings of a run, and nothing else of it."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "settings.yaml").write_text(f"{RECIPE}out: {run}\n")
+    (run / "metrics.jsonl").write_text("")
+    return run
+
+
+DEEP = "[" * 100_000
+NAMES = list(zip("abcdefgh", "bcdefghi", strict=True))
+BOMB = "[&a [1, 1, 1, 1, 1, 1, 1, 1, 1]" + "".join(f", &{b} [{', '.join([f'*{a}'] * 9)}]" for a, b in NAMES)
+"""Half a kilobyte of YAML that is gigabytes when written out."""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"epochs: {BOMB}]\n",
+        f"schedule: {{milestones: {BOMB}]}}\n",
+        f"zebra: {BOMB}]\n",
+        "a: &a {z: 1}\n"
+        + "".join(f"{b}: &{b} {{" + ", ".join(f"{c}: *{a}" for c in "mnopqrstu") + "}\n" for a, b in NAMES),
+        f"epochs: {DEEP}",
+    ],
+    ids=["number", "numbers", "unknown", "sections", "deep"],
+)
+def test_a_recipe_that_is_a_bomb_is_refused(text: str, tmp_path: Path, capsys) -> None:
+    (tmp_path / "recipe.yaml").write_text(text)
+    line = failure(capsys, "train", tmp_path / "recipe.yaml")
+    assert "recipe.yaml" in line and len(line) < 500
+
+
+@pytest.mark.parametrize("content", [DEEP, "{", "\xff", "[]", '{"finished": NaN}'])
+def test_garbage_in_the_result_of_a_run_is_named_and_does_not_end_a_training(content: str, tmp_path: Path, capsys):
+    run = run_folder(tmp_path)
+    (run / "metrics.jsonl").write_text('{"event": "step", "step": 1, "loss": 1.0}\n')
+    (run / "result.json").write_text(content, encoding="latin1")
+    if content != '{"finished": NaN}':
+        assert "result.json" in failure(capsys, "report", run)
+    assert RunFolder(read(str(run)), resume=True, overwrite=False).finished() is None
+
+
+GARBAGE: dict[str, object] = {
+    "nothing": {},
+    "no dictionary": [1, 2],
+    "model": {"model": 3, "processes": [1]},
+    "processes": {"processes": 7},
+}
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+def test_a_checkpoint_with_garbage_in_it_is_refused(name: str, tmp_path: Path, capsys) -> None:
+    run = run_folder(tmp_path)
+    torch.save(GARBAGE[name], run / "checkpoint.pt")
+    before = (run / "checkpoint.pt").read_bytes()
+    line = failure(capsys, "train", run, "--resume")
+    assert "checkpoint.pt" in line and "--overwrite" in line
+    assert (run / "checkpoint.pt").read_bytes() == before
+
+
+STATES: dict[str, object] = {
+    "no dictionary": 3,
+    "no version": {"version": None, "step": 1, "policy": {}},
+    "no step": {"version": 2, "step": None, "policy": {}},
+    "no policy": {"version": 2, "step": 1, "policy": None},
+    "words": {
+        "version": 2,
+        "step": 1,
+        "policy": dict.fromkeys(("settings", "history", "turn", "warned", "schedule"), "x"),
+    },
+    "numbers": {
+        "version": 2,
+        "step": 1,
+        "policy": dict.fromkeys(("settings", "history", "turn", "warned", "schedule"), 7),
+    },
+    "averages": {"averages": {"weight": (3, "x")}},
+    "shape": {"averages": {"weight": (torch.zeros(3), 1)}},
+    "updates": {"updates": "many"},
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_policy_state_with_garbage_in_it_is_refused_and_changes_nothing(name: str) -> None:
+    model = torch.nn.Linear(4, 4)
+    handle = encke.attach(model)
+    state: Any = STATES[name]
+    if name in ("averages", "shape", "updates"):
+        whole = handle.state_dict()
+        whole["policy"]["schedule"] |= state
+        state = whole
+    elif name in ("words", "numbers"):
+        state["policy"]["rounding"] = handle.policy.rounding
+    before = handle.state_dict()
+    with pytest.raises(ValueError, match="state"):
+        handle.load_state_dict(state)
+    assert handle.state_dict() == before
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe" * 400, b"\0" + b"\x80" * 400, b""])
+def test_a_text_that_is_none_is_refused(content: bytes, tmp_path: Path, capsys) -> None:
+    (tmp_path / "x.txt").write_bytes(content)
+    options = ("--data.kind", "text", "--data.path", tmp_path / "x.txt", "--out", tmp_path / "run")
+    assert "x.txt" in failure(capsys, "train", "gpt-text", *options)
+
+
+@pytest.mark.parametrize(
+    "content", [DEEP, "{", '{"mean": [NaN, 0, 0], "std": [1, 1, 1]}', '{"mean": [0, 0, 0], "std": [1, 1, Infinity]}']
+)
+def test_garbage_in_the_mean_of_a_folder_is_named(content: str, tmp_path: Path, capsys) -> None:
+    for part in ("train", "val"):
+        for breed in ("beagle", "boxer"):
+            (tmp_path / part / breed).mkdir(parents=True)
+            (tmp_path / part / breed / "0.png").write_bytes(png(1, 1))
+    (tmp_path / "mean.json").write_text(content)
+    options = ("--data.kind", "folder", "--data.path", tmp_path / "train", "--data.size", "32", "--batch", "1")
+    assert "mean.json" in failure(capsys, "train", "resnet18-cifar10", *options, "--out", tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["cut", "flipped", "huge", "no zip"])
+def test_arrays_that_are_damaged_or_promise_too_much_are_refused(name: str, tmp_path: Path, capsys) -> None:
+    path = tmp_path / "data.npz"
+    np.savez_compressed(path, images=np.zeros((64, 8, 8, 1), np.uint8), labels=np.zeros(64, np.int64))
+    content = bytearray(path.read_bytes())
+    if name == "cut":
+        content = content[: len(content) // 2]
+    elif name == "flipped":
+        content[60:90] = bytes(30)
+    elif name == "huge":
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w") as archive:
+            head = io.BytesIO()
+            np.lib.format.write_array_header_1_0(head, {"descr": "|u1", "fortran_order": False, "shape": (1 << 50,)})
+            archive.writestr("images.npy", head.getvalue() + b"\0" * 16)
+        content = bytearray(buffer.getvalue())
+    else:
+        content = bytearray(b"PK" + b"\xff" * 64)
+    path.write_bytes(content)
+    assert "data.npz" in failure(capsys, "study", "gradients", "--data", path)
+
+
+@pytest.mark.parametrize("meta", [DEEP, "[]", '{"x": {"bound": NaN}}', '{"x": 3}'])
+def test_garbage_in_the_metadata_of_safetensors_is_refused(meta: str, tmp_path: Path, capsys) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_file({"x": torch.zeros(4096)}, tmp_path / "x.safetensors", {"meta": meta})
+    assert "x.safetensors" in failure(capsys, "bench", "codec", "--data", tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize("content", [DEEP, "{", "\xff"])
+def test_a_destination_with_garbage_of_an_earlier_attempt_is_refused(content: str, tmp_path: Path, capsys) -> None:
+    images = dogs(tmp_path / "archive")
+    (tmp_path / "dst").mkdir()
+    (tmp_path / "dst" / ABOUT).write_text(content, encoding="latin1")
+    line = failure(capsys, "data", "dogs", images, tmp_path / "dst", "--split", "random", "--workers", "1")
+    assert str(tmp_path / "dst") in line
+
+
+@pytest.mark.parametrize("content", [DEEP.encode(), b"{", b"[]", b'{"format": 1}', b'{"brightness": 3}'])
+def test_an_lmdb_with_garbage_of_an_earlier_attempt_is_refused(content: bytes, tmp_path: Path, capsys) -> None:
+    lmdb = pytest.importorskip("lmdb")
+    images = dogs(tmp_path / "archive")
+    with lmdb.open(str(tmp_path / "dst")) as file, file.begin(write=True) as transaction:
+        transaction.put(b".meta", content)
+    line = failure(capsys, "data", "lmdb", images, tmp_path / "dst", "--workers", "1")
+    assert str(tmp_path / "dst") in line

@@ -66,7 +66,7 @@ def own_bounds(text: str, path: Path) -> dict[str, float]:
         bounds = {name: entry["bound"] for name, entry in json.loads(text).items() if "bound" in entry}
         if not all(isinstance(bound, int | float) and 0 < bound < math.inf for bound in bounds.values()):
             raise ValueError("a bound is not a positive number")
-    except (ValueError, AttributeError, TypeError) as error:
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise UsageError(f"--data {path}: metadata 'meta' must be {{tensor: {{\"bound\": 0.01}}}} ({error})") from error
     return bounds
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sysconfig
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,7 +71,7 @@ def from_npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
     try:
         with np.load(path) as file:
             arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, EOFError, AttributeError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
         raise UsageError(f"--data {path}: this is not an .npz file of arrays ({type(error).__name__})") from error
     if missing := [name for name in ("images", "labels") if name not in arrays]:
         raise UsageError(f"--data {path}: there is no array {missing[0]!r}, only {sorted(arrays)}")

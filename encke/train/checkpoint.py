@@ -91,7 +91,7 @@ class RunFolder:
         """Return the result of a run that has ended; None if there are steps left to do."""
         try:
             result = json.loads((self.path / RESULT).read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
         return result if isinstance(result, dict) and result.get("finished") is True else None
 

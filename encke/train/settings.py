@@ -250,6 +250,8 @@ def load(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path}{where}: not YAML: {getattr(error, 'problem', None) or 'cannot be read'}") from None
     except UnicodeDecodeError:
         raise UsageError(f"{path}: not a text file") from None
+    except RecursionError:
+        raise UsageError(f"{path}: too many brackets within brackets") from None
     if tree is not None and not isinstance(tree, dict):
         raise UsageError(f"{path}: a recipe holds fields and values (epochs: 10), this is a {type(tree).__name__}")
     of_run = path.name == SETTINGS or text.startswith(FIRST_LINE)
@@ -262,10 +264,11 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested dictionaries by dotted name."""
+    """Return the values of nested dictionaries by dotted name, down to two dots: no setting has more."""
     values: dict[str, Any] = {}
     for name, value in tree.items():
-        values |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+        inside = isinstance(value, dict) and prefix.count(".") < 2
+        values |= flat(value, f"{prefix}{name}.") if inside else {f"{prefix}{name}": value}
     return {SECTIONS.get(name, name): value for name, value in values.items()}
 
 
@@ -310,8 +313,10 @@ def arguments_of(values: Mapping[str, Any], where: str) -> list[str]:
     for name, value in values.items():
         kind = known(name, where)
         several = isinstance(value, list)
-        if isinstance(value, bool) != (kind is bool) or (several and get_origin(kind) is not tuple):
-            raise UsageError(f"{where}: {name} takes {in_words(kind)}, got {value!r}")
+        nested = several and any(isinstance(each, list | dict) for each in value)
+        if isinstance(value, bool) != (kind is bool) or nested or (several and get_origin(kind) is not tuple):
+            given = ("lists in a list" if nested else "a list") if several else repr(value)
+            raise UsageError(f"{where}: {name} takes {in_words(kind)}, got {given}")
         if kind is bool:
             section, dot, last = name.rpartition(".")
             arguments.append(f"--{section}{dot}{'' if value else 'no-'}{last}")

@@ -151,6 +151,8 @@ def start(dst: Path, about: dict[str, str]) -> None:
         write(dst / ABOUT, [json.dumps(about)])
     except OSError as error:
         raise UsageError(f"DST {dst} cannot be written ({error.strerror}): name another folder") from None
+    except (ValueError, RecursionError):
+        raise UsageError(f"DST {dst}: its {ABOUT} cannot be read: remove the folder or name another one") from None
 
 
 def checked(root: Path, files: Listed, name: str, workers: int) -> tuple[Listed, list[str], Brightness]:

@@ -176,9 +176,9 @@ def mean_and_std(reader: Reader, scale: bool, size: tuple[int, int]) -> tuple[tu
     try:
         found = json.loads(file.read_text())
         mean, std = ([float(value) for value in found[name]] for name in ("mean", "std"))
-        if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
-            raise ValueError("three numbers each, std above 0")
-    except (ValueError, KeyError, TypeError) as error:
+        if len(mean) != 3 or len(std) != 3 or min(std) <= 0 or not np.isfinite([mean, std]).all():
+            raise ValueError("three finite numbers each, std above 0")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f'{file}: must be {{"mean": [R, G, B], "std": [R, G, B]}} ({error}): remove it') from None
     return tuple(mean), tuple(std)
 
