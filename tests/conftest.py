@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Iterator
 
 # Without this, bf16 matrix products die with SIGILL in oneDNN on some CPUs.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
@@ -18,6 +19,15 @@ START = pytest.StashKey[float]()
 NOT_STARTED = "not started: the time box ended before it"
 MORE_EXAMPLES = 10
 """`--soak` gives property tests this many times their examples, and another random seed in each run."""
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Compute in one thread: sums come in one order, and small tensors are ten times as fast beside other processes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

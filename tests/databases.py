@@ -297,10 +297,12 @@ def linear_errors(sample: Sample, codec: GroupQuant, steps: int) -> Errors | Non
     with attached(sample, Fixed(codec)) as (forward, _):
         gradients(*forward(0))
         output, leaves = forward(0)
-        stored = lossy_memory(output).items()
-        lossy = {saved.site for cell, each in stored if not cell.packed.codec.exact for saved in each}
+        stored = {cell: each for cell, each in lossy_memory(output).items() if not cell.packed.codec.exact}
+        lossy = {saved.site for each in stored.values() for saved in each}
+        if kinds(stored) != {"linear"} or sum(len(cell.flat(False)) for cell in stored) > MOST_VALUES:
+            return None
         drawn = [flattened(gradients(output, leaves))]
-        if not lossy or not drawn[0].isfinite().all():
+        if not drawn[0].isfinite().all():
             return None
         drawn += [flattened(gradients(*forward(0))) for _ in range(steps - 1)]
     with attached(sample, BOUND_0) as (forward, _):
@@ -309,8 +311,6 @@ def linear_errors(sample: Sample, codec: GroupQuant, steps: int) -> Errors | Non
         found = lossy_memory(output)
         memory = {cell: each for cell, each in found.items() if any(saved.site in lossy for saved in each)}
         flats = {cell: cell.flat(False).clone() for cell in memory}
-        if kinds(memory) != {"linear"} or sum(map(len, flats.values())) > MOST_VALUES:
-            return None
 
         def changed_by(changes: dict[Any, Tensor]) -> Tensor:
             """Return the gradients with other values in memory."""

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from encke.capture.scores import SCORE_ERROR
 from encke.codecs import GroupQuant
@@ -31,13 +30,15 @@ from tests.databases import (
     smooth_excess,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 POLICIES: dict[str, Any] = {"bound 0": BOUND_0, "default": "default"}
 PARTS = 4
 """Parts of `make test`, each a test of its own."""
 SHARDS = 12
 """Parts of `make soak`."""
 FIRST_SAMPLES = 8
-"""`make test` takes one of so many samples of each entry; `make soak` takes all."""
+"""`make test` takes one of so many samples of each entry; `make soak` takes all, and so many to look at errors."""
 
 LINEAR = ("mul", "mm", "addmm", "addcmul", "nn.functional.linear", "nn.functional.conv2d", "nn.Conv1d", "nn.Linear")
 SMOOTH = (
@@ -53,15 +54,6 @@ CODEC = GroupQuant(bits=4)
 SEEDS = 64
 ENOUGH = 16
 """Independent errors from which on their mean says something."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Sums over threads may come in another order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def one_of(entry: Any) -> Iterator[Sample]:
@@ -89,7 +81,7 @@ def test_every_sample_of_every_entry(shard: int) -> None:
 def check_linear(entry: Any, most: int) -> int:
     """Check the errors of the first samples of an entry that are linear, so many at most; return how many are."""
     means, squares, count, independent = 0.0, 0.0, 0, 0
-    found = (linear_errors(sample, CODEC, SEEDS) for sample in samples_of(entry))
+    found = (linear_errors(sample, CODEC, SEEDS) for sample in itertools.islice(samples_of(entry), FIRST_SAMPLES))
     for errors in itertools.islice((each for each in found if each is not None), most):
         # Rounding errors of the two runs themselves are no more than this.
         sure = errors.variance > 1e-8
@@ -131,7 +123,7 @@ def test_errors_of_all_linear_and_smooth_entries(shard: int) -> None:
             warnings.simplefilter("ignore")
             try:
                 seen += check_linear(entry, most=3)
-                excess = [smooth_excess(sample, CODEC) for sample in samples_of(entry)]
+                excess = [smooth_excess(each, CODEC) for each in itertools.islice(samples_of(entry), FIRST_SAMPLES)]
             except RuntimeError:  # samples that plain training refuses; the tests above know them
                 continue
         seen += sum(each is not None for each in excess)

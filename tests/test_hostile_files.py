@@ -301,7 +301,7 @@ def test_a_policy_state_with_garbage_in_it_is_refused_and_changes_nothing(name: 
         whole["policy"]["schedule"] |= state
         state = whole
     elif name in ("words", "numbers"):
-        state["policy"]["rounding"] = handle.policy.rounding
+        state["policy"]["rounding"] = handle.state_dict()["policy"]["rounding"]
     before = handle.state_dict()
     with pytest.raises(ValueError, match="state"):
         handle.load_state_dict(state)

@@ -13,6 +13,8 @@ from encke.codecs import ErrorBounded
 from encke.policies import Fixed
 from tests.programs import STEPS, Model, Program
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BOUND_0 = Fixed(ErrorBounded(0))
 POLICIES = {"bound 0": BOUND_0, "default": "default"}
 RETRIES = 12

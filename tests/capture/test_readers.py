@@ -419,9 +419,9 @@ def test_values_that_are_not_finite_do_not_spread(policy, value: float) -> None:
     x = torch.randn(64, 1024)
     x[::2, 5] = value
     for _ in range(3):
-        model.w.grad = None
+        model.zero_grad()
         model(x).sum().backward()
-        assert (~model.w.grad.isfinite()).nonzero().tolist() == [[5]]
+        assert model.w.grad is not None and (~model.w.grad.isfinite()).nonzero().tolist() == [[5]]
     assert "GroupQuant" not in {row.codec for row in handle.report().sites if row.operation == "Mul"}
     handle.detach()
     handle = encke.attach(model, policy)
@@ -436,11 +436,11 @@ def test_infinities_that_come_later_are_seen_in_a_collection_step_and_show_other
     y = x.clone()
     y[3, 5] = math.inf
     for step, values in enumerate((x, x, y, y)):
-        model.w.grad = None
+        model.zero_grad()
         if step == 3:
             handle.collect_now()
         model(values).sum().backward()
-        assert (~model.w.grad.isfinite()).sum() == (0, 0, 128, 1)[step], step
+        assert model.w.grad is not None and (~model.w.grad.isfinite()).sum() == (0, 0, 128, 1)[step], step
 
 
 def test_memory_written_through_data_between_two_savings_is_packed_twice() -> None:
