@@ -13,6 +13,7 @@ import argparse
 import copy
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -41,28 +42,30 @@ class Task(NamedTuple):
 TASKS = {"repvgg_a0": Task(4, 64), "efficientnet_b0": Task(32, 96), "resnet50": Task(32, 96)}
 """The models measured by default, each with its batch."""
 OTHERS = {"vit_b_16": Task(8, 96), "gpt2": Task(4, 128)}
+"""Batches of other models than images of 96 pixels."""
 CLASSES = 10
 FIRST, LAST = 10, 10
 """Steps that are measured at the beginning and at the end."""
 
 
-def measure(name: str, task: Task, policy: Policy, steps: int) -> list[dict[str, str | float]]:
-    """Train a model; return one row for each step that was measured."""
+Batch = tuple[Tensor, Tensor]
+
+
+def prepare(name: str, task: Task) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], Batch]]:
+    """Return a model with fresh weights, its usual optimizer, and a function that gives synthetic batches."""
     torch.manual_seed(0)
     info = MODELS.get(name, ModelInfo(Model(name)))
     tokens = info.data == "tokens"
     classes = info.classes if tokens else CLASSES
     shape = replace(info.model, context=task.size) if tokens else info.model
     model = without_dropout(build(shape, classes, side=task.size, tokens=tokens)).train()
-    plain = copy.deepcopy(model)
     if info.optimizer == "sgd":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), info.lr, momentum=0.9)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), info.lr)
-    handle = encke.attach(model, policy, optimizer=optimizer)
     generator = torch.Generator().manual_seed(1)
 
-    def batch() -> tuple[Tensor, Tensor]:
+    def batch() -> Batch:
         if tokens:
             # Each token is one of a few that may follow the one before it, so that there is something to learn.
             text = torch.randint(0, 4, (task.batch, task.size + 1), generator=generator).cumsum(1) % classes
@@ -71,11 +74,21 @@ def measure(name: str, task: Task, policy: Policy, steps: int) -> list[dict[str,
         images = torch.randn(task.batch, 3, task.size, task.size, generator=generator)
         return images + 0.2 * (labels.view(-1, 1, 1, 1) - (classes - 1) / 2), labels
 
-    def gradient(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        network.zero_grad()
-        nn.functional.cross_entropy(network(x).flatten(0, -2), y).backward()
-        return torch.cat([p.grad.flatten() for p in network.parameters() if p.grad is not None])
+    return model, optimizer, batch
 
+
+def gradient(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Return the whole gradient of a batch."""
+    network.zero_grad()
+    nn.functional.cross_entropy(network(x).flatten(0, -2), y).backward()
+    return torch.cat([p.grad.flatten() for p in network.parameters() if p.grad is not None])
+
+
+def measure(name: str, task: Task, policy: Policy, steps: int) -> list[dict[str, str | float]]:
+    """Train a model; return one row for each step that was measured."""
+    model, optimizer, batch = prepare(name, task)
+    plain = copy.deepcopy(model)
+    handle = encke.attach(model, policy, optimizer=optimizer)
     rows: list[dict[str, str | float]] = []
     for step in range(1, steps + 1):
         x, y = batch()

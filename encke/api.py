@@ -100,6 +100,7 @@ class Handle:
         predicted error). Inputs that a weight's gradient is computed from also have `momentum` (mean absolute
         momentum of the weight), `tolerated` and `predicted` (error of its gradient, allowed and expected with the new
         setting), `in_force_predicted` and `in_force_measured` (the same with the old one; None if not measured).
+        Rows of other inputs with stochastic rounding: `propagated`, the relative error of the gradient they propagate.
         """
         policy = self.policy
         return policy.history if isinstance(policy, AdaptivePolicy) else []

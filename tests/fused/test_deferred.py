@@ -22,7 +22,7 @@ from encke.fused.base import LayerForward
 from encke.fused.batchnorm import DeferredBatchNorm
 from encke.fused.relu import DeferredRelu
 from encke.policies import Comet, Fixed
-from encke.policies.comet import assess
+from encke.policies.comet import policy as comet_policy
 from encke.torch_internals import top_saved_tensors_hooks
 
 pytest.importorskip("triton")
@@ -229,15 +229,17 @@ def test_steps_in_which_the_policy_collects(worked, monkeypatch):
     model = ready(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1)))
     other = copy.deepcopy(model)
     seen = []
-    floors = assess.norm_floors
-    monkeypatch.setattr(assess, "norm_floors", lambda norms, allowed: seen.append(norms) or floors(norms, allowed))
+    figures_of = comet_policy.figures_of
+    monkeypatch.setattr(
+        comet_policy, "figures_of", lambda *args, **kw: seen.append(figures_of(*args, **kw)) or seen[-1]
+    )
     for device, trained in ((DEVICE, model), ("none", other)):
         handle = attach(trained, Comet(every=2), device)
         results(trained, photos(), 3)
         assert handle.history
     assert worked.count("DeferredBatchNorm encode") == 2
     assert len(seen) == 4  # after the first and the second step of each
-    (found,), (expected,) = ([figures for _, _, *figures in norms] for norms in seen[1::2])
+    (found,), (expected,) = ([(norm.linear, norm.quadratic) for _, norm in step.norms] for step in seen[1::2])
     assert found == pytest.approx(expected, rel=0.05)  # error that a coarse input adds to the propagated gradient
 
 

@@ -1,16 +1,17 @@
 """Assessment of a collection step: figures in, settings out.
 
-*Gradient assessment*: a weight's gradient may have an error of sigma times the weight's mean absolute momentum.
-*Activation assessment*: the theory says how coarse the input may be for that; where the true error was measured, it
-corrects the theory, layer by layer. Inputs that no weight's gradient is computed from are judged by their own spread,
-and batch norms by how much they distort the gradient that they propagate.
+*Gradient assessment*: gradients may have an error of sigma times the momentum. *Activation assessment*: the theory says
+what error each saved tensor adds at each number of bits; where the true error was measured, it corrects the theory. The
+input of a weight adds to that weight's gradient. The input of a normalisation or a function distorts the gradient that
+is propagated to all weights before it. With stochastic rounding bits are allocated to all of them together
+(allocate.py). With rounding to nearest each input has a bound of its own, as in COMET.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from encke.capture.needs import NORMS
 from encke.capture.sites import Site
 from encke.codecs import Codec, ErrorBounded
+from encke.policies.comet.allocate import BITS, Memory, allocate
 from encke.policies.comet.measure import CometCollector, NormGradientSample, TensorStats, WeightGradientSample
 from encke.policies.comet.schedule import FinishedStep
 from encke.policies.comet.settings import Learnt, Setting
@@ -33,16 +35,14 @@ DEFAULT_SIGMA = 0.2
 """The default sigma for stochastic rounding."""
 NEAREST_SPREAD = 0.25
 """Bound over standard deviation of normalisation and pointwise inputs at COMET's sigma; at most twice that."""
-NORM_ERROR = 0.9
-"""Largest stochastic error of a normalisation's input at the default sigma, in units of its standard deviation."""
-NORM_PROPAGATED = 0.12
-"""Share of the gradient that all batch norms together may distort at the default sigma."""
-POINTWISE_ERROR = 0.25
-"""Largest stochastic error of other inputs, such as SiLU's: the slope of a function at a wrong place is biased."""
-BITS = (2, 4, 8)
+SHARE = 0.5
+"""Squared error of all gradients together, in units of the square of what sigma tolerates for each of them."""
+MOMENTUM = 3.35
+"""Largest square of the momentum that counts, in units of the gradient's: that of independent gradients (decay 0.9,
+mean absolute value). Gradients that agree give a larger momentum, but errors of their size would show."""
 CHEAP_SHARE = 0.01
-"""By how much of all bytes the smallest inputs of weights may grow together to have the most bits. The last layer's is
-one of them: what all its samples have in common cancels in the gradient, and errors do not."""
+"""Share of all bytes that is spent in any case where it removes most error. The last layer's input is such a place:
+what all its samples have in common cancels in the gradient, and errors do not."""
 FINEST = 1024
 """No bound is finer than the standard deviation over this, and none coarser than the standard deviation."""
 
@@ -61,6 +61,9 @@ class TensorFigures:
     codec: Codec
     trials: tuple[Codec, ...]
     values: int
+    row: int
+    distortion: dict[Codec, float] = field(default_factory=dict)
+    """Relative mean square error of a function's derivative."""
 
     @property
     def bound(self) -> float:
@@ -99,6 +102,8 @@ class StepFigures:
 
     number: int
     spread: float
+    norm: float
+    """Norm of the gradients after backward."""
     scale: float
     """Norm of the gradients as the optimizer got them over that after backward."""
     collected: CometCollector
@@ -127,19 +132,28 @@ def figures_of(step: FinishedStep, norms: bool) -> StepFigures:
     ]
     norm_rows = [[fetch.add(each.linear), fetch.add(each.quadratic)] for each in norm_samples]
     tensor_rows = [
-        (fetch.add(s.share), fetch.add(s.std), {c: tuple(map(fetch.add, pair)) for c, pair in s.errors.items()})
+        (
+            fetch.add(s.share),
+            fetch.add(s.std),
+            {c: tuple(map(fetch.add, pair)) for c, pair in s.errors.items()},
+            {c: fetch.add(x) for c, x in s.distortion.items()},
+        )
         for s in stats
     ]
     numbers = fetch.numbers()
 
-    def tensor_figures(s: TensorStats, share: int, std: int, errors: dict[Codec, Any]) -> TensorFigures:
+    def tensor_figures(
+        s: TensorStats, share: int, std: int, errors: dict[Codec, Any], distortion: dict[Codec, int]
+    ) -> TensorFigures:
         pairs = {codec: (numbers[power], numbers[mean]) for codec, (power, mean) in errors.items()}
-        return TensorFigures(numbers[share], numbers[std], pairs, s.codec, s.trials, s.values)
+        of_slope = {codec: numbers[i] for codec, i in distortion.items()}
+        return TensorFigures(numbers[share], numbers[std], pairs, s.codec, s.trials, s.values, s.row, of_slope)
 
     scaled = step.norm_at_step is not None and numbers[after]
     return StepFigures(
         number=step.number,
         spread=step.spread,
+        norm=numbers[after],
         scale=numbers[at_step] / numbers[after] if scaled else 1.0,
         collected=collected,
         weights=[
@@ -182,6 +196,22 @@ class Fetch:
 # -- settings ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True)
+class WeightInput:
+    """The input of a weight: predicted error of the weight's gradient, and the error tolerated."""
+
+    sample: WeightGradientSample
+    tensor: TensorFigures
+    gradient: WeightFigures
+    setting: Setting
+    tolerated: float
+    now: float
+    """Standard deviation predicted for the codec in force, without the gain."""
+    measured: float
+    predicted: list[float] = field(default_factory=list)
+    """Standard deviation expected at each of BITS."""
+
+
 class Assessment:
     """New settings from the figures of one collection step."""
 
@@ -191,95 +221,141 @@ class Assessment:
         self.choose = choose
         """The codec in force so far."""
         self.step = step
-        self.assessed: set[str] = set()
-        """Places that a weight's gradient is computed from."""
 
     def assess(self) -> bool:
-        """Change the settings; return False if the gradients were of no use."""
+        """Change the settings; return False if the gradients were of no use, which changes nothing."""
         step, collected = self.step, self.step.collected
-        refined = cheap_to_refine(collected) if self.comet.stochastic else set()
+        inputs = [
+            self._weight_input(each, step.tensors[id(each.stats)], gradient)
+            for each, gradient in step.weights
+            if id(each.stats) in step.tensors
+        ]
         # Without samples there is nothing to wait for; samples without gradients: backward is yet to come.
-        usable = step.has_gradients or not collected.weight_samples
-        for weight_sample, gradient in step.weights:
-            figures = step.tensors.get(id(weight_sample.stats))
-            if figures is not None:
-                self.assessed.add(weight_sample.site.place)
-                first = len(BITS) - 1 if weight_sample.site.place in refined else 0
-                usable &= self._assess_weight(weight_sample, figures, gradient, first)
-        floors = self._norm_floors()
-        for place, (site, stats) in collected.sites.items():
-            # Without gradients nobody knows what a norm propagates.
-            if place not in self.assessed and usable:
-                self._assess_spread(site, step.tensors[id(stats)], floors.get(place, 0))
+        if None in inputs or (collected.weight_samples and not step.has_gradients):
+            return False
+        weights = [each for each in inputs if each is not None and each.gradient.power > 0]
+        places = {each.sample.site.place for each in inputs if each is not None}
+        others = [
+            (site, step.tensors[id(stats)])
+            for place, (site, stats) in collected.sites.items()
+            if place not in places and 0 < step.tensors[id(stats)].std < math.inf
+        ]
+        if self.comet.stochastic:
+            self._allocate(weights, others)
+        else:
+            for each in weights:
+                self._set_weight_bound(each)
+            for site, tensor in others:
+                self._set_spread_bound(site, tensor)
         self.learnt.find_strictest()
-        return usable
+        return True
 
-    def _assess_weight(
-        self, weight_sample: WeightGradientSample, tensor: TensorFigures, gradient: WeightFigures, first: int
-    ) -> bool:
-        """Set an input that a weight's gradient is computed from; return False if the figures are of no use.
-
-        `first` is the index in BITS of the fewest bits that may be chosen.
-        """
+    def _weight_input(
+        self, sample: WeightGradientSample, tensor: TensorFigures, gradient: WeightFigures
+    ) -> WeightInput | None:
+        """Predict the error of a weight's gradient; None if the figures are of no use."""
         step, comet = self.step, self.comet
-        allowed = comet.tolerance / (step.spread * math.sqrt(weight_sample.uses))
+        allowed = comet.tolerance / (step.spread * math.sqrt(sample.uses))
         tolerated = allowed * gradient.momentum / step.scale if step.scale > 0 else math.nan
         figures = (gradient.power, gradient.sums, tolerated, tensor.std, *tensor.errors[tensor.codec])
         if not all(math.isfinite(figure) for figure in figures):
-            return False
-        setting = self._setting(weight_sample.site, tensor.values)
-        if gradient.power == 0:
-            return True
-
-        def std_of(power: float, mean: float) -> float:
-            return predict(comet.formula, weight_sample, gradient, power, mean)
-
-        now = std_of(*tensor.errors[tensor.codec])
+            return None
+        setting = self._setting(sample.site, tensor.values)
+        now = predict(comet.formula, sample, gradient, *tensor.errors[tensor.codec])
         measured = math.sqrt(gradient.measured)
         if math.isfinite(measured) and now > 0:
             setting.gain.learn(0.0 if comet.stochastic else tensor.bound, measured / now)
-        if comet.stochastic:
-            predicted = [std_of(*tensor.errors[codec]) * setting.gain.value for codec in tensor.trials]
-            choice = max(first_within(predicted, tolerated), first)
-            setting.codec, expected = tensor.trials[choice], predicted[choice]
-        else:
-            unit = now / tensor.bound if now > 0 else std_of(tensor.share / 3, 0.0)
-            bound = clamp(setting.gain.bound_for(tolerated, unit), tensor.std) if unit > 0 else tensor.std
-            setting.codec, expected = ErrorBounded(bound, seed=comet.seed), setting.gain.expect(bound, unit)
-        self.learnt.note(
-            step.number, weight_sample.site, setting, tensor.share, tensor.std, momentum=gradient.momentum,
-            tolerated=tolerated, predicted=expected, in_force_predicted=now, in_force_measured=measured,
-        )  # fmt: skip
-        return True
+        found = WeightInput(sample, tensor, gradient, setting, tolerated, now, measured)
+        found.predicted = [
+            predict(comet.formula, sample, gradient, *tensor.errors[codec]) * setting.gain.value
+            for codec in tensor.trials
+        ]
+        return found
 
-    def _assess_spread(self, site: Site, tensor: TensorFigures, first: int) -> None:
-        """Set an input that no weight's gradient is computed from, relative to its own spread; `first` as above."""
-        if not math.isfinite(tensor.std) or tensor.std <= 0:
-            return
-        comet, setting = self.comet, self._setting(site, 0)
-        if comet.stochastic:
-            relative = (NORM_ERROR if is_norm(site) else POINTWISE_ERROR) * math.sqrt(comet.tolerance / DEFAULT_SIGMA)
-            errors = [math.sqrt(tensor.errors[codec][0]) for codec in tensor.trials]
-            setting.codec = tensor.trials[max(first_within(errors, relative * tensor.std), first)]
-        else:
-            relative = min(NEAREST_SPREAD * math.sqrt(comet.tolerance / PAPER_SIGMA), 2 * NEAREST_SPREAD)
-            setting.codec = ErrorBounded(clamp(relative * tensor.std, tensor.std), seed=comet.seed)
+    def _allocate(self, weights: list[WeightInput], others: list[tuple[Site, TensorFigures]]) -> None:
+        """Set the bits of all inputs: the fewest bytes with which the error of all gradients is tolerated."""
+        step, sigma = self.step, self.comet.tolerance
+        # Squares of what is tolerated, over all values of a weight; its uses share it.
+        squares = [each.sample.weight.numel() * each.tolerated**2 * each.sample.uses for each in weights]
+        tolerated = {id(each.sample.weight): square for each, square in zip(weights, squares, strict=True)}
+        total = sum(tolerated.values())
+        gradient = step.norm**2 / step.spread**2 if weights and math.isfinite(step.norm) else 1.0
+        allowed = SHARE * min(total if weights else math.inf, MOMENTUM * sigma**2 * gradient)
+        order = {id(tensor): i for i, tensor in enumerate(step.tensors.values())}
+        """Saved tensors in the order of the forward pass."""
+        by_tensor: dict[int, Memory] = {}
+        places: dict[str, int] = {}
+
+        def add(place: str, tensor: TensorFigures, errors: list[float], least: int = 0) -> None:
+            memory = by_tensor.setdefault(id(tensor), Memory(tensor.values, [0.0] * len(BITS)))
+            memory.errors = [a + b for a, b in zip(memory.errors, errors, strict=True)]
+            memory.least = max(memory.least, least)
+            places[place] = id(tensor)
+
+        for each in weights:
+            least = first_within(each.predicted, each.tolerated)
+            add(each.sample.site.place, each.tensor, [each.sample.weight.numel() * e**2 for e in each.predicted], least)
+        distorted: dict[str, list[float]] = {}
+        for site, tensor in others:
+            distortion = self._distortion(site, tensor)
+            if all(math.isfinite(error) for error in distortion):
+                pairs = zip(weights, squares, strict=True)
+                before = sum(square for each, square in pairs if order[id(each.tensor)] <= order[id(tensor)])
+                share = before / sum(squares) if sum(squares) > 0 else 1.0
+                add(site.place, tensor, [error * share * gradient for error in distortion])
+                distorted[site.place] = distortion
+        spare = CHEAP_SHARE * BITS[0] * sum(memory.values for memory in by_tensor.values())
+        chosen = dict(zip(by_tensor, allocate(list(by_tensor.values()), allowed, spare), strict=True))
+        for each in weights:
+            choice = chosen[places[each.sample.site.place]]
+            each.setting.codec = each.tensor.trials[choice]
+            self._note_weight(each, each.predicted[choice])
+        for site, tensor in others:
+            if site.place in places:
+                choice, setting = chosen[places[site.place]], self._setting(site, 0)
+                setting.codec = tensor.trials[choice]
+                propagated = math.sqrt(distorted[site.place][choice])
+                self.learnt.note(step.number, site, setting, tensor.share, tensor.std, propagated=propagated)
+
+    def _distortion(self, site: Site, tensor: TensorFigures) -> list[float]:
+        """Return the relative mean square error of the gradient that an input propagates, at each of BITS."""
+        errors = [tensor.errors[codec][0] for codec in tensor.trials]
+        for each, norm in self.step.norms:
+            if each.site.place == site.place and math.isfinite(norm.linear):
+                return [norm.linear * error + norm.quadratic * error**2 for error in errors]
+        if tensor.distortion:
+            return [tensor.distortion[codec] for codec in tensor.trials]
+        relative = [error / tensor.std**2 for error in errors]
+        # A normalisation propagates the part of the error that does not cancel over the values taken together.
+        return [2 * error / tensor.row + error**2 / tensor.row for error in relative] if is_norm(site) else relative
+
+    def _set_weight_bound(self, each: WeightInput) -> None:
+        """Set the bound of a weight's input, for rounding to nearest."""
+        tensor, gain = each.tensor, each.setting.gain
+        now = predict(self.comet.formula, each.sample, each.gradient, tensor.share / 3, 0.0)
+        unit = each.now / tensor.bound if each.now > 0 else now
+        bound = clamp(gain.bound_for(each.tolerated, unit), tensor.std) if unit > 0 else tensor.std
+        each.setting.codec = ErrorBounded(bound, seed=self.comet.seed)
+        self._note_weight(each, gain.expect(bound, unit))
+
+    def _set_spread_bound(self, site: Site, tensor: TensorFigures) -> None:
+        """Set the bound of another input relative to its own spread, for rounding to nearest."""
+        setting = self._setting(site, 0)
+        relative = min(NEAREST_SPREAD * math.sqrt(self.comet.tolerance / PAPER_SIGMA), 2 * NEAREST_SPREAD)
+        setting.codec = ErrorBounded(clamp(relative * tensor.std, tensor.std), seed=self.comet.seed)
         self.learnt.note(self.step.number, site, setting, tensor.share, tensor.std)
+
+    def _note_weight(self, each: WeightInput, expected: float) -> None:
+        self.learnt.note(
+            self.step.number, each.sample.site, each.setting, each.tensor.share, each.tensor.std,
+            momentum=each.gradient.momentum, tolerated=each.tolerated, predicted=expected,
+            in_force_predicted=each.now, in_force_measured=each.measured,
+        )  # fmt: skip
 
     def _setting(self, site: Site, values: int) -> Setting:
         setting = self.learnt.settings.setdefault(site.place, Setting(self.choose(site)))
         setting.values = values
         return setting
-
-    def _norm_floors(self) -> dict[str, int]:
-        """Return the index in BITS of the fewest bits that the batch norms' inputs may have, by place."""
-        tensors = self.step.tensors
-        norms = [
-            (each.site.place, tensors[id(each.stats)], figures.linear, figures.quadratic)
-            for each, figures in self.step.norms
-            if id(each.stats) in tensors
-        ]
-        return norm_floors(norms, NORM_PROPAGATED**2 * self.comet.tolerance / DEFAULT_SIGMA)
 
 
 def predict(
@@ -291,49 +367,6 @@ def predict(
         return paper_std(power, gradient.absolute, product.positions)
     inside = product.terms / max(weight_sample.positions, 1)
     return error_std(power, math.sqrt(gradient.power), product.terms, gradient.sums * (mean * inside) ** 2)
-
-
-def cheap_to_refine(collected: CometCollector) -> set[str]:
-    """Return the places of the smallest inputs of weights, as many as may have the most bits."""
-    sizes = {id(stats): stats.values for _, stats in collected.sites.values()}
-    spare = CHEAP_SHARE * BITS[0] * sum(sizes.values())
-    places: set[str] = set()
-    for values, place in sorted({(each.stats.values, each.site.place) for each in collected.weight_samples}):
-        spare -= (BITS[-1] - BITS[0]) * values
-        if spare < 0:
-            break
-        places.add(place)
-    return places
-
-
-def norm_floors(norms: Sequence[tuple[str, TensorFigures, float, float]], allowed: float) -> dict[str, int]:
-    """Return the index in BITS of the fewest bits that each batch norm's input may have.
-
-    More bits go to those that distort the propagated gradient most for each byte, until all together are within
-    `allowed`.
-
-    Args:
-        norms: Place, figures of the input, and the linear and quadratic figure of `NormGradientSample`.
-        allowed: Relative mean square error that all norms together may add.
-    """
-    floors: dict[str, int] = {}
-    total = 0.0
-    steps: list[tuple[float, float, int, str]] = []
-    for place, tensor, linear, quadratic in norms:
-        powers = [tensor.errors[codec][0] for codec in tensor.trials]
-        distortion = [linear * power + quadratic * power**2 for power in powers]
-        if all(math.isfinite(error) for error in distortion):
-            floors[place] = 0
-            total += distortion[0]
-            for i, bits in enumerate(BITS[1:]):
-                gained = max(distortion[i] - distortion[i + 1], 0.0)
-                steps.append((gained / (tensor.values * (bits - BITS[i])), gained, i + 1, place))
-    for _, gained, i, place in sorted(steps, key=lambda step: -step[0]):
-        if total <= allowed:
-            break
-        if i == floors[place] + 1:
-            floors[place], total = i, total - gained
-    return floors
 
 
 def first_within(errors: list[float], tolerated: float) -> int:

@@ -37,6 +37,17 @@ ERRORS = GroupQuant(bits=4, seed=0x0E44)
 """Codec of such errors. Its own random numbers add 2 to 4 % to the mean square."""
 
 
+DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "Gelu": torch.ops.aten.gelu_backward,
+    "Silu": torch.ops.aten.silu_backward,
+    "Mish": torch.ops.aten.mish_backward,
+    "Sigmoid": torch.ops.aten.sigmoid_backward,
+    "Tanh": torch.ops.aten.tanh_backward,
+    "Hardswish": torch.ops.aten.hardswish_backward,
+}
+"""Backward of functions of each value: of the output's gradient and what they saved."""
+
+
 def sample(flat: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
     """Return at most SAMPLE values of a flat tensor, in evenly spaced runs of groups (channels_last: of pixels)."""
     channels = layout.size[1] if len(layout.size) > 3 and layout.stride[1] == 1 and not layout.copied else 1
@@ -70,7 +81,9 @@ class TensorStats:
     The packed data itself is not held: it is released when backward has read it.
     """
 
-    def __init__(self, flat: Tensor, layout: Layout, packed: Packed, trials: Iterable[Codec], key: int) -> None:
+    def __init__(
+        self, flat: Tensor, layout: Layout, packed: Packed, trials: Iterable[Codec], key: int, operation: str = ""
+    ) -> None:
         values, shape = sample(flat, layout)
         exact = upcast(values)
         self.values = flat.numel()
@@ -81,10 +94,19 @@ class TensorStats:
         self.codec = packed.codec
         self.errors: dict[Codec, tuple[Tensor, Tensor]] = {}
         """For each codec tried, and the one in force: mean square and mean of its error, zeros included."""
+        self.distortion: dict[Codec, Tensor] = {}
+        """For each codec, where a function of each value reads: relative mean square error of its derivative."""
+        self.row = max(math.prod(layout.size[2:]) if len(layout.size) > 3 else layout.size[-1] if layout.size else 1, 1)
+        """Values in a row (planes: in a plane), which a normalisation takes together at least."""
+        slope = DERIVATIVES.get(operation) if self.trials else None
+        right = slope(torch.ones_like(exact), exact) if slope is not None else exact
         for codec in dict.fromkeys([*self.trials, packed.codec]):
             if codec.takes(values.dtype):
                 error = round_trip(codec, values, shape, key) - exact
                 self.errors[codec] = (error.square().mean(), error.mean())
+                if slope is not None:
+                    wrong = slope(torch.ones_like(exact), exact + error) - right
+                    self.distortion[codec] = wrong.square().mean() / right.square().mean()
 
 
 class ErrorProbe:
@@ -240,7 +262,8 @@ class CometCollector:
             return
         known = self._stats.get(id(cell))
         if known is None or known[2] is not packed:
-            known = self._stats[id(cell)] = (cell, TensorStats(flat, layout, packed, self.trials, cell.key), packed)
+            stats = TensorStats(flat, layout, packed, self.trials, cell.key, site.operation)
+            known = self._stats[id(cell)] = (cell, stats, packed)
             self._probes.pop(id(cell), None)
         self.sites[site.place] = (site, known[1])
         if site.place in self.probed:

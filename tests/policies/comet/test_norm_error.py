@@ -16,7 +16,6 @@ from encke.capture.sites import Site
 from encke.codecs import GroupQuant, Packed
 from encke.codecs.layout import flatten
 from encke.policies import Comet
-from encke.policies.comet import assess
 from encke.policies.comet.measure import NormGradientSample, TensorStats, WeightGradientSample, mixed_share
 from encke.train.models.repvgg import RepVgg
 
@@ -135,17 +134,14 @@ def bits_of_norms(relu: bool, policy: Comet) -> list[int]:
     return [r["bits"] for r in handle.history if r["step"] == last and r["operation"] == "BatchNorm"]
 
 
-def test_norms_that_spoil_what_they_give_on_get_more_bits(monkeypatch):
+def test_norms_that_distort_what_they_propagate_get_more_bits():
     often = Comet(every=1)
     assert bits_of_norms(True, often) == [2, 2, 2, 2]
     straight = bits_of_norms(False, often)
     assert len(straight) == 4 and max(straight) > 2
-    monkeypatch.setattr(assess, "NORM_PROPAGATED", 1e-3)
-    assert bits_of_norms(False, often) == [8, 8, 8, 8]
-    monkeypatch.setattr(assess, "NORM_PROPAGATED", 1e3)
-    assert bits_of_norms(False, often) == [2, 2, 2, 2]
-    monkeypatch.undo()
-    assert sum(bits_of_norms(False, Comet(every=1, sigma=0.002))) > sum(straight)
+    assert bits_of_norms(False, Comet(every=1, sigma=1e-4)) == [8, 8, 8, 8]
+    assert bits_of_norms(False, Comet(every=1, sigma=1e3)) == [2, 2, 2, 2]
+    assert sum(bits_of_norms(False, Comet(every=1, sigma=0.02))) > sum(straight)
 
 
 @pytest.mark.parametrize("kind", ["evaluation", "double", "flat", "frozen", "zero"])

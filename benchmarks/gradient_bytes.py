@@ -1,0 +1,91 @@
+"""Bytes held against the error of the gradient: one model, one state of its training, several values of sigma.
+
+A model is trained without Encke. Then `Comet` is attached with each sigma in turn, to the same weights and momentum. It
+collects twice, with a learning rate of zero. Then the gradients of a few batches are compared with plain autograd's:
+|g - plain| / |plain| over all parameters, and its median over the weights. Bytes are those that `report()` counts.
+
+python3 benchmarks/gradient_bytes.py [MODEL ...] [--sigma 0.1 0.2 0.4] [--steps 30] [--batch N] [--size N] [--csv FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import sys
+from pathlib import Path
+
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import encke  # noqa: E402
+from benchmarks.gradient_steps import Task, gradient, prepare  # noqa: E402
+from encke.policies import Comet  # noqa: E402
+from encke.tools.provenance import write_csv  # noqa: E402
+
+TASKS = {"resnet50": Task(16, 64), "efficientnet_b0": Task(16, 64), "vit_b_16": Task(4, 96), "gpt2": Task(2, 64)}
+BATCHES = 3
+
+
+def errors_of_weights(model: nn.Module, lossy: Tensor, exact: Tensor) -> list[float]:
+    """Return the relative error of each weight's gradient."""
+    sizes = [p.numel() for p in model.parameters() if p.grad is not None]
+    weights = [p.dim() > 1 for p in model.parameters() if p.grad is not None]
+    pairs = zip(lossy.split(sizes), exact.split(sizes), weights, strict=True)
+    return [float((a - b).norm() / b.norm()) for a, b, weight in pairs if weight and b.norm() > 0]
+
+
+def measure(name: str, task: Task, sigmas: list[float], steps: int) -> list[dict[str, str | float]]:
+    """Return one row for each sigma."""
+    model, optimizer, batch = prepare(name, task)
+    for _ in range(steps):
+        gradient(model, *batch())
+        optimizer.step()
+    for group in optimizer.param_groups:
+        group["lr"] = group["weight_decay"] = 0.0
+    state = copy.deepcopy(optimizer.state_dict())
+    batches = [batch() for _ in range(BATCHES)]
+    exact = [gradient(model, *each) for each in batches]
+    rows: list[dict[str, str | float]] = []
+    for sigma in sigmas:
+        optimizer.load_state_dict(copy.deepcopy(state))
+        handle = encke.attach(model, Comet(sigma), optimizer)
+        for _ in range(2):
+            handle.collect_now()
+            gradient(model, *batches[0])
+            optimizer.step()
+        whole, weights = [], []
+        for each, right in zip(batches, exact, strict=True):
+            lossy = gradient(model, *each)
+            whole.append(float((lossy - right).norm() / right.norm()))
+            weights.append(statistics.median(errors_of_weights(model, lossy, right)))
+        report = handle.report()
+        handle.detach()
+        row: dict[str, str | float] = {"model": name, "batch": task.batch, "size": task.size, "steps": steps}
+        row |= {"sigma": sigma, "error": round(statistics.fmean(whole), 4)}
+        row |= {"median_error_of_weights": round(statistics.fmean(weights), 4)}
+        row |= {"held_bytes": report.packed_bytes, "ratio": round(report.ratio, 2)}
+        print(row, flush=True)
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=list(TASKS))
+    parser.add_argument("--sigma", type=float, nargs="+", default=[0.1, 0.2, 0.4])
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--size", type=int)
+    parser.add_argument("--csv", type=Path)
+    args = parser.parse_args()
+    rows = []
+    for name in args.models:
+        task = TASKS.get(name, Task(16, 64))
+        rows += measure(name, Task(args.batch or task.batch, args.size or task.size), args.sigma, args.steps)
+    if args.csv:
+        write_csv(args.csv, rows)
+
+
+if __name__ == "__main__":
+    main()
