@@ -209,9 +209,9 @@ class GroupFormat(Format):
         return rows * self.groups_in_row(numel) * self.stride
 
     def places(self, numel: int) -> tuple[int, int, int]:
-        """Bytes at which the los and the steps start, and size of the buffer."""
+        """Bytes at which the los, aligned for any of their types, and the steps start, and size of the buffer."""
         groups = self.groups(numel)
-        codes, each = groups * self.length, self.scale_dtype.itemsize
+        codes, each = -(-groups * self.length // 8) * 8, self.scale_dtype.itemsize
         return codes, codes + groups * each, codes + groups * 2 * each
 
     def nbytes(self, numel: int) -> int:

@@ -290,8 +290,8 @@ def test_attention_does_not_wait_for_the_gpu(policy) -> None:
     tokens = torch.randint(0, 256, (8, 256), device="cuda")
     handle = encke.attach(model, policy)
     for step in range(14):
-        # Steps 1 and 10 measure; what they have found arrives later.
-        if step in (3, 4, 10, 12):
+        # Steps 1 and 10 measure. What they have found is fetched when the next one begins.
+        if step in (3, 4, 11, 12):
             torch.cuda.set_sync_debug_mode("error")
         try:
             with torch.autocast("cuda", torch.bfloat16):

@@ -80,3 +80,12 @@ def test_the_hash_depends_on_every_word() -> None:
     seeds = {mix(a, b, c) for a in (0, 1, -1) for b in (0, 1, 2**62) for c in (None, 0, 1)}
     assert len(seeds) == 27 and all(-(2**63) <= seed < 2**63 for seed in seeds)
     assert mix(1, 2, 3) == mix(1, 2, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_scales_are_aligned_whatever_the_width(dtype):
+    # GPUs refuse to read a number at an address that is no multiple of its size.
+    for row in range(1, 200):
+        at_lo, at_step, end = GroupFormat(2, 128, dtype, row=row).places(7 * row)
+        each = GroupFormat(2, 128, dtype).scale_dtype.itemsize
+        assert at_lo % 8 == 0 and at_step % each == 0 and end == at_lo + 2 * (at_step - at_lo)

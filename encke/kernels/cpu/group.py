@@ -484,7 +484,8 @@ class CpuPlan(GroupPlan):
         """Run a kernel over all tasks."""
         at_lo, at_step, _ = self.format.places(self.numel)
         buffer, beside = data.numpy(), self.beside
-        codes = buffer[:at_lo].reshape(-1, self.format.length, *beside)
+        length = self.format.length
+        codes = buffer[: self.format.groups(self.numel) * length].reshape(-1, length, *beside)
         scale = np.float64 if self.format.dtype == torch.float64 else np.uint16
         los, steps = (scales.view(scale).reshape(-1, *beside) for scales in (buffer[at_lo:at_step], buffer[at_step:]))
         unit = self.format.extent * self.format.stride

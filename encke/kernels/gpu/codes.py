@@ -287,6 +287,12 @@ def flags_of(code, lo, step, BITS: tl.constexpr, SIGNS: tl.constexpr):
 
 
 @triton.jit
+def scales_at(data, groups, length):
+    """Return where the scales begin: behind the codes of all groups, at a multiple of eight bytes."""
+    return data + (groups.to(tl.int64) * length + 7) // 8 * 8
+
+
+@triton.jit
 def store_scales(at_lo, g, here, groups, lo, step, signed, SIGNS: tl.constexpr):
     """Store lo and step of the groups `g`, or of a group of one value the first 31 bits of that value."""
     if SIGNS:

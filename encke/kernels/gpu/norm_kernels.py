@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from encke.kernels.gpu.codes import join_scales
+from encke.kernels.gpu.codes import join_scales, scales_at
 from encke.kernels.gpu.common import narrow, random32, seed_of, widen
 
 
@@ -267,7 +267,7 @@ def plane_reduce_kernel(
         start, left = plane_values(g0, plane, at, plane_size, length, here, T, G, FULL)
         byte, h = group_codes(data, g0, j, length, here, seed_low, seed_high, V, G, FULL)
         lo, step = load_group(
-            data + g0 * length, tl.arange(0, G) * length, data + groups * length, groups, g, here, DTYPE
+            data + g0 * length, tl.arange(0, G) * length, scales_at(data, groups, length), groups, g, here, DTYPE
         )
         base, zero = group_line(lo, step, BITS)
         sum_g = tl.zeros(byte.shape, tl.float32)
@@ -341,7 +341,9 @@ def plane_apply_kernel(
     plane, at, c = planes_of(g0, channels, count, count_magic, channel_magic, G, BIG, ONCE)
     start, left = plane_values(g0, plane, at, plane_size, length, here, T, G, FULL)
     byte, h = group_codes(data, g0, j, length, here, seed_low, seed_high, V, G, FULL)
-    lo, step = load_group(data + g0 * length, tl.arange(0, G) * length, data + groups * length, groups, g, here, DTYPE)
+    lo, step = load_group(
+        data + g0 * length, tl.arange(0, G) * length, scales_at(data, groups, length), groups, g, here, DTYPE
+    )
     base, zero = group_line(lo, step, BITS)
     k1, k2 = tl.load(line + c)[:, None], tl.load(line + channels + c)[:, None]
     k3 = tl.load(line + 2 * channels + c)[:, None]

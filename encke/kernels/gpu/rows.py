@@ -18,6 +18,7 @@ from encke.kernels.gpu.codes import (
     inverted_random32,
     load_scales,
     origin_of,
+    scales_at,
     signed_bits,
     steps_of,
     store_scales,
@@ -97,7 +98,7 @@ def gq_encode_rows_kernel(
     packed = tl.sum(code << (t * BITS).to(tl.uint32), 1).to(tl.uint8)
     there = (spread(here, SIDE) & (j < length)).reshape(packed.shape)
     tl.store(data + byte.reshape(packed.shape), packed, mask=there)
-    store_scales(data + groups.to(tl.int64) * length, g, here, groups.to(tl.int64), lo, step, signed, SIGNS)
+    store_scales(scales_at(data, groups, length), g, here, groups.to(tl.int64), lo, step, signed, SIGNS)
 
 
 @triton.jit(do_not_specialize=["count", "groups", "seed_low", "seed_high"])
@@ -113,7 +114,7 @@ def gq_decode_rows_kernel(
     WORK: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
     g, here = groups_of(groups, GROUPS)
     values, codes, valid = places_of(g, row, stride, length, count, T)
-    at_lo = data + groups.to(tl.int64) * length
+    at_lo = scales_at(data, groups, length)
     lo, step = load_scales(at_lo, data + codes, g, here, groups.to(tl.int64), DTYPE, SIGNS)
     origin, unit = origin_of(lo, step)
     lo, step, origin, unit = spread(lo, SIDE), spread(step, SIDE), spread(origin, SIDE), spread(unit, SIDE)
@@ -142,7 +143,7 @@ def gq_gate_rows_kernel(
     T: tl.constexpr = 8 // BITS
     g, here = groups_of(groups, GROUPS)
     values, codes, valid = places_of(g, row, stride, length, count, T)
-    at_lo = data + groups.to(tl.int64) * length
+    at_lo = scales_at(data, groups, length)
     lo, step = load_scales(at_lo, data + codes, g, here, groups.to(tl.int64), DTYPE, SIGNS)
     j, t = bytes_and_slices(LENGTH, T, SIDE)
     byte = spread(codes, SIDE) + j * stride

@@ -75,7 +75,8 @@ def encode(x: Tensor, format: GroupFormat, seed: int) -> Tensor:
     lo = torch.where(signed & ~affine, -lo, lo)
     blocks = format.groups(numel) // format.stride
     packed = pack_fields(code.to(torch.uint8), bits).view(blocks, format.stride, -1).transpose(1, 2)
-    arrays = (packed, *stored_scales(lo, step, constant, rest))
+    gap = packed.new_zeros(-packed.numel() % 8)
+    arrays = (packed, gap, *stored_scales(lo, step, constant, rest))
     return torch.cat([array.contiguous().view(-1).view(torch.uint8) for array in arrays])
 
 
@@ -125,8 +126,9 @@ def in_memory_order(rows: Tensor, format: GroupFormat, numel: int) -> Tensor:
 def unpack(data: Tensor, format: GroupFormat, numel: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes in rows of groups, and lo and step of each group as columns."""
     at_lo, at_step, end = format.places(numel)
-    blocks = format.groups(numel) // format.stride
-    rows = data[:at_lo].view(blocks, -1, format.stride).transpose(1, 2).reshape(blocks * format.stride, -1)
+    groups = format.groups(numel)
+    codes = data[: groups * format.length].view(-1, format.length, format.stride)
+    rows = codes.transpose(1, 2).reshape(groups, -1)
     code = unpack_fields(rows, format.bits, format.extent).long()
     lo, step = (scale.clone().view(format.scale_dtype) for scale in (data[at_lo:at_step], data[at_step:end]))
     if format.dtype != torch.float64:

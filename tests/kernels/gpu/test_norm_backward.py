@@ -38,7 +38,7 @@ def packed(format: GroupFormat, numel: int, positive: bool) -> torch.Tensor:
     """A buffer as a plan encodes them, of random codes; with `positive`, every third group is not negative."""
     generator = torch.Generator().manual_seed(numel + format.bits)
     groups = format.groups(numel)
-    codes = torch.randint(0, 256, (groups * format.length,), dtype=torch.uint8, generator=generator)
+    codes = torch.randint(0, 256, (format.places(numel)[0],), dtype=torch.uint8, generator=generator)
     step = torch.rand(groups, generator=generator) + 0.5
     lo = -1 - torch.rand(groups, generator=generator)
     if positive:
@@ -55,7 +55,7 @@ def decoded(data: torch.Tensor, format: GroupFormat, numel: int) -> torch.Tensor
     block = place // row * format.groups_in_row(numel) + place % row // format.extent
     k = place % row % format.extent
     group, byte = block * stride + c, (block * length + k % length) * stride + c
-    codes = groups * length
+    codes = format.places(numel)[0]
     lo = data[codes : codes + 2 * groups].clone().view(torch.bfloat16).double()[group]
     step = data[codes + 2 * groups :].clone().view(torch.bfloat16).double()[group]
     code = (data[byte].long() >> k // length * bits) & ((1 << bits) - 1)
