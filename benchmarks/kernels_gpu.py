@@ -16,7 +16,7 @@ import torch
 from triton.testing import do_bench
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from encke.kernels import BoundedFormat, GroupFormat, gpu, reference  # noqa: E402
+from encke.kernels import BoundedFormat, DitheredFormat, GroupFormat, gpu, reference  # noqa: E402
 
 INF = float("inf")
 SEED = 0x1234567890ABCDEF
@@ -58,6 +58,15 @@ def check(dtype: torch.dtype) -> Iterator[str]:
                 good &= same(gpu.bounded_decode(meta, payload, format, numel, False), expected)
                 if not (good and same(gpu.bounded_decode(gpu_meta, gpu_payload, format, numel, False), expected)):
                     yield f"eb {dtype} bitmap={bitmap} stochastic={stochastic} bound={bound} rel={rel}"
+    for bound, rel in ((0.02, INF), (INF, 1e-4), (0.0, INF)):
+        dithered = DitheredFormat(bound, rel, dtype)
+        theirs, ours = (each.dithered_encode(x, dithered, SEED, -1) for each in (reference, gpu))
+        for flag in (False, True):
+            expected = reference.dithered_decode(*theirs, dithered, numel, flag)
+            if not all(same(gpu.dithered_decode(*kept, dithered, numel, flag), expected) for kept in (theirs, ours)):
+                yield f"dithered {dtype} bound={bound} rel={rel} mask={flag}"
+        if len(theirs[1]) != len(ours[1]):
+            yield f"dithered {dtype} bound={bound} rel={rel}: {len(ours[1])} bytes, not {len(theirs[1])}"
     for bits, stride in ((b, s) for b in (2, 4, 8) for s in (1, 3, 24, 192)):
         part = x[: numel // stride * stride]
         format = GroupFormat(bits, 128, dtype, stride)
@@ -95,6 +104,22 @@ def eb_rows(x: torch.Tensor, kind: str) -> Iterator[tuple[str, float, int, Calla
             x.nbytes + size,
             lambda f=format, c=capacity: gpu.bounded_encode(x, f, SEED, c),
             lambda f=format, a=meta, p=payload: gpu.bounded_decode(a, p, f, x.numel(), False),
+        )
+
+
+def dithered_rows(x: torch.Tensor) -> Iterator[tuple[str, float, int, Callable, Callable]]:
+    """Name, ratio, bytes moved, encode and decode, with bounds of 1 and 5 % of the range."""
+    spread = (x.max() - x.min()).item()
+    for share in (0.01, 0.05):
+        format = DitheredFormat(share * spread, INF, x.dtype)
+        meta, payload = gpu.dithered_encode(x, format, SEED, -1)
+        capacity, size = len(payload) + 1024, len(meta) + len(payload)
+        yield (
+            f"dithered abs {share:g}",
+            x.nbytes / size,
+            x.nbytes + size,
+            lambda f=format, c=capacity: gpu.dithered_encode(x, f, SEED, c),
+            lambda f=format, a=meta, p=payload: gpu.dithered_decode(a, p, f, x.numel(), False),
         )
 
 
@@ -150,7 +175,9 @@ def measure(mib: int, only: str) -> Iterator[Row]:
     for dtype in ("float32", "bfloat16"):
         for kind in ("relu", "normal"):
             x = noise(kind, size // DTYPES[dtype].itemsize, DTYPES[dtype])
-            cases += [(dtype, kind, eb_rows(x, kind))] + ([(dtype, kind, gq_rows(x))] if kind == "relu" else [])
+            cases += [(dtype, kind, eb_rows(x, kind)), (dtype, kind, dithered_rows(x))] + (
+                [(dtype, kind, gq_rows(x))] if kind == "relu" else []
+            )
     for dtype, kind, rows in cases:
         for what, ratio, moved, encode, decode in rows:
             if only not in what:

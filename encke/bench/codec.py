@@ -37,7 +37,7 @@ def codec(
     per_tensor: bool = False,
     out: Path = Path("runs/bench"),
 ) -> None:
-    """Measure ratio and throughput of every codec, beside the other compressors that are installed.
+    """Measure ratio, error and throughput of every codec, beside the other compressors that are installed.
 
     Prints a table and writes codec.csv and codec.png. Without --data it measures on generated data: ReLU of normal
     noise, normal noise and smooth fields. A copy and the order-0 entropy of the levels show the limits.
@@ -94,16 +94,26 @@ def print_tables(results: Sequence[Result], left_out: Iterable[str]) -> None:
     groups: dict[tuple[str, str], list[Result]] = {}
     for r in results:
         groups.setdefault((r.data, r.tensor), []).append(r)
-    heads = ["codec", "threads", "ratio", "encode MB/s", "decode MB/s", "error/bound"]
+    heads = ["codec", "threads", "ratio", "encode MB/s", "decode MB/s", "error/bound", "variance"]
     for (data, tensor), group in groups.items():
         first = group[0]
         bound = "bounds of its own" if first.bound is None else f"bound {first.bound:g} {first.mode}"
         rows = [
-            [r.codec, threads(r), f"{r.ratio:.2f}", rate(r.encode_rate), rate(r.decode_rate), error(r)] for r in group
+            [
+                r.codec,
+                threads(r),
+                f"{r.ratio:.2f}",
+                rate(r.encode_rate),
+                rate(r.decode_rate),
+                error(r),
+                "" if r.variance is None else f"{r.variance:.3g}",
+            ]
+            for r in group
         ]
         table(f"{data} ({tensor}, {first.dtype}, {first.device}), {bound}", heads, rows)
     note()
     note("MB/s of input, medians of warm runs. GroupQuant has a fixed rate and promises no bound.")
+    note("Variance: mean squared error, relative to GroupQuant 2 bits on the same tensor.")
     note("Lossless: ratio and MB/s count the mask's own bytes, one for each value.")
     for line in left_out:
         note(line)

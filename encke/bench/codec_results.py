@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from encke.bench.contenders import Contender
+from encke.bench.contenders import Contender, squared_error
 from encke.bench.data import Sample
+from encke.codecs import GroupQuant
 
 ROUNDS = 3
 """Number of turns that each contender takes, so that a busy spell of the machine does not hit one of them alone."""
@@ -40,6 +41,8 @@ class Result:
     decode_seconds: float | None
     error: float | None
     """The largest error of any finite value, in units of the bound; infinite where a NaN or an infinity was lost."""
+    variance: float | None = None
+    """Mean squared error over that of `GroupQuant(bits=2)` on the same tensor."""
 
     @property
     def ratio(self) -> float:
@@ -70,6 +73,7 @@ class Result:
             "encode_mb_s": rounded(self.encode_rate and self.encode_rate / 1e6, 5),
             "decode_mb_s": rounded(self.decode_rate and self.decode_rate / 1e6, 5),
             "error": rounded(self.error, 6),
+            "variance": rounded(self.variance, 4),
         }
 
 
@@ -129,6 +133,7 @@ def measure(sample: Sample, entrants: Sequence[Contender], repeat: int) -> Itera
         for i, trial in enumerate(trials):
             encode[i] += seconds(trial.encode, 1 + share, device)[1:]
             decode[i] += seconds(partial(trial.decode, packed[i]), 1 + share, device)[1:]
+    unit = squared_error(x, GroupQuant(bits=2).encode(x).decode())
     for i, (contender, trial) in enumerate(zip(entrants, trials, strict=True)):
         decoded = torch.as_tensor(trial.decode(packed[i]), device=x.device)
         yield replace(
@@ -142,6 +147,7 @@ def measure(sample: Sample, entrants: Sequence[Contender], repeat: int) -> Itera
             encode_seconds=statistics.median(encode[i]),
             decode_seconds=statistics.median(decode[i]),
             error=largest_error(trial.source, decoded, bound),
+            variance=squared_error(x, decoded.view(x.shape)) / unit if unit and trial.source is x else None,
         )
     yield limit
 
@@ -159,6 +165,10 @@ def totals(results: Sequence[Result]) -> list[Result]:
         known = [value for value in values if value is not None]
         return sum(known) if known else None
 
+    def weighted(pairs: list[tuple[float | None, int]]) -> float | None:
+        known = [(value, weight) for value, weight in pairs if value is not None]
+        return sum(value * weight for value, weight in known) / sum(w for _, w in known) if known else None
+
     return [
         replace(
             rs[0],
@@ -171,6 +181,7 @@ def totals(results: Sequence[Result]) -> list[Result]:
             encode_seconds=added([r.encode_seconds for r in rs]),
             decode_seconds=added([r.decode_seconds for r in rs]),
             error=max((r.error for r in rs if r.error is not None), default=None),
+            variance=weighted([(r.variance, r.input_bytes) for r in rs]),
         )
         for rs in groups.values()
     ]

@@ -39,6 +39,20 @@ def _trial(codec: Codec, source: Tensor) -> Trial:
     return Trial(source, lambda: codec.encode(source), lambda packed: packed.decode(), lambda packed: packed.nbytes)
 
 
+def squared_error(x: Tensor, decoded: Tensor) -> float:
+    """Return the mean squared error of the finite values."""
+    finite = torch.isfinite(x) & torch.isfinite(decoded)
+    return float((decoded[finite].double() - x[finite].double()).square().mean()) if finite.any() else 0.0
+
+
+def of_variance(x: Tensor, share: float) -> ErrorBounded:
+    """Return dithered values with that share of the mean squared error of `GroupQuant(bits=2)`."""
+    target = share * squared_error(x, GroupQuant(bits=2).encode(x).decode())
+    nonzero = float((x != 0).double().mean())
+    # The error is uniform within the bound, and zeros have none.
+    return ErrorBounded((3 * target / nonzero) ** 0.5 if nonzero else 0.0, rounding="dithered")
+
+
 def ours(threads: int | None) -> list[Contender]:
     """Return Encke's codecs, with the settings that are worth comparing."""
 
@@ -48,12 +62,21 @@ def ours(threads: int | None) -> list[Contender]:
 
         return Contender(f"ErrorBounded {rounding}{', bitmap' if bitmap else ''}", "encke", threads, True, trial)
 
+    def dithered(s: Sample) -> Trial:
+        return _trial(ErrorBounded(s.bound, mode=s.mode, rounding="dithered"), s.tensor)
+
+    def matched(share: float) -> Contender:
+        name = "ErrorBounded dithered, variance of 2 bits" + (f" * {share:g}" if share != 1 else "")
+        return Contender(name, "encke", threads, False, lambda s: _trial(of_variance(s.tensor, share), s.tensor))
+
     def fixed(bits: int) -> Contender:
         name, codec = f"GroupQuant {bits} bits", GroupQuant(bits=bits)
         return Contender(name, "encke", threads, False, lambda s: _trial(codec, s.tensor))
 
     return [
         *(bounded(rounding, bitmap) for rounding in ("nearest", "stochastic") for bitmap in (True, False)),
+        Contender("ErrorBounded dithered", "encke", threads, True, dithered),
+        *(matched(share) for share in (1, 0.25)),
         *(fixed(bits) for bits in (2, 4, 8)),
         Contender("Lossless (mask x != 0)", "mask", threads, True, lambda s: _trial(Lossless(), s.tensor != 0)),
     ]

@@ -1,4 +1,4 @@
-"""ErrorBounded: levels that keep zeros and signs, packed at variable rate; the bound holds for every value."""
+"""ErrorBounded: levels packed at variable rate; the bound holds for every value, and zeros are exact."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from encke.codecs.base import Codec, EncoderState, FlatCodec, Packed, operations
 from encke.codecs.groupquant import GroupQuant
 from encke.codecs.layout import Layout
 from encke.codecs.pending import PendingPacked
-from encke.kernels import BoundedFormat, mix
+from encke.kernels import BoundedFormat, DitheredFormat, mix
 
 
 class ErrorBoundedPacked(PendingPacked):
     """Two buffers, meta and payload (docs/design.md). On a GPU the payload's size arrives later."""
 
     __slots__ = ("format",)
-    format: BoundedFormat
+    format: BoundedFormat | DitheredFormat
 
     def decode_flat(self, mask: bool = False) -> Tensor:
         self.settle()
         meta, payload = self.buffers
+        if isinstance(self.format, DitheredFormat):
+            return operations(meta).dithered_decode(meta, payload, self.format, self.numel, mask)
         return operations(meta).bounded_decode(meta, payload, self.format, self.numel, mask)
 
 
@@ -31,7 +33,7 @@ class ErrorBoundedPacked(PendingPacked):
 class ErrorBounded(FlatCodec):
     """Codes of variable size with a bound: every finite value decodes to within `bound` of itself.
 
-    Zeros and signs are exact, NaN and infinities are restored bit for bit. `bound=0` is bit-exact.
+    Zeros are exact, masks of non-zeros too, NaN and infinities are restored bit for bit. `bound=0` is bit-exact.
 
     Example:
         >>> import torch
@@ -51,11 +53,14 @@ class ErrorBounded(FlatCodec):
     """Largest error of a finite value."""
     mode: Literal["abs", "rel"] = "abs"
     """Whether the bound is absolute, or relative to the range (largest minus smallest finite value)."""
-    rounding: Literal["nearest", "stochastic"] = "nearest"
-    """Stochastic rounding is unbiased between non-zero levels; its step is the bound, half of that for nearest."""
+    rounding: Literal["nearest", "stochastic", "dithered"] = "nearest"
+    """"nearest" and "stochastic" keep signs. Stochastic rounding is unbiased between non-zero levels; its step is the
+    bound, half of that for nearest. "dithered" is unbiased and has the error of every value uniform within the bound,
+    in the fewest bytes; values below the bound may change their sign."""
     seed: int = 0
     bitmap: bool | None = None
-    """Let blocks with many zeros store a bitmap and the non-zeros alone. None: on the CPU yes, on a GPU no (speed)."""
+    """Let blocks with many zeros store a bitmap and the non-zeros alone. None: on the CPU yes, on a GPU no (speed).
+    Dithered values do so wherever it is shorter."""
     limit: float = math.inf
     """Second bound, relative to the range; the smaller of the two holds."""
     keeps_zeros = True
@@ -71,16 +76,22 @@ class ErrorBounded(FlatCodec):
             raise ValueError(f"bound must be finite, got {self.bound}")
         if self.mode not in ("abs", "rel"):
             raise ValueError(f'mode must be "abs" or "rel", got {self.mode!r}')
-        if self.rounding not in ("nearest", "stochastic"):
-            raise ValueError(f'rounding must be "nearest" or "stochastic", got {self.rounding!r}')
+        if self.rounding not in ("nearest", "stochastic", "dithered"):
+            raise ValueError(f'rounding must be "nearest", "stochastic" or "dithered", got {self.rounding!r}')
 
     @property
     def exact(self) -> bool:
         return self.bound == 0
 
+    @property
+    def unbiased(self) -> bool:  # type: ignore[override]
+        return self.rounding == "dithered" or self.bound == 0
+
     def covers(self, other: Codec) -> bool:
-        if self.bound == 0 or other.signs_only:
+        if self.bound == 0:
             return True
+        if other.signs_only:
+            return self.rounding != "dithered"
         if not isinstance(other, ErrorBounded):
             return False
         return (
@@ -116,7 +127,7 @@ class ErrorBounded(FlatCodec):
     def describe(self) -> str:
         named = zip(self.bounds(), ("abs", "rel"), strict=True)
         text = ", ".join(f"{value:.3g} {mode}" for value, mode in named if value != math.inf)
-        return (text if self.bound else "0 (bit-exact)") + " stochastic" * (self.rounding == "stochastic")
+        return (text if self.bound else "0 (bit-exact)") + f" {self.rounding}" * (self.rounding != "nearest")
 
     def bounds(self) -> tuple[float, float]:
         if self.bound == 0:
@@ -124,14 +135,19 @@ class ErrorBounded(FlatCodec):
         return (self.bound, self.limit) if self.mode == "abs" else (math.inf, min(self.bound, self.limit))
 
     def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, state: EncoderState | None = None) -> Packed:
-        bitmap = flat.device.type == "cpu" if self.bitmap is None else self.bitmap
-        format = BoundedFormat(*self.bounds(), self.rounding == "stochastic", bitmap, flat.dtype)
         seed = mix(self.seed, key)
+        packed = ErrorBoundedPacked(self, layout, flat.dtype, flat.numel())
+        if self.rounding == "dithered" and self.bound > 0:
+            packed.format = DitheredFormat(*self.bounds(), flat.dtype)
+        else:
+            bitmap = flat.device.type == "cpu" if self.bitmap is None else self.bitmap
+            packed.format = BoundedFormat(*self.bounds(), self.rounding == "stochastic", bitmap, flat.dtype)
 
         def encode(capacity: int) -> tuple[Tensor, Tensor]:
+            format = packed.format
+            if isinstance(format, DitheredFormat):
+                return operations(flat).dithered_encode(flat, format, seed, capacity)
             return operations(flat).bounded_encode(flat, format, seed, capacity)
 
-        packed = ErrorBoundedPacked(self, layout, flat.dtype, flat.numel())
-        packed.format = format
         packed.fill(flat, encode, state)
         return packed

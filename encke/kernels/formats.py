@@ -26,6 +26,18 @@ HEADER = 32
 """Bytes at the beginning of its metadata."""
 RAW = 31
 """Head of a block whose values are stored as they are."""
+PLANE_WORD = 64
+"""Values whose bits share a word in the dithered format."""
+PLANE_BLOCK = 256
+"""Values that share a form there."""
+PLANE_GROUP = 4096
+"""Values that share a step there."""
+PLANE_HEADER = 40
+"""Bytes at the beginning of its metadata."""
+ROUNDS = 4
+"""Largest number of bits of a unary code there."""
+ALL_ZERO, AS_IS, REPEATED = 0x60, 0x61, 0x62
+"""Flags of blocks there that are all zero, stored as they are, or one value repeated."""
 NORM_GROUP = 128
 """The only group size that batch norm's kernels read packed."""
 SMALLEST_PLANE = 32
@@ -236,6 +248,22 @@ class BoundedFormat(Format):
     def meta_size(numel: int) -> int:
         """Bytes of metadata for so many values."""
         return HEADER + 5 * -(-numel // GROUP) + -(-numel // BLOCK)
+
+
+@dataclass(frozen=True)
+class DitheredFormat(Format):
+    """Error-bounded encoding by subtractive dither, in Golomb-Rice codes: metadata and a payload."""
+
+    bound: float
+    """Largest absolute error, or infinity."""
+    relative: float
+    """Largest error relative to the range of the finite values, or infinity; the smaller of the two holds."""
+    dtype: torch.dtype
+
+    @staticmethod
+    def meta_size(numel: int) -> int:
+        """Bytes of metadata for so many values."""
+        return PLANE_HEADER + 5 * -(-numel // PLANE_GROUP) + 3 * -(-numel // PLANE_BLOCK)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from encke.capture.sites import Site
@@ -50,7 +51,7 @@ class Fixed(Policy):
 
 def at_logprob(codec: Codec, site: Site) -> Codec:
     """Return `codec`, with an absolute error that the exponential in log-softmax's backward can bear."""
-    if codec.unbiased:
+    if codec.unbiased and codec.bounds() == (math.inf, math.inf):
         fixed_rate = LogProb(codec.seed)
         return fixed_rate if fixed_rate.takes(site.dtype) else ErrorBounded(BOUND)
     return codec.refined(bound=BOUND) or Keep()

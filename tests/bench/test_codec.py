@@ -22,6 +22,9 @@ OURS = [
     "ErrorBounded nearest",
     "ErrorBounded stochastic, bitmap",
     "ErrorBounded stochastic",
+    "ErrorBounded dithered",
+    "ErrorBounded dithered, variance of 2 bits",
+    "ErrorBounded dithered, variance of 2 bits * 0.25",
     "GroupQuant 2 bits",
     "GroupQuant 4 bits",
     "GroupQuant 8 bits",
@@ -47,7 +50,7 @@ def test_generated_data_give_a_table_a_csv_and_a_plot(tmp_path, capsys):
         assert {"copy", "entropy of the levels"} <= set(names)
     for row in rows:
         assert row["date"] and row["command"] and row["cpu"] and row["torch"] and row["python"]
-        if row["codec"].startswith("ErrorBounded"):
+        if row["codec"].startswith("ErrorBounded") and "variance" not in row["codec"]:  # those have other bounds
             assert float(row["error"]) <= 1
         if row["codec"] != "entropy of the levels":
             assert float(row["encode_mb_s"]) > 0 and float(row["decode_mb_s"]) > 0
@@ -163,3 +166,13 @@ def test_totals_add_bytes_and_times_and_keep_the_largest_error():
 
     (total,) = totals([result("a", 100, 0.5), result("b", 300, 0.25)])
     assert (total.tensor, total.ratio, total.encode_rate, total.decode_rate, total.error) == ("all 2", 4, 100, 200, 0.5)
+
+
+def test_dithered_contenders_have_the_variance_that_they_name():
+    x = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0)).relu()
+    sample = Sample("noise", "x", x, 0.02, "abs")
+    entrants, _ = contenders([sample])
+    found = {r.codec: r.variance for r in measure(sample, [e for e in entrants if e.family == "encke"], 1)}
+    assert found["GroupQuant 2 bits"] == pytest.approx(1, rel=0.03)
+    assert found["ErrorBounded dithered, variance of 2 bits"] == pytest.approx(1, rel=0.03)
+    assert found["ErrorBounded dithered, variance of 2 bits * 0.25"] == pytest.approx(0.25, rel=0.03)

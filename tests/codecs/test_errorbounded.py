@@ -1,4 +1,4 @@
-"""ErrorBounded on all implementations: the bound, zeros, signs, special values and size."""
+"""ErrorBounded on all implementations: the bound, zeros, signs, special values, bias and size."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from encke.codecs import ErrorBounded
-from encke.kernels import Backend, BoundedFormat, reference
+from encke.codecs.exact import Sign
+from encke.kernels import Backend, BoundedFormat, DitheredFormat, reference
 from tests.codecs.common import CONTENT, DEVICES, DTYPES, EXAMPLES, IMPLEMENTATIONS, bits
 
 cases = st.fixed_dictionaries(
     {
         "dtype": st.sampled_from(DTYPES),
-        "n": st.sampled_from([1, 2, 63, 64, 65, 127, 1000, 1023, 1024, 1025, 2500]),
+        "n": st.sampled_from([1, 2, 63, 64, 65, 255, 256, 257, 1000, 4095, 4096, 4097, 6000]),
         "content": st.sampled_from(sorted(CONTENT)),
         "bound": st.sampled_from([0.0, 1e-45, 1e-30, 2.0**-24, 2.0**-22, 1e-3, 0.01, 0.1, 0.3, 1.0, 7.5, 1e6, 1e38]),
         "mode": st.sampled_from(["abs", "rel"]),
-        "stochastic": st.booleans(),
+        "rounding": st.sampled_from(["nearest", "stochastic", "dithered"]),
         "bitmap": st.booleans(),
         "seed": st.integers(-(2**63), 2**63 - 1),
     }
@@ -31,9 +32,21 @@ def check_promise(backend: Backend, device: str, case: dict) -> None:
     generator = torch.Generator().manual_seed(case["seed"] % 2**31)
     x = CONTENT[case["content"]](case["n"], generator).to(case["dtype"])
     bound, rel = (case["bound"], math.inf) if case["mode"] == "abs" else (math.inf, case["bound"])
-    format, seed = BoundedFormat(bound, rel, case["stochastic"], case["bitmap"], x.dtype), case["seed"]
-    meta, payload = backend.bounded_encode(x.to(device), format, seed, -1)
-    y = backend.bounded_decode(meta, payload, format, x.numel(), False).cpu()
+    seed, dithered = case["seed"], case["rounding"] == "dithered"
+
+    def encode(backend: Backend, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if dithered:
+            return backend.dithered_encode(x, DitheredFormat(bound, rel, x.dtype), seed, -1)
+        return backend.bounded_encode(x, bounded, seed, -1)
+
+    def decode(backend: Backend, *packed: torch.Tensor, mask: bool = False) -> torch.Tensor:
+        if dithered:
+            return backend.dithered_decode(*packed, DitheredFormat(bound, rel, x.dtype), x.numel(), mask)
+        return backend.bounded_decode(*packed, bounded, x.numel(), mask)
+
+    bounded = BoundedFormat(bound, rel, case["rounding"] == "stochastic", case["bitmap"], x.dtype)
+    meta, payload = encode(backend, x.to(device))
+    y = decode(backend, meta, payload).cpu()
     finite = torch.isfinite(x)
     wide = x.double()
     spread = float(wide[finite].max() - wide[finite].min()) if finite.any() else 0.0
@@ -45,13 +58,15 @@ def check_promise(backend: Backend, device: str, case: dict) -> None:
     assert (error <= limit).all(), (float(error.max()), limit)
     if limit == 0:
         assert torch.equal(bits(y), bits(x))
-    assert torch.equal(y == 0, x == 0)
-    assert torch.equal(torch.sign(y[finite]), torch.sign(x[finite]))
-    assert torch.equal(backend.bounded_decode(meta, payload, format, x.numel(), True).cpu(), x != 0)
+    if dithered:
+        assert (y[x == 0] == 0).all()
+    else:
+        assert torch.equal(y == 0, x == 0)
+        assert torch.equal(torch.sign(y[finite]), torch.sign(x[finite]))
+    assert torch.equal(decode(backend, meta, payload, mask=True).cpu(), x != 0)
     assert meta.numel() + payload.numel() <= x.numel() * x.element_size() * 1.02 + 64
 
-    meta, payload = reference.bounded_encode(x, format, seed, -1)
-    assert torch.equal(bits(reference.bounded_decode(meta, payload, format, x.numel(), False)), bits(y))
+    assert torch.equal(bits(decode(reference, *encode(reference, x))), bits(y))
 
 
 @pytest.mark.slow
@@ -81,6 +96,38 @@ def test_stochastic_rounding_is_unbiased_between_levels() -> None:
         mean += y.double() / 400
     assert (mean - x).abs().max() < 5 * 0.2 / math.sqrt(400)
     assert abs(float((mean - x).mean())) < 5 * 0.2 / math.sqrt(400 * 2000)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("ulps", [4, 100])
+def test_dithered_values_are_unbiased_and_uniform_within_the_bound(dtype: torch.dtype, ulps: int) -> None:
+    bound = ulps * torch.finfo(dtype).eps
+    # Not next to a power of two, where the dtype's own steps change.
+    x = (1.25 + torch.rand(64, generator=torch.Generator().manual_seed(0)) / 2).to(dtype)
+    # So many values that 5 standard deviations of their mean are less than what is tested.
+    x = x.repeat(1 << 15, 5)
+    error = (ErrorBounded(bound, rounding="dithered", seed=3).encode(x).decode().double() - x.double()) / bound
+    assert error.abs().max() <= 1
+    assert abs(float(error.mean())) < 1e-3
+    assert error.view(-1, 64).mean(0).abs().max() < 0.02  # each of the 64 values by itself
+    # Next to the dtype's precision steps are smaller than twice the bound, and fp32 values are stored as they are.
+    assert (0.0 if ulps == 4 else 0.9 / 3) <= float(error.square().mean()) < 1.01 / 3
+
+
+def test_a_reader_of_signs_is_not_served_by_dithered_values() -> None:
+    for rounding, served in (("nearest", True), ("stochastic", True), ("dithered", False)):
+        assert ErrorBounded(0.1, rounding=rounding).covers(Sign()) is served  # type: ignore[arg-type]
+    assert ErrorBounded(0.0, rounding="dithered").covers(Sign())
+
+
+@pytest.mark.parametrize(("name", "entropy"), [("relu", 1.15), ("normal", 1.1), ("offset", 1.4)])
+def test_dithered_size_is_near_the_entropy_of_the_levels(name: str, entropy: float) -> None:
+    x = CONTENT[name](1 << 18, torch.Generator().manual_seed(0))
+    for bound in (0.1, 0.02):
+        packed = ErrorBounded(bound, rounding="dithered").encode(x)
+        levels = torch.where(x == 0, torch.inf, (x / (2 * bound) + torch.rand(x.shape)).floor())
+        counts = torch.unique(levels, return_counts=True)[1].double()
+        assert packed.nbytes <= entropy * float((counts * -(counts / counts.sum()).log2()).sum()) / 8
 
 
 def test_bound_must_be_a_number() -> None:

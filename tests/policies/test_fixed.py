@@ -30,6 +30,7 @@ def site(need: str, slot: str = "?") -> Site:
         (ErrorBounded(0.1), "attention", ErrorBounded(0.1)),
         (ErrorBounded(0.1), "logprob", ErrorBounded(0.05)),
         (ErrorBounded(0.01), "logprob", ErrorBounded(0.01)),
+        (ErrorBounded(0.01, rounding="dithered"), "logprob", ErrorBounded(0.01, rounding="dithered")),
         (ErrorBounded(0.01, "rel"), "logprob", ErrorBounded(0.05, "abs", limit=0.01)),
         (ErrorBounded(0), "attention", ErrorBounded(0)),
         (ErrorBounded(0, "rel"), "logprob", ErrorBounded(0, "rel")),

@@ -17,6 +17,7 @@ from encke.kernels.formats import (
     RAW,
     SMALLEST_BOUND,
     BoundedFormat,
+    DitheredFormat,
     compute_dtype,
 )
 from encke.kernels.reference.fields import bit_width, exponent, field_bytes, get_fields, put_fields, random24
@@ -31,7 +32,7 @@ def usable_bound(bound: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(eb < SMALLEST_BOUND[dtype], 0.0, eb)
 
 
-def bound_of(x: Tensor, format: BoundedFormat) -> Tensor:
+def bound_of(x: Tensor, format: BoundedFormat | DitheredFormat) -> Tensor:
     """Return min(bound, relative * range of the finite values) as the kernels use it: 0-dim."""
     eb = torch.tensor(format.bound, dtype=torch.float64, device=x.device)
     if format.relative != float("inf"):

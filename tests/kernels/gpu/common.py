@@ -32,6 +32,9 @@ def content(name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
         parts = ("relu", "normal", "far", "sparse", "special")
         sizes = [min(GROUP, numel - i * GROUP) for i in range(-(-numel // GROUP))]
         return torch.cat([content(part, size, dtype) for part, size in zip(parts, sizes, strict=True)])
+    if name == "blocks":  # every form of a dithered block: sparse, signed, wide, with escapes, constant, zero and raw
+        parts = ("relu", "normal", "far", "sparse", "tail", "constant", "zeros", "special")
+        return torch.cat([content(part, 700, dtype) for part in parts])[:numel]
     if name in ("special", "outlier") and numel:
         x[numel // 3] = 3e38 if dtype != torch.float16 else 6e4
         if name == "special":
@@ -45,6 +48,7 @@ def content(name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
             "negative": x * 0.0 - 1 / 3,
             "far": x + (1e4 if dtype == torch.float16 else 1e5),
             "sparse": torch.where(x > 1.3, x, 0.0),
+            "tail": x.abs().pow(6) * 0.03,
             "denormal": x * {torch.float16: 1e-6, torch.float64: 1e-310}.get(dtype, 1e-41),
             "largest": x.sign() * torch.finfo(dtype).max,
         }[name]

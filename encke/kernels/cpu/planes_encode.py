@@ -1,0 +1,333 @@
+"""The encoder of dithered values on the CPU. docs/design.md explains the format."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from encke.kernels.cpu.bounded import copy_bytes
+from encke.kernels.cpu.planes_decode import WORDS, fill_steps, value_of
+from encke.kernels.cpu.scalars import (
+    as_float,
+    bit_width,
+    exponent,
+    f32,
+    from_magnitude,
+    i32,
+    i64,
+    index,
+    inline,
+    jit,
+    magnitude,
+    random24,
+    u8,
+    u32,
+    u64,
+    widen,
+)
+from encke.kernels.cpu.words import count_ones, gather, get_plane, put_bits
+from encke.kernels.formats import ALL_ZERO, AS_IS, PLANE_BLOCK, PLANE_GROUP, PLANE_HEADER, PLANE_WORD, REPEATED, ROUNDS
+
+
+@inline
+def load_group(x, first, v, limit):
+    """Widen a group into v, filled with zeros; return the largest magnitude below the limit."""
+    first, size = index(first), min(x.size - first, PLANE_GROUP)
+    zero = magnitude(as_float(0, v[0]))
+    largest = zero
+    for i in range(size):
+        v[i] = widen(x[first + i])
+        m = magnitude(v[i])
+        largest = max(largest, m if m < limit else zero)
+    for i in range(size, PLANE_GROUP):
+        v[i] = 0
+    return from_magnitude(largest)
+
+
+@inline
+def usable(value, limit, eb):
+    """Return a value, zero in place of those from the limit on."""
+    return value if magnitude(value) < limit else as_float(0, eb)
+
+
+@inline
+def misses(v, back, limit, eb):
+    """Whether a decoded value is off by more than the bound; zeros are not decoded."""
+    return i32((magnitude(v) >= limit) | ((v != 0) & (not abs(back - v) <= eb)))
+
+
+@inline
+def dithered_levels(v, at, k, like, limit, eb, eb_c, start, seed_low, seed_high):
+    """Add a random number to the values of a block in steps, and round down."""
+    bad, factor, step = i32(0), f32(0.5) / eb_c, eb_c * f32(2.0)
+    for w in range(WORDS):
+        for i in range(PLANE_WORD):
+            j = index(at) + w * PLANE_WORD + i
+            x = usable(v[j], limit, eb)
+            q = x * factor
+            level = i32(q)
+            level = i32(level - (as_float(level, q) > q))
+            rest = (x - as_float(level, q) * step) * factor
+            random = random24(u32(start // 4 + w * 16 + (i & 15)), u32(i >> 4 << 3), seed_low, seed_high)
+            level = i32(level + (random < i32(rest * f32(2.0**24))))
+            k[w * PLANE_WORD + i] = level
+            bad |= misses(v[j], widen(value_of(level, random, eb_c, like)), limit, eb)
+    return bad
+
+
+@inline
+def measure_block(v, at, k, flags):
+    """Set the levels of zeros to zero and note which they are; return the number of others, range and sum."""
+    low, high, n, total = i32(1 << 30), i32(-(1 << 30)), i32(0), i32(0)
+    for i in range(PLANE_BLOCK):
+        coded = v[index(at) + i] != 0
+        flags[i] = coded
+        k[i] = k[i] if coded else i32(0)
+        low, high = min(low, k[i]), max(high, k[i])
+        n, total = i32(n + coded), i32(total + k[i])
+    return i64(n), i64(low), i64(high), i64(total)
+
+
+@inline
+def turn(k, base, down):
+    """Map the distance from the base to a non-negative number: zigzag, upwards or downwards first."""
+    distance = i32(base - k) if down else i32(k - base)
+    return i32(2 * distance - 1) if distance > 0 else i32(-2 * distance)
+
+
+@inline
+def sum_turned(k, flags, base, down):
+    """Return the sum of the levels as `turn` maps them."""
+    total = i64(0)
+    for i in range(PLANE_BLOCK):
+        total += turn(k[i], base, down) if flags[i] else i32(0)
+    return total
+
+
+@inline
+def map_levels(k, base, order):
+    """Replace levels by the numbers that are stored; return the largest."""
+    largest = i32(0)
+    for i in range(PLANE_BLOCK):
+        k[i] = i32(k[i] - base) if order == 0 else turn(k[i], base, order == 2)
+        largest = max(largest, k[i])
+    return i64(largest)
+
+
+@inline
+def rice_parameter(n, total):
+    """Return the number of low bits for n values with that sum."""
+    k = 0
+    while total > 3 * n << k >> 1:
+        k += 1
+    return k
+
+
+@inline
+def estimate(n, total, k):
+    """Return about how many bits n values with that sum take with k low bits each."""
+    return n * (k + 1) + (max(total - ((n << k) - n >> 1), 0) >> k)
+
+
+@inline
+def fill_bytes(k, shift, bytes_):
+    """Take eight bits of each number."""
+    for i in range(PLANE_BLOCK):
+        bytes_[i] = u8(k[i] >> shift)
+
+
+@inline
+def fill_unary(k, shift, quotients, bytes_):
+    """Write the quotients, none larger than a byte, and as that many bits that are set."""
+    for i in range(PLANE_BLOCK):
+        quotients[i] = u8(min(i32(k[i] >> shift), i32(255)))
+    for i in range(PLANE_BLOCK):
+        bytes_[i] = u8(0)
+        for j in range(ROUNDS):
+            bytes_[i] |= u8(u8(quotients[i] > j) << j)
+
+
+@inline
+def fill_escaped(quotients, bytes_):
+    """Write what is left of the quotients after the unary code."""
+    for i in range(PLANE_BLOCK):
+        bytes_[i] = u8(max(quotients[i], u8(ROUNDS)) - u8(ROUNDS))
+
+
+@inline
+def put_plane(stream, at, carry, rows, shift, masks):
+    """Write one bit of the bytes under the masks."""
+    for w in range(WORDS):
+        word = gather(get_plane(rows, 8 * w, shift), masks[w])
+        at, carry = put_bits(stream, at, carry, word, count_ones(masks[w]))
+    return at, carry
+
+
+@inline
+def put_planes(stream, at, carry, k, width, rows, bytes_, masks):
+    """Write the lowest `width` bits of the numbers under the masks, one plane after the other."""
+    for p in range(width):
+        if p & 7 == 0:
+            fill_bytes(k, i32(p), bytes_)
+        at, carry = put_plane(stream, at, carry, rows, u64(p & 7), masks)
+    return at, carry
+
+
+@inline
+def put_block(stream, k, flags, rows, bytes_, quotients, masks, valid, sparse, low_bits, fixed, largest):
+    """Write a block to the stream and return its size in bits."""
+    at, carry = i64(0), u64(0)
+    for i in range(PLANE_BLOCK):
+        bytes_[i] = flags[i]
+    for w in range(WORDS):
+        masks[w] = get_plane(rows, 8 * w, u64(0))
+    if sparse and valid == PLANE_BLOCK:
+        for w in range(WORDS):
+            at, carry = put_bits(stream, at, carry, masks[w], u64(PLANE_WORD))
+    elif sparse:
+        for i in range(PLANE_BLOCK):
+            bytes_[i] = i < valid
+        for w in range(WORDS):
+            inside = get_plane(rows, 8 * w, u64(0))
+            at, carry = put_bits(stream, at, carry, gather(masks[w], inside), count_ones(inside))
+    at, carry = put_planes(stream, at, carry, k, low_bits, rows, bytes_, masks)
+    if fixed:
+        return at
+    fill_unary(k, i32(low_bits), quotients, bytes_)
+    escaped = u64(0)
+    for j in range(ROUNDS):
+        escaped = u64(0)
+        for w in range(WORDS):
+            more = get_plane(rows, 8 * w, u64(j)) & masks[w]
+            at, carry = put_bits(stream, at, carry, gather(more, masks[w]), count_ones(masks[w]))
+            masks[w] = more
+            escaped |= more
+    if escaped:
+        rest = (largest >> low_bits) - ROUNDS
+        width = bit_width(rest)
+        at, carry = put_bits(stream, at, carry, u64(width), u64(5))
+        if rest <= 255 - ROUNDS:
+            fill_escaped(quotients, bytes_)
+            for p in range(width):
+                at, carry = put_plane(stream, at, carry, rows, u64(p), masks)
+        else:
+            for i in range(PLANE_BLOCK):
+                k[i] = max(i32(k[i] >> low_bits) - i32(ROUNDS), i32(0))
+            at, carry = put_planes(stream, at, carry, k, width, rows, bytes_, masks)
+    return at
+
+
+@inline
+def repeats(raw, at, itemsize, valid):
+    """Whether a block is one value repeated, bit for bit."""
+    different, here, there = u8(0), index(at), index(at + itemsize)
+    for i in range((valid - 1) * itemsize):
+        different |= raw[here + i] ^ raw[there + i]
+    return different == 0
+
+
+@inline
+def has_bits(raw, at, n):
+    """Whether any bit is set."""
+    found = u8(0)
+    for i in range(n):
+        found |= raw[index(at) + i]
+    return found != 0
+
+
+@inline
+def encode_block(
+    v, at, raw, raw_at, itemsize, valid, bad, eb, k, flags, rows, bytes_, quotients, masks, stream, heads, head, out, to
+):
+    """Write a block whose levels are known and its head; return its size."""
+    n, low, high, total = measure_block(v, at, k, flags)
+    size = valid * itemsize
+    heads[head], heads[head + 1] = u8(0), u8(0)
+    if n == 0 and (eb != 0 or not has_bits(raw, raw_at, size)):
+        heads[head + 2] = u8(ALL_ZERO)
+        return 0
+    if (bad or v[index(at)] == v[index(at + valid - 1)]) and repeats(raw, raw_at, itemsize, valid):
+        heads[head + 2] = u8(REPEATED)
+        copy_bytes(raw, raw_at, itemsize, out, to)
+        return itemsize
+    if not bad and eb != 0:
+        mean = f32(total) / f32(n)
+        centre = i64(math.floor(mean + f32(0.5)))
+        down = mean < f32(centre)
+        plain, turned = total - n * low, sum_turned(k, flags, i32(centre), down)
+        k_plain, k_turned = rice_parameter(n, plain), rice_parameter(n, turned)
+        bits_plain, bits_turned = estimate(n, plain, k_plain), estimate(n, turned, k_turned)
+        width = bit_width(high - low)
+        fixed = n * width <= min(bits_plain, bits_turned)
+        zigzag = not fixed and bits_turned < bits_plain
+        order = 0 if not zigzag else 2 if down else 1
+        low_bits = width if fixed else k_turned if zigzag else k_plain
+        base = centre if zigzag else low
+        largest = map_levels(k, i32(base), order)
+        sparse = n < valid
+        bits = put_block(stream, k, flags, rows, bytes_, quotients, masks, valid, sparse, low_bits, fixed, largest)
+        coded = bits + 7 >> 3
+        wide = base < -128 or base > 127 or low_bits > 7 or largest > 255 or coded > 255
+        coded += 4 if wide else 0
+        if coded < size:
+            if wide:
+                for byte in range(4):
+                    out[index(to) + byte] = u8(base >> 8 * byte)
+                to += 4
+            copy_bytes(stream.view(u8), 0, bits + 7 >> 3, out, to)
+            what = sparse << 3 | fixed << 4 | order << 5
+            if wide:
+                heads[head], heads[head + 1] = u8(coded), u8(coded >> 8 | low_bits << 3)
+                heads[head + 2] = u8(what | 128)
+            else:
+                heads[head], heads[head + 1], heads[head + 2] = u8(coded), u8(base), u8(what | low_bits)
+            return coded
+    heads[head + 2] = u8(AS_IS)
+    copy_bytes(raw, raw_at, size, out, to)
+    return size
+
+
+@jit
+def encode_task(
+    task, size, x, raw, meta, scratch, slot, units, eb, mant, emin, extra, seed_low, seed_high
+):  # fmt: skip
+    """Encode the groups of a task into its slot of scratch, from where offsets count."""
+    like, itemsize, groups = x[0], x.itemsize, (x.size + PLANE_GROUP - 1) // PLANE_GROUP
+    offsets, codes = meta[PLANE_HEADER : PLANE_HEADER + 4 * groups].view(u32), meta[PLANE_HEADER + 4 * groups :]
+    heads = meta[PLANE_HEADER + 5 * groups :]
+    v, steps, k = np.full(PLANE_GROUP, eb), np.full(16, eb), np.empty(PLANE_BLOCK, i32)
+    rows, masks, flags = np.empty(PLANE_BLOCK // 8, u64), np.empty(WORDS, u64), np.empty(PLANE_BLOCK, u8)
+    bytes_, quotients, stream = rows.view(u8), np.empty(PLANE_BLOCK, u8), np.empty(PLANE_BLOCK + 128, u64)
+    fill_steps(steps, eb, itemsize)
+    limit, e = magnitude(eb * f32(2.0**20)), exponent(eb)
+    begin = at = task * slot
+    for group in range(task * size // PLANE_GROUP, min((task + 1) * size // PLANE_GROUP, groups)):
+        first = group * PLANE_GROUP
+        largest = load_group(x, first, v, limit)
+        r = max(exponent(largest + eb), emin) - mant - 1 + extra
+        code = 0 if eb == 0 else min(max(e - r, 0), 15)
+        eb_c = steps[code]
+        offsets[group], codes[group] = (at - begin) // 4, code
+        for b in range(min((x.size - first + PLANE_BLOCK - 1) // PLANE_BLOCK, PLANE_GROUP // PLANE_BLOCK)):
+            here, start = b * PLANE_BLOCK, first + b * PLANE_BLOCK
+            bad = i32(1)
+            if eb != 0:
+                bad = dithered_levels(v, here, k, like, limit, eb, eb_c, start, seed_low, seed_high)
+            at += encode_block(
+                v, here, raw, start * itemsize, itemsize, min(x.size - start, PLANE_BLOCK), bad != 0, eb, k, flags,
+                rows, bytes_, quotients, masks, stream, heads, start // PLANE_BLOCK * 3, scratch, at,
+            )  # fmt: skip
+        while at & 3:
+            scratch[index(at)] = u8(0)
+            at += 1
+    units[task] = (at - begin) // 4
+
+
+@jit
+def gather_task(task, size, groups, meta, scratch, slot, base, units, payload):
+    """Move a task's bytes to their place in the payload."""
+    offsets = meta[PLANE_HEADER : PLANE_HEADER + 4 * groups].view(u32)
+    for group in range(task * size // PLANE_GROUP, min((task + 1) * size // PLANE_GROUP, groups)):
+        offsets[group] += base[task]
+    copy_bytes(scratch, task * slot, 4 * units[task], payload, 4 * base[task])
