@@ -39,7 +39,8 @@ def allocate(memories: Sequence[Memory], allowed: float, spare: float) -> list[i
             cost = memory.values * (BITS[i] - BITS[i - 1])
             steps.append(((memory.errors[i - 1] - memory.errors[i]) / max(cost, 1), index, i))
     taken: list[tuple[int, int, int]] = []
-    for slope, index, i in sorted(steps, key=lambda step: -step[0]):
+    # Where a second step is steeper than the first, it is taken in the next round.
+    for slope, index, i in sorted(steps, key=lambda step: -step[0]) * (len(BITS) - 1):
         cost = memories[index].values * (BITS[i] - BITS[i - 1])
         if i == chosen[index] + 1 and slope > 0 and (total > allowed or cost <= spare):
             spare -= cost

@@ -54,6 +54,10 @@ def test_equal_tensors_are_treated_alike_and_small_ones_get_more_bits() -> None:
     assert bits[0] > bits[1] == 0
 
 
+def test_errors_that_fall_late_are_removed_too() -> None:
+    assert allocate([Memory(1024, [1.0, 0.9, *[0.0] * (len(BITS) - 2)])], 0.1, 0) == [2]
+
+
 def test_least_bits_are_kept_and_spare_bits_are_spent() -> None:
     assert allocate([memory(1024, 1.0, least=1)], math.inf, 0) == [1]
     small, large = memory(1024, 1.0), memory(1 << 20, 1.0)
