@@ -43,7 +43,7 @@ class Child:
         self.errors = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "encke.bench.steps", json.dumps(asdict(task))],
-            env=environment(task) | variables,
+            env={**environment(task), **variables},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,

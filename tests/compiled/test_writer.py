@@ -58,9 +58,10 @@ class Expected:
         return self.codec_of(packing).encode_run(t, layout, length, key, EncoderState()).decode
 
     def codec_of(self, packing: Packing) -> Codec:
-        """The codec of the day, with mask bits where a ReLU reads them."""
-        masks = any(site.need == "mask" for site in packing.sites) and isinstance(self.codec, DualPrecision)
-        return replace(self.codec, mask=True) if masks else self.codec
+        """Return the codec of the day, with mask bits where a ReLU reads them."""
+        if isinstance(self.codec, DualPrecision) and any(site.need == "mask" for site in packing.sites):
+            return replace(self.codec, mask=True)
+        return self.codec
 
     def unpack(self, packed: object) -> Tensor:
         return packed() if callable(packed) else packed  # type: ignore[return-value]

@@ -97,7 +97,7 @@ for rounding in ("stochastic", "nearest"):
             rows = [row for row in handle.history if "predicted" in row]
             assert {row["layer"] for row in rows} == set(WEIGHTS)
             steps = sorted({row["step"] for row in rows})
-            assert steps == [4, 9, 12] if given else steps[0] == 4 and steps[-1] == 12, steps
+            assert steps == [1, 4, 9, 12] if given else steps[:2] == [1, 4] and steps[-1] == 12, steps
             # The average over two ranks halves the error's variance; without the optimizer gradients are a rank's own.
             sigma = 0.1 if rounding == "stochastic" else 0.01
             for row in rows:
@@ -182,7 +182,8 @@ for form in FORMS:
                 # After the last step the buffers are still those that the last decision was made with.
                 for row in [row for row in rows if row["step"] == 6]:
                     weight = model.get_submodule(row["layer"]).weight
-                    seen = 0.9**5 * 0.1 + 1 - 0.9**5
+                    # The average of six gradients is larger than that of many will be.
+                    seen = (0.9**5 * 0.1 + 1 - 0.9**5) / (1 - 0.9**6)
                     momentum = optimizer.state[weight]["momentum_buffer"].full_tensor().abs().mean().item() / seen
                     assert abs(row["momentum"] / momentum - 1) < 1e-5, (row, momentum)
 print("ok", flush=True)

@@ -85,8 +85,8 @@ def exercise(dtype: torch.dtype, rate: int, seed_table: bool) -> None:
 
 def exercise_plan(format: GroupFormat, size: tuple[int, ...], seed: Any, seed_table: bool) -> None:
     """Launch the kernels of one plan, and those of batch norm that read its format."""
-    last = {"memory_format": torch.channels_last} if len(size) == 4 else {}
-    x = torch.empty(size, dtype=format.dtype, device=META, **last)
+    layout = torch.channels_last if len(size) == 4 else torch.contiguous_format
+    x = torch.empty(size, dtype=format.dtype, device=META, memory_format=layout)
     plan = plans.group_plan(format, x.numel(), META, seed_table)
     data = plan.encode(x, seed)
     plan.decode(data, seed)
