@@ -43,8 +43,8 @@ class GroupQuantPacked(FlatPacked):
 
 
 def at_least(bits: int, min_bits: int | None) -> int | None:
-    """Return the smallest rate of at least this many bits; None if there is none."""
-    return next((rate for rate in (2, 4, 8) if rate >= max(bits, min_bits or 0)), None)
+    """Return `bits` if there are at least `min_bits`, else the smallest even rate that has them; None if none has."""
+    return next((rate for rate in (bits, 2, 4, 8) if rate >= max(bits, min_bits or 0)), None)
 
 
 @dataclass(frozen=True, repr=False)
@@ -71,7 +71,7 @@ class GroupQuant(FlatCodec):
     """
 
     bits: int = 2
-    """2, 4 or 8."""
+    """2, 3, 4 or 8."""
     group: int = 128
     """64, 128, 256, 512 or 1024."""
     seed: int = 0
@@ -82,10 +82,10 @@ class GroupQuant(FlatCodec):
     reads_packed = True
 
     def __post_init__(self) -> None:
-        if self.bits not in (2, 4, 8):
-            raise ValueError(f"bits must be 2, 4 or 8, got {self.bits!r}")
-        if self.signs and self.bits == 2:
-            raise ValueError("signs=True needs 4 or 8 bits, got 2")
+        if self.bits not in (2, 3, 4, 8):
+            raise ValueError(f"bits must be 2, 3, 4 or 8, got {self.bits!r}")
+        if self.signs and self.bits < 4:
+            raise ValueError(f"signs=True needs 4 or 8 bits, got {self.bits}")
         if self.group not in (64, 128, 256, 512, 1024):
             raise ValueError(f"group must be 64, 128, 256, 512 or 1024, got {self.group!r}")
 
@@ -103,11 +103,11 @@ class GroupQuant(FlatCodec):
 
     def join(self, other: Codec) -> Codec | None:
         if other.signs_only:
-            return replace(self, bits=min(max(2 * self.bits, 4), 8), signs=True)
+            return replace(self, bits=4 if self.bits == 2 else 8, signs=True)
         if not isinstance(other, GroupQuant):
             return None
         group, signs = min(self.group, other.group), self.signs or other.signs
-        bits = max(codec.bits if codec.signs or not signs else min(2 * codec.bits, 8) for codec in (self, other))
+        bits = max(codec.bits if codec.signs or not signs else 4 if codec.bits == 2 else 8 for codec in (self, other))
         return replace(self, bits=bits, group=group, signs=signs)
 
     def refined(self, min_bits: int | None = None, bound: float | None = None) -> Codec | None:

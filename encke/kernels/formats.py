@@ -201,15 +201,25 @@ class GroupFormat(Format):
         return torch.float64 if self.dtype == torch.float64 else torch.bfloat16
 
     @property
-    def length(self) -> int:
-        """Code bytes of a group."""
+    def field(self) -> int:
+        """Bits of each code in the group's field; the third bits of 3-bit codes follow it."""
+        return 2 if self.bits == 3 else self.bits
+
+    @property
+    def field_length(self) -> int:
+        """Bytes of a group's field of codes."""
         values = -(-self.row // -(-self.row // self.group)) if self.row else self.group
-        return -(-values * self.bits // 8)
+        return -(-values * self.field // 8)
+
+    @property
+    def length(self) -> int:
+        """Code bytes of a group: the field, and for 3-bit codes four bits for each of its bytes."""
+        return self.field_length + (-(-self.field_length // 2) if self.bits == 3 else 0)
 
     @property
     def extent(self) -> int:
         """Values that a group has room for; the last group of a row may have fewer."""
-        return self.length * 8 // self.bits
+        return self.field_length * 8 // self.field
 
     def groups_in_row(self, numel: int) -> int:
         """Number of groups of a row."""

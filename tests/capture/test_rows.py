@@ -73,6 +73,16 @@ def test_zero_tokens_before_an_rms_norm(norm: Callable[[Tensor], Tensor]) -> Non
     assert torch.allclose(packed[:, 0], plain[:, 0], rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_errors_shrink_with_the_bits(bits: int) -> None:
+    """The step of a group with negative values is its range over 2^bits - 1, and the error uniform within a step."""
+    data, gradient = tokens(96), torch.randn(4, 9, 96, generator=torch.Generator().manual_seed(1))
+    plain, packed = input_gradients(nn.LayerNorm(96), data, gradient, Fixed(GroupQuant(bits=bits)))
+    share = (packed - plain)[:, 2:].square().mean() / plain[:, 2:].square().mean()
+    two, _ = input_gradients(nn.LayerNorm(96), data, gradient)
+    assert 0 < share < 0.2 * (3 / (2**bits - 1)) ** 2 and torch.equal(two, plain)
+
+
 SCALES = torch.logspace(-3, 3, 12)
 
 

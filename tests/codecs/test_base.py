@@ -106,7 +106,7 @@ def test_size_stride_and_dtype_come_back(shape: str, dtype: torch.dtype) -> None
         (lambda: ErrorBounded(math.inf), "finite"),
         (lambda: ErrorBounded(1.0, mode="both"), "mode must be"),
         (lambda: ErrorBounded(1.0, rounding="up"), "rounding must be"),
-        (lambda: GroupQuant(bits=3), "bits must be 2, 4 or 8"),
+        (lambda: GroupQuant(bits=5), "bits must be 2, 3, 4 or 8"),
         (lambda: GroupQuant(group=100), "group must be"),
     ],
 )

@@ -46,7 +46,7 @@ def test_memory_read_as_it_lies_gives_the_codes_of_its_flat_run(view, dtype, mon
 @pytest.mark.slow
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("width", "signs"), [(2, False), (4, False), (4, True), (8, True)])
+@pytest.mark.parametrize(("width", "signs"), [(2, False), (3, False), (4, False), (4, True), (8, True)])
 def test_group_quant_is_unbiased_and_keeps_zeros_and_signs(
     name: str, dtype: torch.dtype, width: int, signs: bool
 ) -> None:
@@ -84,7 +84,7 @@ def test_group_quant_is_unbiased_and_keeps_zeros_and_signs(
             assert abs(float(error.mean())) <= 5 * widest / math.sqrt(draws * 700) + cast / 8
 
 
-@pytest.mark.parametrize("width", [2, 4, 8])
+@pytest.mark.parametrize("width", [2, 3, 4, 8])
 def test_group_quant_shows_nan_and_infinities(width: int) -> None:
     x = torch.randn(1024)
     x[300], x[700] = math.nan, math.inf

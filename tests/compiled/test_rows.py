@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import encke
 from encke.codecs import GroupQuant
 from encke.kernels import GroupFormat
+from encke.policies import Fixed
 from tests.capture.test_rows import WIDTHS, tokens
 from tests.compiled.common import TWO, compile
 
@@ -66,6 +67,19 @@ def test_constant_tokens_before_a_layer_norm(backend: str, width: int, formats: 
     assert width in {format.row for format in formats}
     assert torch.allclose(packed[:, :2], plain[:, :2], rtol=1e-5, atol=1e-4)
     assert 0 < (packed - plain)[:, 2:].square().mean() < 0.2 * plain[:, 2:].square().mean()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_three_bits_are_those_of_eager_mode(backend: str) -> None:
+    data, gradient = tokens(96), torch.randn(4, 9, 96, generator=torch.Generator().manual_seed(1))
+    model, three = Normed(nn.LayerNorm(96), 96), Fixed(GroupQuant(bits=3))
+    handle = encke.attach(model, three, min_bytes=1024)
+    expected = [input_gradient(model, data, gradient) for _ in range(2)]
+    handle.detach()
+    compiled = compile(model, backend=backend)
+    encke.attach(compiled, three, min_bytes=1024)
+    found = [input_gradient(compiled, data, gradient) for _ in range(2)]
+    assert torch.allclose(found[1], expected[1], rtol=1e-3, atol=1e-4)
 
 
 def channels_first(x: Tensor) -> Tensor:

@@ -60,6 +60,34 @@ def test_sizes_of_groups() -> None:
     assert GroupFormat(2, 128, torch.float64).places(1000) == (8 * 32, 8 * 32 + 64, 8 * 32 + 128)
     assert GroupFormat(4, 128, torch.float32, stride=10).groups(1000) == 10
     assert GroupFormat(4, 128, torch.float32).nbytes(0) == 0
+    assert GroupFormat(3, 128, torch.float32).nbytes(1280) == 10 * (32 + 16 + 4)
+
+
+@pytest.mark.parametrize(
+    ("bits", "row", "length", "count"),
+    [(2, 96, 24, 1), (2, 130, 17, 2), (2, 49, 13, 1), (4, 1, 1, 1), (8, 320, 107, 3), (3, 96, 36, 1), (3, 49, 20, 1)],
+)
+def test_sizes_of_rows(bits: int, row: int, length: int, count: int) -> None:
+    format = GroupFormat(bits, 128, torch.float32, 5, row=row)
+    assert (format.length, format.groups_in_row(10 * row)) == (length, count)
+    # The scales begin at a multiple of eight bytes.
+    codes = -(-10 * count * length // 8) * 8
+    assert format.groups(10 * row) == 10 * count and format.nbytes(10 * row) == codes + 40 * count
+    assert format.extent * count >= row > format.extent * (count - 1)
+
+
+def test_whole_groups_have_no_rows() -> None:
+    def row_of(numel: int, row: int, stride: int) -> int:
+        return GroupFormat.in_rows(2, 128, torch.float32, False, numel, row, stride).row
+
+    assert (
+        row_of(256 * 10, 256, 1)
+        == row_of(256 * 40, 256, 4)
+        == row_of(100, 100, 1)
+        == row_of(127 * 128 * 3, 127 * 128, 3)
+        == 0
+    )
+    assert row_of(96 * 10, 96, 1) == 96 and row_of(130 * 3, 130, 3) == 130
 
 
 def test_groups_follow_channels_in_channels_last_memory() -> None:

@@ -41,7 +41,7 @@ class GpuPlan(GroupPlan):
         self.relu: Launch | None = None
         self.moments: Launch | None = None
         """Encode the ReLU of values in channels_last memory, or write the moments of groups beside the codes."""
-        if format.row:
+        if format.row or format.bits == 3:
             self._plan_rows(seed_table)
         elif format.stride > 1:
             self._plan_channels(seed_table)
@@ -75,11 +75,12 @@ class GpuPlan(GroupPlan):
         self.gater = Launch(gq_gate_channels_kernel, pieces, (*constants, piece), 4, 1)
 
     def _plan_rows(self, seed_table: bool) -> None:
-        """Make the launches for groups within rows of any width."""
-        format, length = self.format, self.format.length
-        groups, room, side = format.groups(self.numel), power_of_two(length), format.stride > 1
-        self.numbers = (format.row, format.stride, length, format.groups_in_row(self.numel), groups)
-        each = max(DECODED // (room * 8 // format.bits), 1)
+        """Make the launches for groups within rows of any width, and for 3-bit codes."""
+        format, length = self.format, self.format.field_length
+        groups, room, side = format.groups(self.numel), max(power_of_two(length), 2), format.stride > 1
+        row = format.row or self.numel // format.stride
+        self.numbers = (row, format.stride, length, format.groups_in_row(self.numel), groups)
+        each = max(DECODED // (room * 8 // format.field), 1)
         grid, constants = -(-groups // each), (TYPES[format.dtype], format.bits, format.signs, each, room, side)
         self.encoder = Launch(gq_encode_rows_kernel, grid, (*constants, seed_table), 4, 3)
         self.decoder, self.masker = (
@@ -162,10 +163,11 @@ def group_plan(format: GroupFormat, numel: int, device: torch.device, seed_table
     """Return the plan for tensors of `numel` values in that format; see `reference.group_plan`.
 
     The kernels take groups of a power of two that fill a row of words and a tile, and rows of any width. Other groups
-    are left to the reference.
+    are left to the reference, and rows of 2^31 values or more.
     """
-    group, few = format.group, format.groups(numel) < 1 << 31
+    group, few = format.group, max(format.groups(numel), format.row or numel // format.stride) < 1 << 31
     whole = not group & (group - 1) and 32 * 8 // format.bits <= group <= DECODED
-    if numel == 0 or numel % (format.stride * (format.row or 1)) or not (few if format.row else whole):
+    any_width = format.row or format.bits == 3
+    if numel == 0 or numel % (format.stride * (format.row or 1)) or not (few if any_width else whole):
         return reference_plan(format, numel, device)
     return GpuPlan(format, numel, device, seed_table)

@@ -1,7 +1,8 @@
 """Kernels of the fixed rate in Triton for groups that stay within rows of any width.
 
 A program takes some neighbouring groups, [group, slice, byte]; where the groups of several rows lie side by side (SIDE)
-[byte, slice, group]. LENGTH is a power of two from the number of a group's bytes on.
+[byte, slice, group]. LENGTH is a power of two from the number of bytes of a group's field on. They also take 3-bit
+codes, whose third bits stand behind the field, four for each of its bytes.
 """
 
 from __future__ import annotations
@@ -35,14 +36,21 @@ def groups_of(groups, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def places_of(g, row, stride, length, count, T: tl.constexpr):
+def group_bytes(length, BITS: tl.constexpr):
+    """Return the code bytes of a group whose field has `length`."""
+    return length + (length + 1) // 2 if BITS == 3 else length
+
+
+@triton.jit
+def places_of(g, row, stride, length, count, T: tl.constexpr, BITS: tl.constexpr):
     """Return where the values and the codes of groups begin, and how many values they have."""
     block = g // stride
     line = block // count
     begin = (block - line * count) * (length * T)
     c = g - block * stride
     values = (line.to(tl.int64) * row + begin) * stride + c
-    return values, block.to(tl.int64) * length * stride + c, tl.minimum(row - begin, length * T)
+    codes = block.to(tl.int64) * group_bytes(length, BITS) * stride + c
+    return values, codes, tl.minimum(row - begin, length * T)
 
 
 @triton.jit
@@ -64,6 +72,34 @@ def largest_of(v, SIDE: tl.constexpr):
     return tl.max(tl.max(v, 1), 0) if SIDE else tl.max(tl.max(v, 2), 1)
 
 
+@triton.jit
+def store_thirds(
+    data, codes, third, stride, length, here, LENGTH: tl.constexpr, GROUPS: tl.constexpr, SIDE: tl.constexpr
+):  # fmt: skip
+    """Store the third bits of 3-bit codes: those of two bytes of the field share a byte behind it."""
+    k = tl.arange(0, 2)
+    pair = tl.arange(0, LENGTH // 2)
+    if SIDE:
+        both = tl.sum(third.reshape(LENGTH // 2, 2, GROUPS) << (k * 4).to(tl.uint32)[None, :, None], 1)
+        at, there = codes[None, :] + (length + pair[:, None]) * stride, here[None, :] & (pair[:, None] * 2 < length)
+    else:
+        both = tl.sum(third.reshape(GROUPS, LENGTH // 2, 2) << (k * 4).to(tl.uint32)[None, None, :], 2)
+        at, there = codes[:, None] + (length + pair[None, :]) * stride, here[:, None] & (pair[None, :] * 2 < length)
+    tl.store(data + at, both.to(tl.uint8), mask=there)
+
+
+@triton.jit
+def load_codes(data, codes, byte, j, t, stride, length, inside, BITS: tl.constexpr, SIDE: tl.constexpr):
+    """Load the codes of all slices."""
+    packed = tl.load(data + byte, mask=inside, other=0).to(tl.uint32)
+    if BITS == 3:
+        third = tl.load(data + (spread(codes, SIDE) + (length + j // 2) * stride), mask=inside, other=0).to(tl.uint32)
+        third = (third >> (j % 2 * 4 + t).to(tl.uint32)) & 1
+        return ((packed >> (t * 2).to(tl.uint32)) & 3) | (third << 2)
+    else:
+        return (packed >> (t * BITS).to(tl.uint32)) & ((1 << BITS) - 1)
+
+
 @triton.jit(do_not_specialize=["count", "groups", "seed_low", "seed_high"])
 def gq_encode_rows_kernel(
     x, data, seeds, row: tl.int32, stride: tl.int32, length: tl.int32, count: tl.int32, groups: tl.int32,
@@ -73,9 +109,10 @@ def gq_encode_rows_kernel(
 ):  # fmt: skip
     """Encode GROUPS groups."""
     seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
-    T: tl.constexpr = 8 // BITS
+    FIELD: tl.constexpr = 2 if BITS == 3 else BITS
+    T: tl.constexpr = 8 // FIELD
     g, here = groups_of(groups, GROUPS)
-    values, codes, valid = places_of(g, row, stride, length, count, T)
+    values, codes, valid = places_of(g, row, stride, length, count, T, BITS)
     j, t = bytes_and_slices(LENGTH, T, SIDE)
     # Bytes after the last one, and the end of an incomplete group, are copies of the group's last value.
     i = tl.minimum(t * length + j, spread(valid, SIDE) - 1)
@@ -90,15 +127,20 @@ def gq_encode_rows_kernel(
     )  # fmt: skip
     byte = spread(codes, SIDE) + j * stride
     h = inverted_random32(byte.to(tl.uint32), seed_low, seed_high)
-    hash = below_code(tl.zeros(bits.shape, tl.uint32), h, t, BITS)
+    hash = below_code(tl.zeros(bits.shape, tl.uint32), h, t, FIELD)
     code = codes_of(
         v, hash, spread(lo, SIDE), spread(inverse, SIDE), spread(steps, SIDE), spread(signed, SIDE),
         spread(extra, SIDE), BITS, SIGNS,
     )  # fmt: skip
-    packed = tl.sum(code << (t * BITS).to(tl.uint32), 1).to(tl.uint8)
-    there = (spread(here, SIDE) & (j < length)).reshape(packed.shape)
-    tl.store(data + byte.reshape(packed.shape), packed, mask=there)
-    store_scales(scales_at(data, groups, length), g, here, groups.to(tl.int64), lo, step, signed, SIGNS)
+    low = code & 3 if BITS == 3 else code
+    packed = tl.sum(low << (t * FIELD).to(tl.uint32), 1).to(tl.uint8)
+    inside = spread(here, SIDE) & (j < length)
+    tl.store(data + byte.reshape(packed.shape), packed, mask=inside.reshape(packed.shape))
+    if BITS == 3:
+        third = tl.sum(tl.where(j < length, (code >> 2) << t.to(tl.uint32), 0), 1)
+        store_thirds(data, codes, third, stride, length, here, LENGTH, GROUPS, SIDE)
+    at_lo = scales_at(data, groups, group_bytes(length, BITS))
+    store_scales(at_lo, g, here, groups.to(tl.int64), lo, step, signed, SIGNS)
 
 
 @triton.jit(do_not_specialize=["count", "groups", "seed_low", "seed_high"])
@@ -110,22 +152,23 @@ def gq_decode_rows_kernel(
 ):  # fmt: skip
     """Decode GROUPS groups, or write their MASK."""
     seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
-    T: tl.constexpr = 8 // BITS
+    FIELD: tl.constexpr = 2 if BITS == 3 else BITS
+    T: tl.constexpr = 8 // FIELD
     WORK: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
     g, here = groups_of(groups, GROUPS)
-    values, codes, valid = places_of(g, row, stride, length, count, T)
-    at_lo = scales_at(data, groups, length)
+    values, codes, valid = places_of(g, row, stride, length, count, T, BITS)
+    at_lo = scales_at(data, groups, group_bytes(length, BITS))
     lo, step = load_scales(at_lo, data + codes, g, here, groups.to(tl.int64), DTYPE, SIGNS)
     origin, unit = origin_of(lo, step)
     lo, step, origin, unit = spread(lo, SIDE), spread(step, SIDE), spread(origin, SIDE), spread(unit, SIDE)
     j, t = bytes_and_slices(LENGTH, T, SIDE)
     byte = spread(codes, SIDE) + j * stride
-    packed = tl.load(data + byte, mask=spread(here, SIDE) & (j < length), other=0).to(tl.uint32)
-    code = (packed >> (t * BITS).to(tl.uint32)) & ((1 << BITS) - 1)
+    inside = spread(here, SIDE) & (j < length)
+    code = load_codes(data, codes, byte, j, t, stride, length, inside, BITS, SIDE)
     if MASK:
         value = flags_of(code, lo, step, BITS, SIGNS)
     else:
-        fixed = below_code(code, random32(byte.to(tl.uint32), seed_low, seed_high), t, BITS)
+        fixed = below_code(code, random32(byte.to(tl.uint32), seed_low, seed_high), t, FIELD)
         top = tl.full((), limit, tl.float64).to(WORK)
         value = values_of(code, fixed, lo, step, origin, unit, top, DTYPE, BITS, SIGNS)
     i = t * length + j
@@ -140,15 +183,16 @@ def gq_gate_rows_kernel(
     SIDE: tl.constexpr,
 ):  # fmt: skip
     """Write x where the packed values are not zero, else zero: ReLU's gradient."""
-    T: tl.constexpr = 8 // BITS
+    FIELD: tl.constexpr = 2 if BITS == 3 else BITS
+    T: tl.constexpr = 8 // FIELD
     g, here = groups_of(groups, GROUPS)
-    values, codes, valid = places_of(g, row, stride, length, count, T)
-    at_lo = scales_at(data, groups, length)
+    values, codes, valid = places_of(g, row, stride, length, count, T, BITS)
+    at_lo = scales_at(data, groups, group_bytes(length, BITS))
     lo, step = load_scales(at_lo, data + codes, g, here, groups.to(tl.int64), DTYPE, SIGNS)
     j, t = bytes_and_slices(LENGTH, T, SIDE)
     byte = spread(codes, SIDE) + j * stride
-    packed = tl.load(data + byte, mask=spread(here, SIDE) & (j < length), other=0).to(tl.uint32)
-    code = (packed >> (t * BITS).to(tl.uint32)) & ((1 << BITS) - 1)
+    inside = spread(here, SIDE) & (j < length)
+    code = load_codes(data, codes, byte, j, t, stride, length, inside, BITS, SIDE)
     flag = flags_of(code, spread(lo, SIDE), spread(step, SIDE), BITS, SIGNS)
     i = t * length + j
     at = spread(values, SIDE) + i.to(tl.int64) * stride

@@ -74,7 +74,7 @@ def encode(x: Tensor, format: GroupFormat, seed: int) -> Tensor:
     code = torch.where(affine[:, None], q, torch.where(a > 0, (q + 1) | sign, 0))
     lo = torch.where(signed & ~affine, -lo, lo)
     blocks = format.groups(numel) // format.stride
-    packed = pack_fields(code.to(torch.uint8), bits).view(blocks, format.stride, -1).transpose(1, 2)
+    packed = pack_codes(code.to(torch.uint8), format).view(blocks, format.stride, -1).transpose(1, 2)
     gap = packed.new_zeros(-packed.numel() % 8)
     arrays = (packed, gap, *stored_scales(lo, step, constant, rest))
     return torch.cat([array.contiguous().view(-1).view(torch.uint8) for array in arrays])
@@ -129,7 +129,7 @@ def unpack(data: Tensor, format: GroupFormat, numel: int) -> tuple[Tensor, Tenso
     groups = format.groups(numel)
     codes = data[: groups * format.length].view(-1, format.length, format.stride)
     rows = codes.transpose(1, 2).reshape(groups, -1)
-    code = unpack_fields(rows, format.bits, format.extent).long()
+    code = unpack_codes(rows, format).long()
     lo, step = (scale.clone().view(format.scale_dtype) for scale in (data[at_lo:at_step], data[at_step:end]))
     if format.dtype != torch.float64:
         high, low = (scale.view(torch.int16).int() for scale in (lo, step))
@@ -138,6 +138,28 @@ def unpack(data: Tensor, format: GroupFormat, numel: int) -> tuple[Tensor, Tenso
         lo = (high << 16 | torch.where(constant, (low & 0x7FFF) << 1 | last, 0)).view(torch.float32)
         step = torch.where(constant, 0.0, step.float())
     return code, lo[:, None], step[:, None]
+
+
+def pack_codes(code: Tensor, format: GroupFormat) -> Tensor:
+    """Pack rows of codes: their field, then of 3-bit codes the third bits of the four codes of each byte."""
+    if format.bits != 3:
+        return pack_fields(code, format.bits)
+    length = format.field_length
+    third = torch.zeros(len(code), length + length % 2, dtype=torch.uint8, device=code.device)
+    for t in range(4):
+        third[:, :length] |= code[:, t * length : (t + 1) * length] >> 2 << t
+    return torch.cat([pack_fields(code & 3, 2), third[:, ::2] | third[:, 1::2] << 4], 1)
+
+
+def unpack_codes(rows: Tensor, format: GroupFormat) -> Tensor:
+    """Return the codes that `pack_codes` packed."""
+    length = format.field_length
+    code = unpack_fields(rows[:, :length], format.field, format.extent)
+    if format.bits == 3:
+        both = rows[:, length:]
+        third = torch.stack([both & 15, both >> 4], 2).flatten(1)[:, :length]
+        code = code | torch.cat([third >> t & 1 for t in range(4)], 1) << 2
+    return code
 
 
 def low_bits(lo: Tensor) -> Tensor:
@@ -173,7 +195,7 @@ def lo_down(lo: Tensor, negated: Tensor) -> Tensor:
 
 def random_of_values(numel: int, format: GroupFormat, seed: int, device: torch.device) -> Tensor:
     """Return 24 random bits for each value, in rows of groups: the hash of its byte, rotated by its slice."""
-    bits, length, stride = format.bits, format.length, format.stride
-    byte = torch.arange(format.groups(numel) * length, device=device).view(-1, length, stride)
-    word = byte.transpose(1, 2).reshape(-1, length).repeat(1, 8 // bits)
-    return hash24(word, torch.arange(format.extent, device=device) // length * (4 * bits), seed)
+    length, field = format.field_length, format.field
+    byte = torch.arange(format.groups(numel) * format.length, device=device).view(-1, format.length, format.stride)
+    word = byte[:, :length].transpose(1, 2).reshape(-1, length).repeat(1, 8 // field)
+    return hash24(word, torch.arange(format.extent, device=device) // length * (4 * field), seed)

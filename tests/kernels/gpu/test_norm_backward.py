@@ -247,7 +247,7 @@ def test_what_is_left_to_others():
     assert not any(map(takes, ((2, 8, 14, 14), (2, 1, 16, 16), (0, 8, 16, 16), (8, 32))))
     assert not takes((2, 8, 5, 5), row=25) and not takes(row=128) and not takes(last=True, stride=8, row=512)
     assert not takes(last=True) and not takes(stride=8) and not takes(group=256) and not takes(dtype=torch.float64)
-    assert not takes(bits=4, signs=True)
+    assert not takes(bits=4, signs=True) and not takes(bits=3)
 
 
 COMPILE = """

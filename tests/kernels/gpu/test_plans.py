@@ -18,7 +18,7 @@ def plans(format: GroupFormat, numel: int) -> tuple[GroupPlan, GroupPlan]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("bits", "signs"), [(2, False), (4, False), (8, False), (4, True), (8, True)])
+@pytest.mark.parametrize(("bits", "signs"), [(2, False), (3, False), (4, False), (8, False), (4, True), (8, True)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equals_reference(dtype, bits, signs):
     sizes = {"normal": 5000, "relu": 5000, "special": 1000, "largest": 300, "denormal": 300, "far": 1}
@@ -36,8 +36,8 @@ def test_equals_reference(dtype, bits, signs):
 
 
 @pytest.mark.parametrize(("bits", "signs", "group", "channels"), [
-    (2, False, 128, 1), (4, True, 128, 1), (8, False, 256, 1), (2, False, 200, 1), (2, False, 128, 24),
-    (4, False, 128, 7),
+    (2, False, 128, 1), (3, False, 128, 1), (4, True, 128, 1), (8, False, 256, 1), (2, False, 200, 1),
+    (2, False, 128, 24), (4, False, 128, 7),
 ])  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gate(dtype, bits, signs, group, channels):
@@ -62,7 +62,7 @@ def test_groups(group):
     assert same(ours.decode(data, SEED), theirs.decode(data, SEED))
 
 
-@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize(("pixels", "channels"), [(300, 7), (256, 16), (1, 40), (513, 3), (300, 66)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_groups_of_a_channel(dtype, pixels, channels, bits):
@@ -75,7 +75,7 @@ def test_groups_of_a_channel(dtype, pixels, channels, bits):
     assert torch.equal(ours.decode(data, SEED), theirs.decode(data, SEED))
 
 
-@pytest.mark.parametrize(("bits", "signs"), [(2, False), (4, True), (8, False)])
+@pytest.mark.parametrize(("bits", "signs"), [(2, False), (3, False), (4, True), (8, False)])
 @pytest.mark.parametrize(("row", "stride"), [(96, 1), (130, 1), (49, 6), (1, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_groups_within_rows(dtype, row, stride, bits, signs):
@@ -94,7 +94,7 @@ def test_groups_within_rows(dtype, row, stride, bits, signs):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("bits", "signs"), [(2, False), (4, True)])
+@pytest.mark.parametrize(("bits", "signs"), [(2, False), (3, False), (4, True)])
 @pytest.mark.parametrize("stride", [1, 8])
 def test_constant_groups_are_exact(stride, bits, signs, dtype):
     """Every bit of a constant comes back, in an incomplete group and beside zeros as well, and zeros stay zeros."""
@@ -152,6 +152,9 @@ for bits, signs, table in ((2, False, False), (4, True, True)):
         build(rows_.gq_encode_rows_kernel, pointers, ragged | seeded)
         build(rows_.gq_decode_rows_kernel, pointers, ragged | {"MASK": False} | seeded)
         build(rows_.gq_gate_rows_kernel, pointers, ragged)
+        if bits == 2:
+            build(rows_.gq_encode_rows_kernel, pointers, ragged | seeded | {"BITS": 3})
+            build(rows_.gq_decode_rows_kernel, pointers, ragged | seeded | {"BITS": 3, "MASK": False})
     if half:
         build(pairs.gq_encode_pairs_kernel, pointers, rated | {"ROWS": 16, "THREADS": 2} | seeded)
 """
