@@ -18,6 +18,8 @@ TRITON := triton==3.6.0
 # Two processes. One that is done takes tests from the other, so that no list of long tests has to be kept.
 PYTEST := $(PYTHON) -m pytest -n 2 --dist worksteal
 export OMP_WAIT_POLICY := passive
+# Each of the two processes has a core: with a thread for every core they would wait for each other.
+test fast soak: export OMP_NUM_THREADS := 1
 MARKDOWN := *.md docs benchmarks/README.md
 
 .PHONY: demo test fast soak lint browser clean
