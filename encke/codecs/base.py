@@ -87,7 +87,9 @@ class Codec(ABC):
     signs_only = False
     """Whether the codec keeps nothing but signs."""
     keeps_zeros = False
-    """Whether zeros of non-negative data, and only those, decode to zeros, so that a mask can be read from codes."""
+    """Whether a mask of the zeros of non-negative data can be read from what is packed."""
+    zeros_decode = False
+    """Whether such zeros, and only those, also decode to zeros."""
     signs = False
     """Whether zeros and signs of signed data are exact."""
     unbiased = False

@@ -87,6 +87,10 @@ class ErrorBounded(FlatCodec):
     def unbiased(self) -> bool:  # type: ignore[override]
         return self.rounding == "dithered" or self.bound == 0
 
+    @property
+    def zeros_decode(self) -> bool:  # type: ignore[override]
+        return self.rounding != "dithered"
+
     def covers(self, other: Codec) -> bool:
         if self.bound == 0:
             return True

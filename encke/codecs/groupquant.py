@@ -77,7 +77,7 @@ class GroupQuant(FlatCodec):
     seed: int = 0
     signs: bool = False
     """Keep zeros and signs exact in groups with negative values too, with coarser steps; needs 4 or 8 bits."""
-    keeps_zeros = True
+    keeps_zeros = zeros_decode = True
     unbiased = True
     reads_packed = True
 

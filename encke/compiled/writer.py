@@ -16,7 +16,7 @@ from encke.capture.encoding import MASK
 from encke.capture.facts import SiteFacts
 from encke.capture.ledger import Record
 from encke.capture.sites import Site
-from encke.codecs import Codec, DualPrecision, GroupQuant, Lossless
+from encke.codecs import Codec, GroupQuant, Lossless
 from encke.codecs.algebra import strictest
 from encke.compiled import rewrites
 from encke.compiled.calls import Call, Calls, ConstantCalls, RunTimeCalls
@@ -75,8 +75,8 @@ class Packing:
         if asked != self._asked:
             masks = [MASK for site in self.sites if site.need == "mask"]
             codec = strictest([*asked, *masks])
-            if self._compares_values and isinstance(codec, DualPrecision):
-                codec = codec.fixed_rate()
+            if self._compares_values and not (codec.exact or codec.zeros_decode or codec.zeros_only):
+                codec = codec.fixed_rate() or Lossless()
             self._asked, self._codec = asked, codec if codec.takes(dtype) else Lossless()
         return self._codec
 
@@ -144,7 +144,8 @@ class Writer:
         order = order_of(t)
         readers = self.pair.readers_behind(self.pair.inputs[node.name])
         packing.rows = rows_read(self.pair, readers, packing.sites)
-        format = format_of(t, codec, order, packing.rows) if isinstance(codec, GroupQuant) else None
+        fixed = codec.fixed_rate() if codec is not None and codec.reads_packed else None
+        format = format_of(t, fixed, order, packing.rows) if fixed is not None else None
         calls: Calls
         if packing.constant is None:
             self.tells = True

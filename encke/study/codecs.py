@@ -35,7 +35,7 @@ class Midpoint(FlatCodec):
     bound: float
     # Untrue on purpose: a mask is then read from the decoded values, as with a compressor that knows nothing of masks.
     # With False here, capture would keep exact zeros for ReLU.
-    keeps_zeros = True
+    keeps_zeros = zeros_decode = True
 
     def covers(self, other: Codec) -> bool:
         return other.signs_only or (isinstance(other, Midpoint) and self.bound <= other.bound)

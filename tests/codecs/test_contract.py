@@ -80,10 +80,10 @@ class Replaceable(Rounded):
     ("codec", "backend", "shown"),
     [
         (Rounded(), None, {"Rounded", "Mask"}),
-        (Rounded(), "aot_eager", {"kept", "Mask"}),
-        (Replaceable(), "aot_eager", {"GroupQuant", "Mask"}),
+        (Rounded(), "aot_eager", {"Rounded", "Mask"}),
+        (Replaceable(), "aot_eager", {"Replaceable", "Mask"}),
     ],
-    ids=["eager", "compiled, kept", "compiled, fixed rate"],
+    ids=["eager", "compiled", "compiled, with a stand-in for CUDA graphs"],
 )
 def test_a_codec_of_two_methods_trains(codec: Codec, backend: str | None, shown: set[str]) -> None:
     torch.manual_seed(0)
@@ -101,7 +101,7 @@ def test_a_codec_of_two_methods_trains(codec: Codec, backend: str | None, shown:
     handle = encke.attach(called, Fixed(codec))
     found = gradients(called)
     assert torch.allclose(found, plain, rtol=0.02, atol=0.02 * float(plain.abs().max()))
-    assert torch.equal(found, plain) == ("kept" in shown)
+    assert not torch.equal(found, plain)
     report = handle.report()
     assert shown <= {row.codec for row in report.sites}, report
     assert report.ratio > 1

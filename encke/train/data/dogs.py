@@ -151,6 +151,8 @@ def start(dst: Path, about: dict[str, str]) -> None:
         write(dst / ABOUT, [json.dumps(about)])
     except OSError as error:
         raise UsageError(f"DST {dst} cannot be written ({error.strerror}): name another folder") from None
+    except UsageError:
+        raise
     except (ValueError, RecursionError):
         raise UsageError(f"DST {dst}: its {ABOUT} cannot be read: remove the folder or name another one") from None
 
