@@ -18,12 +18,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from encke.capture.modules import layer_name
+from encke.capture.needs import MATMULS
 from encke.capture.sites import Site
 from encke.codecs import Codec, ErrorBounded, GroupQuant
 from encke.codecs.base import as_written
 from encke.policies.base import AdaptivePolicy
 from encke.policies.comet.allocate import BITS
-from encke.policies.comet.assess import DEFAULT_SIGMA, PAPER_SIGMA, Assessment, StepFigures, figures_of
+from encke.policies.comet.assess import DEFAULT_SIGMA, PAPER_SIGMA, Assessment, StepFigures, figures_of, is_norm
 from encke.policies.comet.measure import PROBE, CometCollector
 from encke.policies.comet.schedule import CollectionSchedule, FinishedStep
 from encke.policies.comet.settings import Learnt, Setting
@@ -129,7 +130,7 @@ class Comet(AdaptivePolicy):
         if site.need == "attention":
             # Capture gives more bits where scores need them, and 8 before it has measured.
             return initial_codec(self.stochastic, self.seed, BITS[0])
-        initial = initial_codec(self.stochastic, self.seed)
+        initial = initial_codec(self.stochastic, self.seed, initial_bits(site))
         if site.need == "logprob":
             return at_logprob(initial, site)
         return self._learnt.layers.get(site.layer) or initial
@@ -220,7 +221,17 @@ def check_layers(learnt: Learnt, model: nn.Module | None) -> None:
         )
 
 
+def initial_bits(site: Site) -> int:
+    """Return the bits in force before anything was measured.
+
+    Errors of products with weights and of normalisations average out, over a batch or over the values normalised.
+    Errors of other readers, such as SiLU, enter the gradients of all layers in front as they are.
+    """
+    averaged = is_norm(site) or site.operation == "Convolution" or site.operation in MATMULS
+    return BITS[-2] if averaged else BITS[-1]
+
+
 @cache
-def initial_codec(stochastic: bool, seed: int, bits: int = BITS[-1]) -> Codec:
-    """Return the codec in force before anything was measured: the most bits, or 1 % of the range."""
+def initial_codec(stochastic: bool, seed: int, bits: int) -> Codec:
+    """Return the codec in force before anything was measured; 1 % of the range for rounding to nearest."""
     return GroupQuant(bits=bits, seed=seed) if stochastic else ErrorBounded(1e-2, "rel", seed=seed)

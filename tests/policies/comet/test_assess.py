@@ -204,7 +204,7 @@ def test_the_smallest_inputs_have_the_most_bits_from_the_second_step_on(spare, b
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         rows = {row.layer: row.bound for row in handle.report().sites if row.codec == "GroupQuant"}
-        assert rows["first"] == ("2 bits" if step else "8 bits")
-        assert rows["last"] == (f"{bits} bits" if step else "8 bits")
+        assert rows["first"] == ("2 bits" if step else "4 bits")
+        assert rows["last"] == (f"{bits} bits" if step else "4 bits")
     rows = [row for row in handle.history if row["step"] == 10]
     assert {row["layer"]: row["bits"] for row in rows} == {"first": 2, "second": 2, "last": bits}

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 import encke
 from encke.capture.sites import Site
-from encke.codecs import ErrorBounded, GroupQuant
+from encke.codecs import Codec, ErrorBounded, GroupQuant
 from encke.policies import Comet
-from encke.policies.comet.policy import initial_codec
 from tests.policies.comet.trainings import (
     BATCHES,
     ROUNDINGS,
@@ -63,7 +62,13 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], kind: type[Excepti
 
 
 def test_what_is_chosen_before_the_first_collection() -> None:
-    assert initial_codec(True, 3) == GroupQuant(8, seed=3) and initial_codec(False, 0) == ErrorBounded(1e-2, "rel")
+    def chosen(operation: str, slot: str = "input", **settings: Any) -> Codec:
+        return Comet(**settings).choose(Site("layer", operation, slot, need="lossy"))
+
+    averaged = ("Convolution", "Linear", "Addmm", "BatchNorm", "NativeLayerNorm", "FusedRmsNorm")
+    assert {chosen(operation, seed=3) for operation in averaged} == {GroupQuant(4, seed=3)}
+    assert {chosen(operation, "self", seed=3) for operation in ("Silu", "Mul", "MyFunction")} == {GroupQuant(8, seed=3)}
+    assert chosen("Convolution", rounding="nearest") == ErrorBounded(1e-2, "rel")
     query = Site("layer", "ScaledDotProductAttention", "query", need="attention")
     assert Comet().choose(query) == GroupQuant(2)
 
