@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,7 +47,17 @@ from encke.kernels.cpu.scalars import (
     u64,
     widen,
 )
-from encke.kernels.formats import BLOCK, BLOCKS, FLOATS, GROUP, HEADER, RAW, SMALLEST_BOUND, BoundedFormat
+from encke.kernels.formats import (
+    BLOCK,
+    BLOCKS,
+    FLOATS,
+    GROUP,
+    HEADER,
+    RAW,
+    SMALLEST_BOUND,
+    BoundedFormat,
+    DitheredFormat,
+)
 
 
 @jit
@@ -74,14 +85,14 @@ def fill_steps(steps, eb):
 @inline
 def load_group(x, first, v, limit):
     """Widen a group into v, filled with zeros; return the largest magnitude below the limit."""
-    first, size = index(first), min(x.size - first, GROUP)
+    first, size = index(first), min(x.size - first, v.size)
     zero = magnitude(as_float(0, v[0]))
     largest = zero
     for i in range(size):
         v[i] = widen(x[first + i])
         m = magnitude(v[i])
         largest = max(largest, m if m < limit else zero)
-    for i in range(size, GROUP):
+    for i in range(size, v.size):
         v[i] = 0
     return from_magnitude(largest)
 
@@ -310,14 +321,12 @@ def encode_task(
 
 
 @jit
-def gather_task(task, size, groups, meta, scratch, slot, base, units, payload):
-    """Move a task's bytes to their place in the payload."""
-    offsets = meta[HEADER : HEADER + 4 * groups].view(u32)
-    for group in range(task * size // GROUP, min((task + 1) * size // GROUP, groups)):
-        offsets[group] += base[task]
-    source, to = index(task * slot), index(4 * base[task])
-    for i in range(4 * units[task]):
-        payload[to + i] = scratch[source + i]
+def gather_task(task, size, groups, group, header, meta, scratch, slot, base, units, payload):
+    """Move a task's bytes to their place in the payload; a group has `group` values, the metadata a `header`."""
+    offsets = meta[header : header + 4 * groups].view(u32)
+    for g in range(task * size // group, min((task + 1) * size // group, groups)):
+        offsets[g] += base[task]
+    copy_bytes(scratch, task * slot, 4 * units[task], payload, 4 * base[task])
 
 
 @inline
@@ -422,13 +431,24 @@ def usable_bound(bound: float, dtype: torch.dtype) -> np.floating:
     return eb if float(eb) >= SMALLEST_BOUND[dtype] else work(0)
 
 
-def bounded_encode(x: Tensor, format: BoundedFormat, seed: int, capacity: int) -> tuple[Tensor, Tensor]:
-    """Encode flat values within the bound: (meta, payload), of exact size whatever the capacity."""
+def encode_in_tasks(
+    x: Tensor, format: BoundedFormat | DitheredFormat, encode: Any, rounding: tuple[Any, ...], group: int, header: int,
+    slack: int = 0,
+) -> tuple[Tensor, Tensor, float]:  # fmt: skip
+    """Encode flat values within the bound: meta without its header, payload, and the bound as it is used.
+
+    Args:
+        x: The values.
+        format: Bounds and sizes.
+        encode: The kernel that encodes a task.
+        rounding: Its arguments behind those that all formats have.
+        group: Values of a group.
+        header: Bytes at the beginning of the metadata.
+        slack: Bytes that a task may write beyond those of its values.
+    """
     numel, bound = x.numel(), format.bound
-    if numel == 0:
-        return torch.zeros(HEADER, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)
-    values, size = elements(x), task_size(numel, GROUP)
-    tasks, groups = -(-numel // size), -(-numel // GROUP)
+    values, size = elements(x), task_size(numel, group)
+    tasks, groups = -(-numel // size), -(-numel // group)
     if format.relative != math.inf:
         ends = np.empty((tasks, 2))
         run(range_task, tasks, size, values, ends)
@@ -436,18 +456,31 @@ def bounded_encode(x: Tensor, format: BoundedFormat, seed: int, capacity: int) -
         bound = min(bound, format.relative * float(high - low) if low <= high else 0.0)
     eb = usable_bound(bound, x.dtype)
     meta = torch.empty(format.meta_size(numel), dtype=torch.uint8)
-    slot = min(size, groups * GROUP) * x.element_size() + SLACK
+    slot = min(size, groups * group) * x.element_size() + slack
     # Most of a slot is never touched: no huge pages, so not from numpy.
     scratch = torch.empty(tasks * slot, dtype=torch.uint8).numpy()
-    units, meta_bytes = np.empty(tasks, np.int64), meta.numpy()
-    place = (meta_bytes, scratch, slot)
-    rounding = (*FLOATS[x.dtype], format.stochastic, *seed_halves(seed))
-    run(encode_task, tasks, size, values, values.view(np.uint8), *place, units, eb, *rounding, format.bitmap)
+    units = np.empty(tasks, np.int64)
+    place = (meta.numpy(), scratch, slot)
+    run(encode, tasks, size, values, values.view(np.uint8), *place, units, eb, *FLOATS[x.dtype], *rounding)
     base, total = np.cumsum(units) - units, int(units.sum())
     payload = torch.empty(4 * total, dtype=torch.uint8)
-    run(gather_task, tasks, size, groups, *place, base, units, payload.numpy(), wake=total > MIN_TASK)
-    signed = -eb if format.stochastic else eb
-    meta_bytes[:HEADER] = np.frombuffer(struct.pack("<dqqq", signed, total, 0, 0), np.uint8)
+    run(gather_task, tasks, size, groups, group, header, *place, base, units, payload.numpy(), wake=total > MIN_TASK)
+    return meta, payload, eb
+
+
+def write_header(meta: Tensor, layout: str, *numbers: Any) -> None:
+    """Write numbers to the beginning of the metadata."""
+    header = struct.pack(layout, *numbers)
+    meta.numpy()[: len(header)] = np.frombuffer(header, np.uint8)
+
+
+def bounded_encode(x: Tensor, format: BoundedFormat, seed: int, capacity: int) -> tuple[Tensor, Tensor]:
+    """Encode flat values within the bound: (meta, payload), of exact size whatever the capacity."""
+    if x.numel() == 0:
+        return torch.zeros(HEADER, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)
+    rounding = (format.stochastic, *seed_halves(seed), format.bitmap)
+    meta, payload, eb = encode_in_tasks(x, format, encode_task, rounding, GROUP, HEADER, SLACK)
+    write_header(meta, "<dqqq", -eb if format.stochastic else eb, payload.numel() // 4, 0, 0)
     return meta, payload
 
 

@@ -6,14 +6,13 @@ import math
 
 import numpy as np
 
-from encke.kernels.cpu.bounded import copy_bytes
+from encke.kernels.cpu.bounded import copy_bytes, load_group
 from encke.kernels.cpu.planes_decode import WORDS, fill_steps, value_of
 from encke.kernels.cpu.scalars import (
     as_float,
     bit_width,
     exponent,
     f32,
-    from_magnitude,
     i32,
     i64,
     index,
@@ -28,21 +27,6 @@ from encke.kernels.cpu.scalars import (
 )
 from encke.kernels.cpu.words import count_ones, gather, get_plane, put_bits
 from encke.kernels.formats import ALL_ZERO, AS_IS, PLANE_BLOCK, PLANE_GROUP, PLANE_HEADER, PLANE_WORD, REPEATED, ROUNDS
-
-
-@inline
-def load_group(x, first, v, limit):
-    """Widen a group into v, filled with zeros; return the largest magnitude below the limit."""
-    first, size = index(first), min(x.size - first, PLANE_GROUP)
-    zero = magnitude(as_float(0, v[0]))
-    largest = zero
-    for i in range(size):
-        v[i] = widen(x[first + i])
-        m = magnitude(v[i])
-        largest = max(largest, m if m < limit else zero)
-    for i in range(size, PLANE_GROUP):
-        v[i] = 0
-    return from_magnitude(largest)
 
 
 @inline
@@ -322,12 +306,3 @@ def encode_task(
             scratch[index(at)] = u8(0)
             at += 1
     units[task] = (at - begin) // 4
-
-
-@jit
-def gather_task(task, size, groups, meta, scratch, slot, base, units, payload):
-    """Move a task's bytes to their place in the payload."""
-    offsets = meta[PLANE_HEADER : PLANE_HEADER + 4 * groups].view(u32)
-    for group in range(task * size // PLANE_GROUP, min((task + 1) * size // PLANE_GROUP, groups)):
-        offsets[group] += base[task]
-    copy_bytes(scratch, task * slot, 4 * units[task], payload, 4 * base[task])

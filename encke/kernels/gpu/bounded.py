@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import struct
 
 import torch
 from torch import Tensor
 
-from encke.kernels.formats import GROUP, SMALLEST_BOUND, BoundedFormat
+from encke.kernels.formats import GROUP, SMALLEST_BOUND, BoundedFormat, DitheredFormat
 from encke.kernels.gpu.decode import decode_kernel, decode_maps_kernel
 from encke.kernels.gpu.encode import encode_kernel, range_kernel
 from encke.kernels.gpu.launch import TYPES, launch_kernel, seed_halves
@@ -29,41 +30,53 @@ def usable_bound(bound: float, dtype: torch.dtype) -> float:
     return near if near <= bound else struct.unpack("<f", struct.pack("<i", bits - 1))[0]
 
 
+def allocate(
+    x: Tensor, format: BoundedFormat | DitheredFormat, group: int, capacity: int
+) -> tuple[Tensor, Tensor, float]:
+    """Return metadata, payload, and the bound for the kernel; a bound relative to the range has that measured.
+
+    With a negative capacity the payload has room for values stored as they are.
+    """
+    numel, dtype, device = x.numel(), x.dtype, x.device
+    if capacity < 0:
+        capacity = -(-numel // group) * group * dtype.itemsize  # no block takes more than its values
+    meta = torch.zeros(format.meta_size(numel), dtype=torch.uint8, device=device)
+    payload = torch.empty(capacity, dtype=torch.uint8, device=device)
+    if format.relative == math.inf:
+        return meta, payload, usable_bound(format.bound, dtype)
+    if numel:
+        constants = (TYPES[dtype], RANGE_SIZE)
+        launch_kernel(range_kernel, -(-numel // RANGE_SIZE), (x, meta), (numel,), constants, 8, specialised=1)
+    return meta, payload, format.bound
+
+
+def trimmed(meta: Tensor, payload: Tensor, capacity: int) -> Tensor:
+    """Return the payload; without a given capacity the part of it that was written, for which the host waits."""
+    return payload if capacity >= 0 else payload[: 4 * int(meta[8:16].view(torch.int64))].clone()
+
+
 def bounded_encode(x: Tensor, format: BoundedFormat, seed: int, capacity: int) -> tuple[Tensor, Tensor]:
     """Encode flat values within the bound: (meta, payload).
 
     With a capacity there is no synchronisation: the caller compares it later with the size that meta tells.
     """
-    numel, dtype, device = x.numel(), x.dtype, x.device
-    bound, rel, stochastic, bitmap = format.bound, format.relative, format.stochastic, format.bitmap
-    relative = rel != float("inf")
-    groups = -(-numel // GROUP)
-    exact = capacity < 0
-    if exact:
-        capacity = groups * GROUP * dtype.itemsize  # no block takes more than its values
-    meta = torch.zeros(format.meta_size(numel), dtype=torch.uint8, device=device)
-    payload = torch.empty(capacity, dtype=torch.uint8, device=device)
+    numel, dtype, stochastic, bitmap = x.numel(), x.dtype, format.stochastic, format.bitmap
+    meta, payload, bound = allocate(x, format, GROUP, capacity)
     if numel == 0:
         return meta, payload
-    kind = TYPES[dtype]
-    if relative:
-        launch_kernel(range_kernel, -(-numel // RANGE_SIZE), (x, meta), (numel,), (kind, RANGE_SIZE), 8, specialised=1)
-    else:
-        bound = usable_bound(bound, dtype)
+    groups = -(-numel // GROUP)
     tile = 1 if bitmap else TILE[dtype.itemsize]
     tiles = -(-groups // tile)
     programs = min(tiles, MAP_PROGRAMS) if bitmap else tiles
-    scratch = torch.empty(programs * tile * GROUP + 64, dtype=torch.uint8, device=device) if bitmap else meta
+    scratch = torch.empty(programs * tile * GROUP + 64, dtype=torch.uint8, device=x.device) if bitmap else meta
     # Nearest fits in 96 registers, which lets 20 warps share a multiprocessor; what would spill is left alone.
     registers = 0 if bitmap or stochastic or dtype == torch.float64 else 96
     launch_kernel(
         encode_kernel, programs, (x, meta, payload, scratch),
-        (numel, capacity, bound, rel, *seed_halves(seed), tiles),
-        (kind, relative, stochastic, bitmap, tile), tile, registers, 1,
+        (numel, payload.numel(), bound, format.relative, *seed_halves(seed), tiles),
+        (TYPES[dtype], format.relative != math.inf, stochastic, bitmap, tile), tile, registers, 1,
     )  # fmt: skip
-    if exact:
-        payload = payload[: 4 * int(meta[8:16].view(torch.int64))].clone()
-    return meta, payload
+    return meta, trimmed(meta, payload, capacity)
 
 
 def bounded_decode(meta: Tensor, payload: Tensor, format: BoundedFormat, numel: int, mask: bool) -> Tensor:
