@@ -43,7 +43,7 @@ class Handle:
         >>> with encke.attach(model) as handle:
         ...     model(torch.randn(8, 3, 32, 32)).sum().backward()
         >>> handle
-        <encke.Handle of Sequential: Comet(), detached, 1 forward pass, last ratio 3.9>
+        <encke.Handle of Sequential: Comet(), detached, 1 forward pass, last ratio 7.5>
     """
 
     _capture: Capture
@@ -159,7 +159,7 @@ class Handle:
             ...     handle.log(stream)
             ...     loss = model(torch.randn(8, 3, 32, 32)).sum()
             >>> print(stream.getvalue().splitlines()[0])
-            step 1 - Convolution.input GroupQuant 8 bits ratio 3.88
+            step 1 - Convolution.input GroupQuant 4 bits ratio 7.53
         """
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be a whole number of forward passes, at least 1, got {every!r}")

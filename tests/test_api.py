@@ -292,7 +292,7 @@ def test_log_to_a_stream_is_to_be_read() -> None:
     train(model, optimizer, 2)
     handle.detach()
     lines = stream.getvalue().splitlines()
-    assert any(line.startswith("step 1 0 Convolution.input GroupQuant 8 bits ratio ") for line in lines)
+    assert any(line.startswith("step 1 0 Convolution.input GroupQuant 4 bits ratio ") for line in lines)
     assert [line.split(" ratio ")[0] for line in lines if " all " in line] == ["step 1 all", "step 2 all"]
     assert float(lines[-1].split()[-1]) == pytest.approx(handle.report().ratio, abs=0.01)
 
