@@ -198,12 +198,12 @@ class Codec(ABC):
 
 
 def _codecs() -> dict[str, type[Codec]]:
-    """Return every codec class that has been imported, by name."""
+    """Return every codec class that has been defined, by name; the latest definition counts, as in a notebook."""
     found: dict[str, type[Codec]] = {}
     stack: list[Any] = [Codec]
     while stack:
         kind = stack.pop()
-        stack.extend(kind.__subclasses__())
+        stack.extend(reversed(kind.__subclasses__()))
         if not isabstract(kind):
             found[kind.__name__] = kind
     return found
