@@ -1,3 +1,5 @@
 """Integrations with training libraries. Each module imports its library only when it is used."""
 
-__all__: list[str] = []
+from encke.integrations.logits import ChunkedLoss, chunk_loss
+
+__all__ = ["ChunkedLoss", "chunk_loss"]
