@@ -465,7 +465,7 @@ def encode_in_tasks(
     base, total = np.cumsum(units) - units, int(units.sum())
     payload = torch.empty(4 * total, dtype=torch.uint8)
     run(gather_task, tasks, size, groups, group, header, *place, base, units, payload.numpy(), wake=total > MIN_TASK)
-    return meta, payload, eb
+    return meta, payload, float(eb)
 
 
 def write_header(meta: Tensor, layout: str, *numbers: Any) -> None:
