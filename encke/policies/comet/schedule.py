@@ -76,6 +76,8 @@ class CollectionSchedule:
         self.averages = Averages()
         self.averaging = False
         self.optimizer = optimizer
+        self.optimizer_name = name_of(optimizer)
+        """Kind of the optimizer, which states are checked by; also known after `stop`."""
         self.ddp: Any = None
         self.shards: Shards | None = None
         """The model's sharded parameters (FSDP2), looked up in collection steps."""
@@ -116,7 +118,7 @@ class CollectionSchedule:
             "counts_all_steps": self.counts_all_steps,
             "requested": requested,
         }
-        state["optimizer"] = name_of(self.optimizer)
+        state["optimizer"] = self.optimizer_name
         return state | {"averages": self.averages.state_dict(self._parameters())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -126,7 +128,7 @@ class CollectionSchedule:
         missing = {"updates", "counts_all_steps", "requested", "averages"} - set(state)
         if missing:
             raise ValueError(f"this is not a state of a collection schedule: it lacks {sorted(missing)}")
-        kept, given = state.get("optimizer", ""), name_of(self.optimizer)
+        kept, given = state.get("optimizer", ""), self.optimizer_name
         if kept and kept != given:
             raise ValueError(
                 f"this state was saved with the optimizer {kept}, but this training has {given}: its momentum has "

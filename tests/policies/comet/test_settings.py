@@ -88,6 +88,17 @@ def test_a_state_stays_as_it_was_when_training_goes_on() -> None:
     assert repr(state) == repr(before)
 
 
+def test_a_state_taken_after_detach_fits_the_same_kind_of_training() -> None:
+    model = net()
+    optimizer = sgd(model)
+    handle = encke.attach(model, Comet(every=5), optimizer)
+    train(model, optimizer, 6)
+    attached = handle.state_dict()
+    handle.detach()
+    assert repr(handle.state_dict()) == repr(attached)
+    encke.attach(model, Comet(every=5), optimizer).load_state_dict(handle.state_dict())
+
+
 def test_wrong_states_are_told() -> None:
     model = net()
     optimizer = sgd(model)
