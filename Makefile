@@ -62,7 +62,7 @@ $(PYTHON):
 	@touch $@
 
 .venv/installed-dev: .venv/installed
-	@echo "Installing the development packages: peers of the benchmark, pytest, ruff, mypy (about a minute, once)"
-	@$(INSTALL) -e '.[cpu,train,bench,dev]'
+	@echo "Installing the development packages: peers of the benchmark, trainers, pytest, ruff, mypy (2 to 3 minutes, once)"
+	@$(INSTALL) -e '.[cpu,train,bench,integrations,dev]'
 	@$(PYTHON) -c 'import triton' 2>/dev/null || $(INSTALL) '$(TRITON)'
 	@touch $@
