@@ -16,7 +16,8 @@ import torch
 from triton.testing import do_bench
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from encke.kernels import BoundedFormat, DitheredFormat, GroupFormat, gpu, reference  # noqa: E402
+from encke.codecs.errorbounded import ROUNDINGS  # noqa: E402
+from encke.kernels import BoundedFormat, GroupFormat, gpu, reference  # noqa: E402
 
 INF = float("inf")
 SEED = 0x1234567890ABCDEF
@@ -46,27 +47,16 @@ def check(dtype: torch.dtype) -> Iterator[str]:
     """Return the differences from the reference on about a million values; none if all is well."""
     numel = MIB + 321
     x = noise("hard", numel, dtype)
-    for bitmap in (False, True):
-        for stochastic in (False, True):
-            for bound, rel in ((0.02, INF), (INF, 1e-4), (0.0, INF)):
-                format = BoundedFormat(bound, rel, stochastic, bitmap, dtype)
-                meta, payload = reference.bounded_encode(x, format, SEED, -1)
-                gpu_meta, gpu_payload = gpu.bounded_encode(x, format, SEED, -1)
-                expected = reference.bounded_decode(meta, payload, format, numel, False)
-                mask = gpu.bounded_decode(gpu_meta, gpu_payload, format, numel, True)
-                good = len(payload) == len(gpu_payload) and torch.equal(mask, expected != 0)
-                good &= same(gpu.bounded_decode(meta, payload, format, numel, False), expected)
-                if not (good and same(gpu.bounded_decode(gpu_meta, gpu_payload, format, numel, False), expected)):
-                    yield f"eb {dtype} bitmap={bitmap} stochastic={stochastic} bound={bound} rel={rel}"
-    for bound, rel in ((0.02, INF), (INF, 1e-4), (0.0, INF)):
-        dithered = DitheredFormat(bound, rel, dtype)
-        theirs, ours = (each.dithered_encode(x, dithered, SEED, -1) for each in (reference, gpu))
-        for flag in (False, True):
-            expected = reference.dithered_decode(*theirs, dithered, numel, flag)
-            if not all(same(gpu.dithered_decode(*kept, dithered, numel, flag), expected) for kept in (theirs, ours)):
-                yield f"dithered {dtype} bound={bound} rel={rel} mask={flag}"
-        if len(theirs[1]) != len(ours[1]):
-            yield f"dithered {dtype} bound={bound} rel={rel}: {len(ours[1])} bytes, not {len(theirs[1])}"
+    for rounding in ROUNDINGS:
+        for bound, rel in ((0.02, INF), (INF, 1e-4), (0.0, INF)):
+            format = BoundedFormat(bound, rel, ROUNDINGS[rounding], dtype)
+            theirs, ours = (each.bounded_encode(x, format, SEED, -1) for each in (reference, gpu))
+            for flag in (False, True):
+                expected = reference.bounded_decode(*theirs, format, numel, flag)
+                if not all(same(gpu.bounded_decode(*kept, format, numel, flag), expected) for kept in (theirs, ours)):
+                    yield f"eb {dtype} {rounding} bound={bound} rel={rel} mask={flag}"
+            if len(theirs[1]) != len(ours[1]):
+                yield f"eb {dtype} {rounding} bound={bound} rel={rel}: {len(ours[1])} bytes, not {len(theirs[1])}"
     for bits, stride in ((b, s) for b in (2, 4, 8) for s in (1, 3, 24, 192)):
         part = x[: numel // stride * stride]
         format = GroupFormat(bits, 128, dtype, stride)
@@ -87,39 +77,22 @@ def seconds(function: Callable[[], object]) -> float:
     return do_bench(function, warmup=10, rep=50, return_mode="median") / 1e3
 
 
-def eb_rows(x: torch.Tensor, kind: str) -> Iterator[tuple[str, float, int, Callable, Callable]]:
-    """Name, ratio, bytes moved, encode and decode, with bounds of 1 % of the range."""
+def eb_rows(x: torch.Tensor) -> Iterator[tuple[str, float, int, Callable, Callable]]:
+    """Name, ratio, bytes moved, encode and decode, with bounds of 1 and 5 % of the range."""
     spread = (x.max() - x.min()).item()
-    settings = [("abs", False, False), ("abs", True, False), ("rel", False, False)]
-    settings += [("abs", False, True)] if kind == "relu" else []
-    for mode, stochastic, bitmap in settings:
-        bound, rel = (0.01 * spread, INF) if mode == "abs" else (INF, 0.01)
-        format = BoundedFormat(bound, rel, stochastic, bitmap, x.dtype)
+    settings = [("nearest", "abs", 0.01), ("nearest", "rel", 0.01), ("nearest", "abs", 0.05)]
+    settings += [("stochastic", "abs", 0.01), ("dithered", "abs", 0.01), ("dithered", "abs", 0.05)]
+    for rounding, mode, share in settings:
+        bounds = (share * spread, INF) if mode == "abs" else (INF, share)
+        format = BoundedFormat(*bounds, ROUNDINGS[rounding], x.dtype)
         meta, payload = gpu.bounded_encode(x, format, SEED, -1)
         capacity, size = len(payload) + 1024, len(meta) + len(payload)
-        name = f"eb {mode} {'stochastic' if stochastic else 'nearest'}{' bitmap' if bitmap else ''}"
         yield (
-            name,
+            f"eb {rounding} {mode} {share:g}",
             x.nbytes / size,
             x.nbytes + size,
             lambda f=format, c=capacity: gpu.bounded_encode(x, f, SEED, c),
             lambda f=format, a=meta, p=payload: gpu.bounded_decode(a, p, f, x.numel(), False),
-        )
-
-
-def dithered_rows(x: torch.Tensor) -> Iterator[tuple[str, float, int, Callable, Callable]]:
-    """Name, ratio, bytes moved, encode and decode, with bounds of 1 and 5 % of the range."""
-    spread = (x.max() - x.min()).item()
-    for share in (0.01, 0.05):
-        format = DitheredFormat(share * spread, INF, x.dtype)
-        meta, payload = gpu.dithered_encode(x, format, SEED, -1)
-        capacity, size = len(payload) + 1024, len(meta) + len(payload)
-        yield (
-            f"dithered abs {share:g}",
-            x.nbytes / size,
-            x.nbytes + size,
-            lambda f=format, c=capacity: gpu.dithered_encode(x, f, SEED, c),
-            lambda f=format, a=meta, p=payload: gpu.dithered_decode(a, p, f, x.numel(), False),
         )
 
 
@@ -175,9 +148,7 @@ def measure(mib: int, only: str) -> Iterator[Row]:
     for dtype in ("float32", "bfloat16"):
         for kind in ("relu", "normal"):
             x = noise(kind, size // DTYPES[dtype].itemsize, DTYPES[dtype])
-            cases += [(dtype, kind, eb_rows(x, kind)), (dtype, kind, dithered_rows(x))] + (
-                [(dtype, kind, gq_rows(x))] if kind == "relu" else []
-            )
+            cases += [(dtype, kind, eb_rows(x))] + ([(dtype, kind, gq_rows(x))] if kind == "relu" else [])
     for dtype, kind, rows in cases:
         for what, ratio, moved, encode, decode in rows:
             if only not in what:
@@ -192,17 +163,15 @@ def measure(mib: int, only: str) -> Iterator[Row]:
 def host_rows() -> Iterator[Row]:
     """Microseconds of host time for a call on a small tensor."""
     x = noise("relu", 65536, torch.float32)
-    absolute, mapped = (BoundedFormat(0.04, INF, False, bitmap, x.dtype) for bitmap in (False, True))
-    relative = BoundedFormat(INF, 0.01, False, False, x.dtype)
-    encoded, encoded_mapped = (gpu.bounded_encode(x, format, SEED, -1) for format in (absolute, mapped))
+    nearest = ROUNDINGS["nearest"]
+    absolute, relative = BoundedFormat(0.04, INF, nearest, x.dtype), BoundedFormat(INF, 0.01, nearest, x.dtype)
+    encoded = gpu.bounded_encode(x, absolute, SEED, -1)
     plan = gpu.group_plan(GroupFormat(2, 128, x.dtype), x.numel(), x.device)
     data = plan.encode(x, SEED)
     calls = {
         "eb abs": lambda: gpu.bounded_encode(x, absolute, SEED, 1 << 18),
         "eb rel": lambda: gpu.bounded_encode(x, relative, SEED, 1 << 18),
-        "eb abs bitmap": lambda: gpu.bounded_encode(x, mapped, SEED, 1 << 18),
         "eb decode": lambda: gpu.bounded_decode(*encoded, absolute, 65536, False),
-        "eb decode bitmap": lambda: gpu.bounded_decode(*encoded_mapped, mapped, 65536, False),
         "gq encode": lambda: plan.encode(x, SEED),
         "gq decode": lambda: plan.decode(data, SEED),
     }

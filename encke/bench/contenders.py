@@ -56,14 +56,11 @@ def of_variance(x: Tensor, share: float) -> ErrorBounded:
 def ours(threads: int | None) -> list[Contender]:
     """Return Encke's codecs, with the settings that are worth comparing."""
 
-    def bounded(rounding: Any, bitmap: bool) -> Contender:
+    def bounded(rounding: Any) -> Contender:
         def trial(s: Sample) -> Trial:
-            return _trial(ErrorBounded(s.bound, mode=s.mode, rounding=rounding, bitmap=bitmap), s.tensor)
+            return _trial(ErrorBounded(s.bound, mode=s.mode, rounding=rounding), s.tensor)
 
-        return Contender(f"ErrorBounded {rounding}{', bitmap' if bitmap else ''}", "encke", threads, True, trial)
-
-    def dithered(s: Sample) -> Trial:
-        return _trial(ErrorBounded(s.bound, mode=s.mode, rounding="dithered"), s.tensor)
+        return Contender(f"ErrorBounded {rounding}", "encke", threads, True, trial)
 
     def matched(share: float) -> Contender:
         name = "ErrorBounded dithered, variance of 2 bits" + (f" * {share:g}" if share != 1 else "")
@@ -74,8 +71,7 @@ def ours(threads: int | None) -> list[Contender]:
         return Contender(name, "encke", threads, False, lambda s: _trial(codec, s.tensor))
 
     return [
-        *(bounded(rounding, bitmap) for rounding in ("nearest", "stochastic") for bitmap in (True, False)),
-        Contender("ErrorBounded dithered", "encke", threads, True, dithered),
+        *(bounded(rounding) for rounding in ("nearest", "stochastic", "dithered")),
         *(matched(share) for share in (1, 0.25)),
         *(fixed(bits) for bits in (2, 4, 8)),
         Contender("Lossless (mask x != 0)", "mask", threads, True, lambda s: _trial(Lossless(), s.tensor != 0)),

@@ -12,20 +12,21 @@ from encke.codecs.base import Codec, EncoderState, FlatCodec, Packed, operations
 from encke.codecs.groupquant import GroupQuant
 from encke.codecs.layout import Layout
 from encke.codecs.pending import PendingPacked
-from encke.kernels import BoundedFormat, DitheredFormat, mix
+from encke.kernels import BoundedFormat, mix
+from encke.kernels.formats import DITHERED, NEAREST, STOCHASTIC
+
+ROUNDINGS = {"nearest": NEAREST, "stochastic": STOCHASTIC, "dithered": DITHERED}
 
 
 class ErrorBoundedPacked(PendingPacked):
     """Two buffers, meta and payload (docs/design.md). On a GPU the payload's size arrives later."""
 
     __slots__ = ("format",)
-    format: BoundedFormat | DitheredFormat
+    format: BoundedFormat
 
     def decode_flat(self, mask: bool = False) -> Tensor:
         self.settle()
         meta, payload = self.buffers
-        if isinstance(self.format, DitheredFormat):
-            return operations(meta).dithered_decode(meta, payload, self.format, self.numel, mask)
         return operations(meta).bounded_decode(meta, payload, self.format, self.numel, mask)
 
 
@@ -55,12 +56,9 @@ class ErrorBounded(FlatCodec):
     """Whether the bound is absolute, or relative to the range (largest minus smallest finite value)."""
     rounding: Literal["nearest", "stochastic", "dithered"] = "nearest"
     """"nearest" and "stochastic" keep signs. Stochastic rounding is unbiased between non-zero levels; its step is the
-    bound, half of that for nearest. "dithered" is unbiased and has the error of every value uniform within the bound,
-    in the fewest bytes; values below the bound may change their sign."""
+    bound, that of the others twice the bound. "dithered" is unbiased, with the error of every value uniform within the
+    bound; values below the bound may change their sign."""
     seed: int = 0
-    bitmap: bool | None = None
-    """Let blocks with many zeros store a bitmap and the non-zeros alone. None: on the CPU yes, on a GPU no (speed).
-    Dithered values do so wherever it is shorter."""
     limit: float = math.inf
     """Second bound, relative to the range; the smaller of the two holds."""
     keeps_zeros = True
@@ -76,7 +74,7 @@ class ErrorBounded(FlatCodec):
             raise ValueError(f"bound must be finite, got {self.bound}")
         if self.mode not in ("abs", "rel"):
             raise ValueError(f'mode must be "abs" or "rel", got {self.mode!r}')
-        if self.rounding not in ("nearest", "stochastic", "dithered"):
+        if self.rounding not in ROUNDINGS:
             raise ValueError(f'rounding must be "nearest", "stochastic" or "dithered", got {self.rounding!r}')
 
     @property
@@ -141,17 +139,6 @@ class ErrorBounded(FlatCodec):
     def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, state: EncoderState | None = None) -> Packed:
         seed = mix(self.seed, key)
         packed = ErrorBoundedPacked(self, layout, flat.dtype, flat.numel())
-        if self.rounding == "dithered" and self.bound > 0:
-            packed.format = DitheredFormat(*self.bounds(), flat.dtype)
-        else:
-            bitmap = flat.device.type == "cpu" if self.bitmap is None else self.bitmap
-            packed.format = BoundedFormat(*self.bounds(), self.rounding == "stochastic", bitmap, flat.dtype)
-
-        def encode(capacity: int) -> tuple[Tensor, Tensor]:
-            format = packed.format
-            if isinstance(format, DitheredFormat):
-                return operations(flat).dithered_encode(flat, format, seed, capacity)
-            return operations(flat).bounded_encode(flat, format, seed, capacity)
-
-        packed.fill(flat, encode, state)
+        packed.format = BoundedFormat(*self.bounds(), ROUNDINGS[self.rounding], flat.dtype)
+        packed.fill(flat, lambda capacity: operations(flat).bounded_encode(flat, packed.format, seed, capacity), state)
         return packed

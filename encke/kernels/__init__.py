@@ -6,11 +6,11 @@ formats are in formats.py; docs/design.md explains them.
 """
 
 from encke.kernels.backends import Backend, BackendChoice, backend_for, choose_backend, describe_backends
-from encke.kernels.formats import FLOATS, BoundedFormat, DitheredFormat, DualFormat, GroupFormat, LogFormat, Seed, mix
+from encke.kernels.formats import FLOATS, BoundedFormat, DualFormat, GroupFormat, LogFormat, Seed, mix
 from encke.kernels.operators import dispatched
 from encke.kernels.plans import GroupPlan
 
 __all__ = [
-    "FLOATS", "Backend", "BackendChoice", "BoundedFormat", "DitheredFormat", "DualFormat", "GroupFormat",
+    "FLOATS", "Backend", "BackendChoice", "BoundedFormat", "DualFormat", "GroupFormat",
     "GroupPlan", "LogFormat", "Seed", "backend_for", "choose_backend", "describe_backends", "dispatched", "mix",
 ]  # fmt: skip

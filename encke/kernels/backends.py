@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from encke.kernels import reference
-from encke.kernels.formats import BoundedFormat, DitheredFormat, DualFormat, GroupFormat, LogFormat, Seed
+from encke.kernels.formats import BoundedFormat, DualFormat, GroupFormat, LogFormat, Seed
 from encke.kernels.plans import GroupPlan
 from encke.kernels.reference import slow
 
@@ -33,10 +33,6 @@ class Backend(Protocol):
     def bounded_encode(self, x: Tensor, format: BoundedFormat, seed: int, capacity: int) -> tuple[Tensor, Tensor]: ...
     def bounded_decode(
         self, meta: Tensor, payload: Tensor, format: BoundedFormat, numel: int, mask: bool
-    ) -> Tensor: ...
-    def dithered_encode(self, x: Tensor, format: DitheredFormat, seed: int, capacity: int) -> tuple[Tensor, Tensor]: ...
-    def dithered_decode(
-        self, meta: Tensor, payload: Tensor, format: DitheredFormat, numel: int, mask: bool
     ) -> Tensor: ...
     def dual_encode(self, x: Tensor, format: DualFormat, seed: int) -> Tensor: ...
     def dual_decode(self, data: Tensor, format: DualFormat, numel: int, mask: bool) -> Tensor: ...

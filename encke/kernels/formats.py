@@ -16,18 +16,8 @@ MASK64 = (1 << 64) - 1
 START = 0x9E3779B97F4A7C15 * (0xD1342543DE82EF95 + 1) & MASK64
 """First term of the hash `mix`."""
 
-BLOCK = 64
-"""Values that share a width in the error-bounded format."""
-BLOCKS = 16
-"""Blocks of one group there."""
-GROUP = BLOCK * BLOCKS
-"""Values of one group there, which share a step."""
-HEADER = 32
-"""Bytes at the beginning of its metadata."""
-RAW = 31
-"""Head of a block whose values are stored as they are."""
 PLANE_WORD = 64
-"""Values whose bits share a word in the dithered format."""
+"""Values whose bits share a word in the error-bounded format."""
 PLANE_BLOCK = 256
 """Values that share a form there."""
 PLANE_GROUP = 4096
@@ -38,6 +28,8 @@ ROUNDS = 4
 """Largest number of bits of a unary code there."""
 ALL_ZERO, AS_IS, REPEATED = 0x60, 0x61, 0x62
 """Flags of blocks there that are all zero, stored as they are, or one value repeated."""
+NEAREST, STOCHASTIC, DITHERED = 0, 1, 2
+"""Kinds of rounding there."""
 NORM_GROUP = 128
 """The only group size that batch norm's kernels read packed."""
 SMALLEST_PLANE = 32
@@ -243,31 +235,14 @@ class GroupFormat(Format):
 
 @dataclass(frozen=True)
 class BoundedFormat(Format):
-    """Error-bounded encoding at variable rate: metadata and a payload."""
+    """Error-bounded encoding at variable rate, in Golomb-Rice codes: metadata and a payload."""
 
     bound: float
     """Largest absolute error, or infinity."""
     relative: float
     """Largest error relative to the range of the finite values, or infinity; the smaller of the two holds."""
-    stochastic: bool
-    bitmap: bool
-    """Allow blocks with many zeros to store a bitmap and the other values alone."""
-    dtype: torch.dtype
-
-    @staticmethod
-    def meta_size(numel: int) -> int:
-        """Bytes of metadata for so many values."""
-        return HEADER + 5 * -(-numel // GROUP) + -(-numel // BLOCK)
-
-
-@dataclass(frozen=True)
-class DitheredFormat(Format):
-    """Error-bounded encoding by subtractive dither, in Golomb-Rice codes: metadata and a payload."""
-
-    bound: float
-    """Largest absolute error, or infinity."""
-    relative: float
-    """Largest error relative to the range of the finite values, or infinity; the smaller of the two holds."""
+    rounding: int
+    """NEAREST, STOCHASTIC or DITHERED."""
     dtype: torch.dtype
 
     @staticmethod

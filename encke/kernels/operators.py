@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from encke.kernels.backends import Backend, backend_for
-from encke.kernels.formats import BoundedFormat, DitheredFormat, DualFormat, Format, GroupFormat, LogFormat, Seed
+from encke.kernels.formats import BoundedFormat, DualFormat, Format, GroupFormat, LogFormat, Seed
 from encke.kernels.plans import GroupPlan
 
 _library = torch.library.Library("encke", "FRAGMENT")
@@ -41,14 +41,9 @@ def decoded(like: Tensor, numel: Any, dtype: torch.dtype, mask: bool = False) ->
     return like.new_empty(numel, dtype=torch.bool if mask else dtype)
 
 
-def sizes_of(kind: type[BoundedFormat] | type[DitheredFormat]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return the fake of an encoder at variable rate."""
-
-    def sizes(x: Tensor, format: list[float], seed: int, capacity: int) -> tuple[Tensor, Tensor]:
-        size = capacity if capacity >= 0 else torch.library.get_ctx().new_dynamic_size()
-        return new_bytes(x, kind.meta_size(x.numel())), new_bytes(x, size)
-
-    return sizes
+def bounded_sizes(x: Tensor, format: list[float], seed: int, capacity: int) -> tuple[Tensor, Tensor]:
+    size = capacity if capacity >= 0 else torch.library.get_ctx().new_dynamic_size()
+    return new_bytes(x, BoundedFormat.meta_size(x.numel())), new_bytes(x, size)
 
 
 def backend_function(name: str, format: type[Format]) -> Callable[..., Any]:
@@ -79,21 +74,11 @@ register(
 # Schema, format, and fake of the functions that all backends have.
 OPERATORS: dict[str, tuple[str, type[Format], Callable[..., Any]]] = {
     "bounded_encode": (
-        "(Tensor x, float[] format, int seed, int capacity) -> (Tensor, Tensor)", BoundedFormat, sizes_of(BoundedFormat)
+        "(Tensor x, float[] format, int seed, int capacity) -> (Tensor, Tensor)", BoundedFormat, bounded_sizes
     ),
     "bounded_decode": (
         "(Tensor meta, Tensor payload, float[] format, SymInt numel, bool mask) -> Tensor", BoundedFormat,
         lambda meta, payload, format, numel, mask: decoded(meta, numel, BoundedFormat.from_numbers(format).dtype, mask),
-    ),
-    "dithered_encode": (
-        "(Tensor x, float[] format, int seed, int capacity) -> (Tensor, Tensor)", DitheredFormat,
-        sizes_of(DitheredFormat),
-    ),
-    "dithered_decode": (
-        "(Tensor meta, Tensor payload, float[] format, SymInt numel, bool mask) -> Tensor", DitheredFormat,
-        lambda meta, payload, format, numel, mask: decoded(
-            meta, numel, DitheredFormat.from_numbers(format).dtype, mask
-        ),
     ),
     "dual_encode": (
         "(Tensor x, int[] format, int seed) -> Tensor", DualFormat,

@@ -18,9 +18,7 @@ from encke.bench.data import Sample, from_file, generated
 from encke.cli import main
 
 OURS = [
-    "ErrorBounded nearest, bitmap",
     "ErrorBounded nearest",
-    "ErrorBounded stochastic, bitmap",
     "ErrorBounded stochastic",
     "ErrorBounded dithered",
     "ErrorBounded dithered, variance of 2 bits",

@@ -139,7 +139,6 @@ def test_values_are_the_same_on_cpu_and_gpu() -> None:
         for codec in (
             ErrorBounded(0.01, "rel"),
             ErrorBounded(0.05, rounding="stochastic"),
-            ErrorBounded(0.05, bitmap=True),
             ErrorBounded(0.05, rounding="dithered"),
             GroupQuant(bits=2),
             GroupQuant(bits=4),

@@ -11,7 +11,6 @@ import torch
 from encke.kernels.formats import (
     FLOATS,
     BoundedFormat,
-    DitheredFormat,
     DualFormat,
     Format,
     GroupFormat,
@@ -24,9 +23,8 @@ from encke.kernels.formats import (
 FORMATS: list[Format] = [
     GroupFormat(2, 128, torch.bfloat16),
     GroupFormat(4, 64, torch.float64, 24, True),
-    BoundedFormat(0.1, math.inf, True, False, torch.float16),
-    BoundedFormat(math.inf, 1e-3, False, True, torch.float32),
-    DitheredFormat(0.1, math.inf, torch.bfloat16),
+    BoundedFormat(0.1, math.inf, 2, torch.float16),
+    BoundedFormat(math.inf, 1e-3, 0, torch.float32),
     DualFormat(7, 9, 8, 2, True, torch.bfloat16),
     LogFormat(0.0925, 0.0615, 0.001, torch.bfloat16),
 ]
@@ -35,7 +33,7 @@ FORMATS: list[Format] = [
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_numbers_give_the_format_back(format: Format) -> None:
     numbers = format.numbers()
-    kind = float if isinstance(format, BoundedFormat | DitheredFormat | LogFormat) else int
+    kind = float if isinstance(format, BoundedFormat | LogFormat) else int
     assert all(type(number) is kind for number in numbers)
     back = type(format).from_numbers(numbers)
     assert back == format and hash(back) == hash(format)

@@ -7,18 +7,17 @@ import math
 import pytest
 import torch
 
-from encke.kernels import BoundedFormat, DitheredFormat, DualFormat, GroupFormat, LogFormat, backend_for, dispatched
+from encke.kernels import BoundedFormat, DualFormat, GroupFormat, LogFormat, backend_for, dispatched
+from encke.kernels.formats import NEAREST
 from encke.kernels.operators import OPERATORS
 
 X = torch.randn(3000)
 GROUP = GroupFormat(2, 256, X.dtype)
-BOUNDED = BoundedFormat(0.1, math.inf, False, True, X.dtype)
+BOUNDED = BoundedFormat(0.1, math.inf, NEAREST, X.dtype)
 DUAL = DualFormat(20, 25, 8, 2, True, X.dtype)
 LOG = LogFormat(0.1, 0.1, 0.001, X.dtype)
 FLAGS = (X > 0).to(torch.uint8)
 BYTES = torch.ops.encke.bounded_encode(X, BOUNDED.numbers(), 0, -1)
-DITHERED = DitheredFormat(0.1, math.inf, X.dtype)
-DITHERED_BYTES = torch.ops.encke.dithered_encode(X, DITHERED.numbers(), 0, -1)
 
 SAMPLES = {
     "group_encode": lambda: (X, GROUP.numbers(), 7),
@@ -26,8 +25,6 @@ SAMPLES = {
     "group_mask": lambda: (torch.ops.encke.group_encode(X, GROUP.numbers(), 7), GROUP.numbers(), 3000),
     "bounded_encode": lambda: (X, BOUNDED.numbers(), 0, -1),
     "bounded_decode": lambda: (*BYTES, BOUNDED.numbers(), 3000, False),
-    "dithered_encode": lambda: (X, DITHERED.numbers(), 0, -1),
-    "dithered_decode": lambda: (*DITHERED_BYTES, DITHERED.numbers(), 3000, False),
     "dual_encode": lambda: (X, DUAL.numbers(), 7),
     "dual_decode": lambda: (torch.ops.encke.dual_encode(X, DUAL.numbers(), 7), DUAL.numbers(), 3000, False),
     "log_encode": lambda: (-X.abs(), LOG.numbers(), 7),

@@ -1,7 +1,6 @@
 """The kernels for CPU tensors, compiled by numba at their first call: bytes and values of the reference, faster."""
 
 from encke.kernels.cpu.bounded import bounded_decode, bounded_encode
-from encke.kernels.cpu.dithered import dithered_decode, dithered_encode
 from encke.kernels.cpu.dual import dual_decode, dual_encode
 from encke.kernels.cpu.fields import bits_decode, bits_encode
 from encke.kernels.cpu.group import group_plan
@@ -11,6 +10,6 @@ from encke.kernels.reference import norm_apply, norm_sums, site_seeds
 NAME = "numba"
 
 __all__ = [
-    "NAME", "bits_decode", "bits_encode", "bounded_decode", "bounded_encode", "dithered_decode", "dithered_encode",
+    "NAME", "bits_decode", "bits_encode", "bounded_decode", "bounded_encode",
     "dual_decode", "dual_encode", "group_plan", "log_decode", "log_encode", "norm_apply", "norm_sums", "site_seeds",
 ]  # fmt: skip

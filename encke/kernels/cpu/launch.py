@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from encke.kernels.cpu.scalars import jit, magnitude, widen
-from encke.kernels.formats import GROUP, MASK32
+from encke.kernels.formats import MASK32
 
-MIN_TASK = 64 * GROUP  # values: less is not worth waking a thread for
-MAX_TASK = 256 * GROUP
+MIN_TASK = 1 << 16  # values: less is not worth waking a thread for
+MAX_TASK = 1 << 18
 QUICK = 4  # kernels without a search take so many times as many values in a task
 
 CARRIER = {

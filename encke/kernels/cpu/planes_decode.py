@@ -1,4 +1,4 @@
-"""The decoder of dithered values on the CPU. docs/design.md explains the format."""
+"""The decoder of error-bounded values on the CPU. docs/design.md explains the format."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import math
 
 import numpy as np
 
-from encke.kernels.cpu.bounded import copy_bytes
-from encke.kernels.cpu.fields import get_word
 from encke.kernels.cpu.scalars import (
     as_float,
     exponent,
@@ -25,7 +23,7 @@ from encke.kernels.cpu.scalars import (
     u64,
     widen,
 )
-from encke.kernels.cpu.words import add_plane, count_ones, get_bits, get_plane, spread
+from encke.kernels.cpu.words import add_plane, copy_bytes, count_ones, get_bits, get_plane, get_word, spread
 from encke.kernels.formats import AS_IS, PLANE_BLOCK, PLANE_GROUP, PLANE_HEADER, PLANE_WORD, REPEATED, ROUNDS
 
 WORDS = PLANE_BLOCK // PLANE_WORD
@@ -44,7 +42,7 @@ def fill_steps(steps, eb, itemsize):
 
 @inline
 def value_of(level, random, eb_c, like):
-    """Return the value of a level whose random number is known."""
+    """Return the value of a level; `random` is the number that it was dithered with, otherwise 2^24."""
     u = as_float(random, eb_c) * f32(2.0**-24) - f32(0.5)
     return narrow((as_float(level, eb_c) + u) * (eb_c * f32(2.0)), like)
 
@@ -127,12 +125,14 @@ def level_of(number, base, order):
 
 
 @inline
-def put_values(k, flags, base, order, eb_c, start, seed_low, seed_high, to, at):
-    """Decode levels with the random numbers that they were rounded with; `start` is the index of the first value."""
+def put_values(k, flags, base, order, eb_c, dithered, start, seed_low, seed_high, to, at):
+    """Decode levels; with the random numbers of dithered ones, for which `start` is the index of the first value."""
     for w in range(WORDS):
         for i in range(PLANE_WORD):
             j = w * PLANE_WORD + i
-            random = random24(u32(start // 4 + w * 16 + (i & 15)), u32(i >> 4 << 3), seed_low, seed_high)
+            random = i32(1 << 24)
+            if dithered:
+                random = random24(u32(start // 4 + w * 16 + (i & 15)), u32(i >> 4 << 3), seed_low, seed_high)
             value = value_of(level_of(k[j], base, order), random, eb_c, to[index(at) + j])
             to[index(at) + j] = value if flags[j] else narrow(as_float(0, eb_c), to[index(at) + j])
 
@@ -146,7 +146,9 @@ def block_size(first, second, what, valid, itemsize):
 
 
 @jit
-def decode_group(data, at, heads, head, eb_c, start, seed_low, seed_high, valid, to, to_bytes, first, k, words):
+def decode_group(
+    data, at, heads, head, eb_c, dithered, start, seed_low, seed_high, valid, to, to_bytes, first, k, words
+):
     """Decode a group from byte `at` of data to place `first` of `to`; `start` is the index of its first value."""
     itemsize = to.itemsize
     flags, rows, masks = words[:32], words[32:64], words[64:]
@@ -165,7 +167,10 @@ def decode_group(data, at, heads, head, eb_c, start, seed_low, seed_high, valid,
             get_block(
                 data, 8 * at + (32 if wide else 0), what, low_bits, inside, k, flags, flag_bytes, rows, bytes_, masks
             )
-            put_values(k, flag_bytes, base, order, eb_c, start + here, seed_low, seed_high, to, place)
+            if dithered:
+                put_values(k, flag_bytes, base, order, eb_c, True, start + here, seed_low, seed_high, to, place)
+            else:
+                put_values(k, flag_bytes, base, order, eb_c, False, 0, seed_low, seed_high, to, place)
         elif what == AS_IS:
             copy_bytes(data, at, size, to_bytes, place * itemsize)
         else:
@@ -177,7 +182,7 @@ def decode_group(data, at, heads, head, eb_c, start, seed_low, seed_high, valid,
 
 
 @jit
-def decode_task(task, size, numel, out, meta, payload, eb, seed_low, seed_high):
+def decode_task(task, size, numel, out, meta, payload, eb, dithered, seed_low, seed_high):
     """Decode the groups of a task into out."""
     groups = (numel + PLANE_GROUP - 1) // PLANE_GROUP
     codes, heads = meta[PLANE_HEADER + 4 * groups :], meta[PLANE_HEADER + 5 * groups :]
@@ -189,7 +194,7 @@ def decode_task(task, size, numel, out, meta, payload, eb, seed_low, seed_high):
         at = i64(get_word(meta, PLANE_HEADER + 4 * group, 4)) * 4
         first, head = group * PLANE_GROUP, group * (PLANE_GROUP // PLANE_BLOCK) * 3
         valid, eb_c = min(numel - first, PLANE_GROUP), steps[codes[group] & 15]
-        random = (first, seed_low, seed_high)
+        random = (dithered, first, seed_low, seed_high)
         if valid == PLANE_GROUP and at + TAIL <= payload.size:
             decode_group(payload, at, heads, head, eb_c, *random, valid, out, out_bytes, first, k, words)
             continue

@@ -1,4 +1,4 @@
-"""The encoder of dithered values on the CPU. docs/design.md explains the format."""
+"""The encoder of error-bounded values on the CPU. docs/design.md explains the format."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 
 import numpy as np
 
-from encke.kernels.cpu.bounded import copy_bytes, load_group
 from encke.kernels.cpu.planes_decode import WORDS, fill_steps, value_of
 from encke.kernels.cpu.scalars import (
     as_float,
     bit_width,
     exponent,
     f32,
+    from_magnitude,
     i32,
     i64,
     index,
@@ -25,8 +25,35 @@ from encke.kernels.cpu.scalars import (
     u64,
     widen,
 )
-from encke.kernels.cpu.words import count_ones, gather, get_plane, put_bits
-from encke.kernels.formats import ALL_ZERO, AS_IS, PLANE_BLOCK, PLANE_GROUP, PLANE_HEADER, PLANE_WORD, REPEATED, ROUNDS
+from encke.kernels.cpu.words import copy_bytes, count_ones, gather, get_plane, put_bits
+from encke.kernels.formats import (
+    ALL_ZERO,
+    AS_IS,
+    DITHERED,
+    NEAREST,
+    PLANE_BLOCK,
+    PLANE_GROUP,
+    PLANE_HEADER,
+    PLANE_WORD,
+    REPEATED,
+    ROUNDS,
+    STOCHASTIC,
+)
+
+
+@inline
+def load_group(x, first, v, limit):
+    """Widen a group into v, filled with zeros; return the largest magnitude below the limit."""
+    first, size = index(first), min(x.size - first, PLANE_GROUP)
+    zero = magnitude(as_float(0, v[0]))
+    largest = zero
+    for i in range(size):
+        v[i] = widen(x[first + i])
+        m = magnitude(v[i])
+        largest = max(largest, m if m < limit else zero)
+    for i in range(size, PLANE_GROUP):
+        v[i] = 0
+    return from_magnitude(largest)
 
 
 @inline
@@ -36,27 +63,33 @@ def usable(value, limit, eb):
 
 
 @inline
-def misses(v, back, limit, eb):
-    """Whether a decoded value is off by more than the bound; zeros are not decoded."""
-    return i32((magnitude(v) >= limit) | ((v != 0) & (not abs(back - v) <= eb)))
+def misses(v, back, limit, allowed):
+    """Whether a decoded value is off by more than is allowed; zeros are not decoded."""
+    return i32((magnitude(v) >= limit) | ((v != 0) & (not abs(back - v) <= allowed)))
 
 
 @inline
-def dithered_levels(v, at, k, like, limit, eb, eb_c, start, seed_low, seed_high):
-    """Add a random number to the values of a block in steps, and round down."""
+def find_levels(v, at, k, like, limit, eb, eb_c, allowed, rounding, start, seed_low, seed_high):
+    """Round the values of a block to levels; return whether any would be off by more than is allowed."""
     bad, factor, step = i32(0), f32(0.5) / eb_c, eb_c * f32(2.0)
     for w in range(WORDS):
         for i in range(PLANE_WORD):
             j = index(at) + w * PLANE_WORD + i
             x = usable(v[j], limit, eb)
-            q = x * factor
+            shifted = x - eb_c if rounding == STOCHASTIC else x
+            q = shifted * factor
             level = i32(q)
             level = i32(level - (as_float(level, q) > q))
-            rest = (x - as_float(level, q) * step) * factor
-            random = random24(u32(start // 4 + w * 16 + (i & 15)), u32(i >> 4 << 3), seed_low, seed_high)
-            level = i32(level + (random < i32(rest * f32(2.0**24))))
+            random = i32(1 << 24)
+            if rounding != NEAREST:
+                random = random24(u32(start // 4 + w * 16 + (i & 15)), u32(i >> 4 << 3), seed_low, seed_high)
+                rest = (shifted - as_float(level, q) * step) * factor
+                level = i32(level + (random < i32(rest * f32(2.0**24))))
+            if rounding != DITHERED:
+                random = i32(1 << 24)
+                level = min(level, i32(-1)) if x < 0 else max(level, i32(0))
             k[w * PLANE_WORD + i] = level
-            bad |= misses(v[j], widen(value_of(level, random, eb_c, like)), limit, eb)
+            bad |= misses(v[j], widen(value_of(level, random, eb_c, like)), limit, allowed)
     return bad
 
 
@@ -274,7 +307,7 @@ def encode_block(
 
 @jit
 def encode_task(
-    task, size, x, raw, meta, scratch, slot, units, eb, mant, emin, extra, seed_low, seed_high
+    task, size, x, raw, meta, scratch, slot, units, eb, allowed, mant, emin, extra, rounding, seed_low, seed_high
 ):  # fmt: skip
     """Encode the groups of a task into its slot of scratch, from where offsets count."""
     like, itemsize, groups = x[0], x.itemsize, (x.size + PLANE_GROUP - 1) // PLANE_GROUP
@@ -296,8 +329,12 @@ def encode_task(
         for b in range(min((x.size - first + PLANE_BLOCK - 1) // PLANE_BLOCK, PLANE_GROUP // PLANE_BLOCK)):
             here, start = b * PLANE_BLOCK, first + b * PLANE_BLOCK
             bad = i32(1)
-            if eb != 0:
-                bad = dithered_levels(v, here, k, like, limit, eb, eb_c, start, seed_low, seed_high)
+            if eb != 0 and rounding == NEAREST:
+                bad = find_levels(v, here, k, like, limit, eb, eb_c, allowed, NEAREST, start, seed_low, seed_high)
+            elif eb != 0 and rounding == STOCHASTIC:
+                bad = find_levels(v, here, k, like, limit, eb, eb_c, allowed, STOCHASTIC, start, seed_low, seed_high)
+            elif eb != 0:
+                bad = find_levels(v, here, k, like, limit, eb, eb_c, allowed, DITHERED, start, seed_low, seed_high)
             at += encode_block(
                 v, here, raw, start * itemsize, itemsize, min(x.size - start, PLANE_BLOCK), bad != 0, eb, k, flags,
                 rows, bytes_, quotients, masks, stream, heads, start // PLANE_BLOCK * 3, scratch, at,

@@ -12,8 +12,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from encke.kernels.cpu.fields import ONES, get_word
 from encke.kernels.cpu.scalars import i64, index, inline, jit, u64
+
+ONES = u64(0x0101010101010101)
 
 
 def has_bit_instructions() -> bool:
@@ -44,6 +45,22 @@ def count_ones(context, word):
         return builder.ctpop(arguments[0])
 
     return types.uint64(types.uint64), generate
+
+
+@inline
+def get_word(data, at, size):
+    """Read an unsigned integer of `size` bytes; eight become one load."""
+    word = u64(0)
+    for byte in range(size):
+        word |= u64(data[index(at) + byte]) << u64(8 * byte)
+    return word
+
+
+@inline
+def copy_bytes(source, at, n, out, to):
+    """Copy n bytes."""
+    for i in range(n):
+        out[index(to) + i] = source[index(at) + i]
 
 
 @jit

@@ -2,7 +2,6 @@
 
 from encke.kernels.gpu.bits import bits_decode, bits_encode
 from encke.kernels.gpu.bounded import bounded_decode, bounded_encode
-from encke.kernels.gpu.dithered import dithered_decode, dithered_encode
 from encke.kernels.gpu.dual import dual_decode, dual_encode
 from encke.kernels.gpu.logs import log_decode, log_encode
 from encke.kernels.gpu.norm_backward import norm_apply, norm_sums
@@ -12,6 +11,6 @@ from encke.kernels.gpu.seeds import site_seeds
 NAME = "triton"
 
 __all__ = [
-    "NAME", "bits_decode", "bits_encode", "bounded_decode", "bounded_encode", "dithered_decode", "dithered_encode",
+    "NAME", "bits_decode", "bits_encode", "bounded_decode", "bounded_encode",
     "dual_decode", "dual_encode", "group_plan", "log_decode", "log_encode", "norm_apply", "norm_sums", "site_seeds",
 ]  # fmt: skip

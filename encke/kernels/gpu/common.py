@@ -1,9 +1,4 @@
-"""Functions shared by the Triton kernels: casts, reductions, the hash, and the tile of the error-bounded codec.
-
-A tile is a few groups, shaped [half 2, block 16, group, slice 8, lane 4]: value 8 * slice + 4 * half + lane of a block.
-In this order of dimensions Triton gives each thread four lanes of all eight slices of one block, and each warp a group:
-packing then shifts and ors registers, four bytes in one word, and two threads know all about their block.
-"""
+"""Functions shared by the Triton kernels: casts, reductions and the hash."""
 
 from __future__ import annotations
 
@@ -14,7 +9,6 @@ import triton.language as tl
 
 # The interpreter truncates fp32 -> bf16 and its reductions ignore NaN: both are done by hand there.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-RAW = tl.constexpr(31)
 
 
 @triton.jit
@@ -131,98 +125,3 @@ def random32(index, seed_low, seed_high):
 def rotate_right(h, count):
     """Rotate 32 bits to the right."""
     return (h >> count) | (h << ((32 - count) & 31))
-
-
-@triton.jit
-def tile_index(G: tl.constexpr):
-    """Return the place of each value of a tile in its groups' memory."""
-    h = tl.arange(0, 2)[:, None, None, None, None]
-    b = tl.arange(0, 16)[None, :, None, None, None]
-    g = tl.arange(0, G)[None, None, :, None, None]
-    s = tl.arange(0, 8)[None, None, None, :, None]
-    return g * 1024 + b * 64 + s * 8 + h * 4 + tl.arange(0, 4)[None, None, None, None, :]
-
-
-@triton.jit
-def block_index(G: tl.constexpr):
-    """Return the number of each block of a tile: [block, group]."""
-    return tl.arange(0, 16)[:, None] + tl.arange(0, G)[None, :] * 16
-
-
-@triton.jit
-def of_group(v):
-    """Spread one number for each group over a tile."""
-    return v[None, None, :, None, None]
-
-
-@triton.jit
-def of_block(v):
-    """Spread one number for each block over a tile."""
-    return v[None, :, :, None, None]
-
-
-@triton.jit
-def tile_max(v):
-    """Return the largest of [block, group], a scalar."""
-    return tl.max(tl.max(v, 0), 0)
-
-
-@triton.jit
-def block_sum(v):
-    """Return the sum of each block of a tile."""
-    return tl.sum(tl.sum(tl.sum(v, 4), 3), 0)
-
-
-@triton.jit
-def rank_of(flags):
-    """Return how many flags of its block stand before each one."""
-    lanes = tl.sum(flags, 4)
-    slices = tl.sum(lanes, 0)
-    before_slice = tl.cumsum(slices, 2) - slices
-    before_half = (slices[None, :, :, :] - lanes) * tl.arange(0, 2)[:, None, None, None]
-    before = before_slice[None, :, :, :] + before_half
-    return before[:, :, :, :, None] + tl.cumsum(flags, 4) - flags
-
-
-@triton.jit
-def shrink(eb, code):
-    """Return eb_c of docs/design.md."""
-    return tl.where(code == 0, eb * 0.5, eb - power(exponent(eb) - code, eb))
-
-
-@triton.jit
-def field_bytes(n, width):
-    """Return the bytes that the fields of n values of `width` bits take."""
-    part = tl.where((width & 4) > 0, (n * 4 + 7) >> 3, 0) + tl.where((width & 2) > 0, (n * 2 + 7) >> 3, 0)
-    return (width >> 3) * n + part + tl.where((width & 1) > 0, (n + 7) >> 3, 0)
-
-
-@triton.jit
-def word_index(N: tl.constexpr):
-    """Return the place of each word of N slices of a field: [half, 1, 1, slice]."""
-    return tl.arange(0, N)[None, None, None, :] * 2 + tl.arange(0, 2)[:, None, None, None]
-
-
-@triton.jit
-def unit_pointer(p, BYTES: tl.constexpr):
-    """Return an address as a pointer to integers of that size."""
-    if BYTES == 1:
-        return p.to(tl.pointer_type(tl.uint8))
-    elif BYTES == 2:
-        return p.to(tl.pointer_type(tl.int16))
-    elif BYTES == 4:
-        return p.to(tl.pointer_type(tl.int32))
-    else:
-        return p.to(tl.pointer_type(tl.int64))
-
-
-@triton.jit
-def blocks_of_group(left, G: tl.constexpr):
-    """Return how many blocks each group of a tile has, of which `left` values remain."""
-    return tl.minimum(tl.maximum((left - tl.arange(0, G) * 1024 + 63) >> 6, 0), 16)
-
-
-@triton.jit
-def base_bytes(kind, blocks):
-    """Return the bytes that the bases of a group take."""
-    return tl.where(kind == 1, (blocks + 3) & -4, tl.where(kind == 2, blocks * 4, 0))

@@ -1,4 +1,4 @@
-"""The decoder of dithered values in Triton. docs/design.md explains the format, tiles.py the tile."""
+"""The decoder of error-bounded values in Triton. docs/design.md explains the format, tiles.py the tile."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def put_values(out, value, nonzero, mask, DTYPE: tl.constexpr, MASK: tl.constexp
 
 
 @triton.jit
-def dithered_decode_kernel(meta, payload, out, numel: tl.int64, DTYPE: tl.constexpr, MASK: tl.constexpr):
+def decode_kernel(meta, payload, out, numel: tl.int64, DTYPE: tl.constexpr, MASK: tl.constexpr, DITHERED: tl.constexpr):
     """Decode a group."""
     SIZE: tl.constexpr = 8 if DTYPE == tl.float64 else (4 if DTYPE == tl.float32 else 2)
     group = tl.program_id(0).to(tl.int64)
@@ -163,7 +163,7 @@ def dithered_decode_kernel(meta, payload, out, numel: tl.int64, DTYPE: tl.conste
         seed = (meta + 32).to(tl.pointer_type(tl.int32))
         hash = tile_hash(group, tl.load(seed), tl.load(seed + 1))
         zero = narrow(tl.zeros((2, 4, 16, 8, 4), WORK), DTYPE)
-        value = tl.where(nonzero, values_of(level, eb_c, hash, DTYPE), zero)
+        value = tl.where(nonzero, values_of(level, eb_c, hash, DTYPE, DITHERED), zero)
         put_values(out, value, nonzero, here, DTYPE, MASK)
 
     if tl.max(((what == AS_IS) | (what == REPEATED)).to(tl.int32), 0) > 0:

@@ -1,4 +1,4 @@
-"""The encoder of dithered values in Triton. docs/design.md explains the format, tiles.py the tile."""
+"""The encoder of error-bounded values in Triton. docs/design.md explains the format, tiles.py the tile."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import triton
 import triton.language as tl
 
 from encke.kernels.gpu.common import divide, exponent, float_bits, highest, widen
-from encke.kernels.gpu.encode import usable_bound
 from encke.kernels.gpu.tiles import (
     ALL_ZERO,
     AS_IS,
+    DITHERED,
     EVERY_BYTE,
+    NEAREST,
     REPEATED,
     ROUNDS,
+    STOCHASTIC,
     block_highest,
     block_max,
     block_min,
@@ -35,6 +37,59 @@ from encke.kernels.gpu.tiles import (
 
 
 @triton.jit
+def key_of(v):
+    """Return an unsigned key in the order of float64 values."""
+    bits = v.to(tl.int64, bitcast=True)
+    flip = (bits >> 63) | tl.full((), -(2**63), tl.int64)
+    return (bits ^ flip).to(tl.uint64, bitcast=True)
+
+
+@triton.jit
+def value_of(key):
+    """Return the value of a key."""
+    bits = key.to(tl.int64, bitcast=True)
+    flip = ((bits ^ -1) >> 63) | tl.full((), -(2**63), tl.int64)
+    return (bits ^ flip).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def range_kernel(x, meta, numel: tl.int64, DTYPE: tl.constexpr, SIZE: tl.constexpr):
+    """Write keys of the largest and the negated smallest finite value to meta[16:32], by atomic maximum from zero."""
+    first = tl.program_id(0).to(tl.int64) * SIZE
+    left = tl.minimum(numel - first, SIZE).to(tl.int32)
+    i = tl.arange(0, SIZE)
+    # After the end stands NaN, which is not finite either.
+    v = widen(tl.load(x + first + i, mask=i < left, other=0x7FC0 if DTYPE == tl.bfloat16 else float("nan")), DTYPE)
+    finite = tl.abs(v) < float("inf")
+    high = tl.max(tl.where(finite, v, -float("inf")), 0)
+    low = tl.min(tl.where(finite, v, float("inf")), 0)
+    keys = (meta + 16).to(tl.pointer_type(tl.uint64))
+    if high >= low:
+        tl.atomic_max(keys, key_of(high.to(tl.float64)), sem="relaxed")
+        tl.atomic_max(keys + 1, key_of(-low.to(tl.float64)), sem="relaxed")
+
+
+@triton.jit
+def usable_bound(meta, bound, rel, DTYPE: tl.constexpr, RELATIVE: tl.constexpr):
+    """Round min(bound, rel * range) down, clamp it, zero where too small; the host has done that for `bound` alone."""
+    eb = tl.full((), bound, tl.float64)
+    if not RELATIVE:
+        return eb if DTYPE == tl.float64 else eb.to(tl.float32)
+    else:
+        keys = (meta + 16).to(tl.pointer_type(tl.uint64))
+        high, low = tl.load(keys), tl.load(keys + 1)
+        spread = tl.where(high == 0, 0.0, value_of(high) + value_of(low))
+        eb = tl.minimum(tl.minimum(eb, spread * tl.full((), rel, tl.float64)), 2.0**120)
+        SMALLEST: tl.constexpr = 2.0**-900 if DTYPE == tl.float64 else (2.0**-22 if DTYPE == tl.float16 else 2.0**-100)
+        if DTYPE == tl.float64:
+            return tl.where(eb < SMALLEST, 0.0, eb)
+        else:
+            near = eb.to(tl.float32)
+            near = (near.to(tl.int32, bitcast=True) - (near.to(tl.float64) > eb)).to(tl.float32, bitcast=True)
+            return tl.where(eb < SMALLEST, 0.0, near)
+
+
+@triton.jit
 def wide_bits(stored):
     """Return the bits of stored values as integers of at least 32 bits."""
     bits = float_bits(stored)
@@ -52,12 +107,18 @@ def shrink_code(m, eb, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def levels_of(v, eb_c, hash):
-    """Return the levels of finite values."""
+def levels_of(v, eb_c, hash, ROUNDING: tl.constexpr):
+    """Return the levels of finite values that are not zero."""
     inverse = divide(tl.full((), 0.5, eb_c.dtype), eb_c)
-    k = tl.floor(v * inverse)
-    rest = (v - k * (eb_c * 2.0)) * inverse
-    return k.to(tl.int32) + (hash < (rest * 16777216.0).to(tl.int32)).to(tl.int32)
+    shifted = v - eb_c if ROUNDING == STOCHASTIC else v
+    k = tl.floor(shifted * inverse)
+    level = k.to(tl.int32)
+    if ROUNDING != NEAREST:
+        rest = (shifted - k * (eb_c * 2.0)) * inverse
+        level += (hash < (rest * 16777216.0).to(tl.int32)).to(tl.int32)
+    if ROUNDING != DITHERED:
+        level = tl.where(v < 0, tl.minimum(level, -1), tl.maximum(level, 0))
+    return level
 
 
 @triton.jit
@@ -202,16 +263,17 @@ def put_zeros(payload, units):
 
 
 @triton.jit(do_not_specialize=["capacity", "seed_low", "seed_high"])
-def dithered_encode_kernel(
+def encode_kernel(
     x, meta, payload, numel: tl.int64, capacity: tl.int64, bound: tl.float64, rel: tl.float64,
     seed_low: tl.int32, seed_high: tl.int32,
-    DTYPE: tl.constexpr, RELATIVE: tl.constexpr,
+    DTYPE: tl.constexpr, RELATIVE: tl.constexpr, ROUNDING: tl.constexpr,
 ):  # fmt: skip
     """Encode a group. It reserves its space with one addition to a counter, and is written only if it fits."""
     SIZE: tl.constexpr = 8 if DTYPE == tl.float64 else (4 if DTYPE == tl.float32 else 2)
     group = tl.program_id(0).to(tl.int64)
     groups = (numel + 4095) >> 12
-    eb = usable_bound(meta, bound, rel, DTYPE, RELATIVE)
+    allowed = usable_bound(meta, bound, rel, DTYPE, RELATIVE)
+    eb = allowed * 0.5 if ROUNDING == STOCHASTIC else allowed
     if group == 0:
         tl.store(meta.to(tl.pointer_type(tl.float64)), eb.to(tl.float64))
         seed = (meta + 32).to(tl.pointer_type(tl.int32))
@@ -235,10 +297,11 @@ def dithered_encode_kernel(
     code = tl.where(eb == 0, 0, shrink_code(largest, safe, DTYPE))
     eb_c = shrink(safe, code, DTYPE)
     hash = tile_hash(group, seed_low, seed_high)
-    level = levels_of(usual, eb_c, hash)
+    level = levels_of(usual, eb_c, hash, ROUNDING)
     # Zeros pass, and what is beyond the limit does not, as it is compared with a value near zero.
-    error = block_highest(tl.abs(widen(values_of(level, eb_c, hash, DTYPE), DTYPE) - v))
-    must_raw = (tl.where(eb == 0, float("inf"), error) <= eb) == 0
+    decoded = widen(values_of(level, eb_c, hash, DTYPE, ROUNDING == DITHERED), DTYPE)
+    error = block_highest(tl.abs(decoded - v))
+    must_raw = (tl.where(eb == 0, float("inf"), error) <= allowed) == 0
     level = tl.where(v != 0, level, 0)
     mask = join_bits(v != 0)
     if eb == 0:

@@ -1,4 +1,4 @@
-"""Tiles of the kernels for dithered values: a group of 4096 values, and bit planes as one word for each thread.
+"""Tiles of the kernels for error-bounded values: a group of 4096 values, and bit planes as one word for each thread.
 
 A tile has the shape [half 2, word 4, block 16, slice 8, lane 4]: value 8 * slice + 4 * half + lane of 64, which are
 `word` of a block of 256. In this order of dimensions Triton gives each thread four lanes of all eight slices, so a
@@ -14,6 +14,7 @@ from encke.kernels.gpu.common import INTERPRETED, exponent, float_bits, highest,
 
 ROUNDS = tl.constexpr(4)
 ALL_ZERO, AS_IS, REPEATED = tl.constexpr(0x60), tl.constexpr(0x61), tl.constexpr(0x62)
+NEAREST, STOCHASTIC, DITHERED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 EVERY_BYTE = tl.constexpr(0x01010101)
 
 
@@ -81,9 +82,9 @@ def tile_hash(group, seed_low, seed_high):
 
 
 @triton.jit
-def values_of(level, eb_c, hash, DTYPE: tl.constexpr):
-    """Return the values of levels, as they are stored."""
-    u = hash.to(eb_c.dtype) * 5.9604644775390625e-08 - 0.5
+def values_of(level, eb_c, hash, DTYPE: tl.constexpr, RANDOM: tl.constexpr):
+    """Return the values of levels, as they are stored; RANDOM: levels were dithered with the hash."""
+    u = hash.to(eb_c.dtype) * 5.9604644775390625e-08 - 0.5 if RANDOM else 0.5
     return narrow((level.to(eb_c.dtype) + u) * (eb_c * 2.0), DTYPE)
 
 

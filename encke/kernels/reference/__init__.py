@@ -1,7 +1,6 @@
 """The kernels in plain torch: slow, readable, and the oracle for the other two. docs/design.md explains the formats."""
 
 from encke.kernels.reference.bounded import bounded_decode, bounded_encode
-from encke.kernels.reference.dithered import dithered_decode, dithered_encode
 from encke.kernels.reference.dual import dual_decode, dual_encode
 from encke.kernels.reference.fields import bits_decode, bits_encode
 from encke.kernels.reference.group import group_plan
@@ -12,6 +11,6 @@ from encke.kernels.reference.seeds import site_seeds
 NAME = "reference"
 
 __all__ = [
-    "NAME", "bits_decode", "bits_encode", "bounded_decode", "bounded_encode", "dithered_decode", "dithered_encode",
+    "NAME", "bits_decode", "bits_encode", "bounded_decode", "bounded_encode",
     "dual_decode", "dual_encode", "group_plan", "log_decode", "log_encode", "norm_apply", "norm_sums", "site_seeds",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Error-bounded codes at variable rate, in plain torch."""
+"""Error-bounded values at variable rate, in plain torch. docs/design.md explains the format."""
 
 from __future__ import annotations
 
@@ -8,20 +8,27 @@ import torch
 from torch import Tensor
 
 from encke.kernels.formats import (
-    BLOCK,
-    BLOCKS,
+    ALL_ZERO,
+    AS_IS,
+    DITHERED,
     FLOATS,
-    GROUP,
-    HEADER,
     MASK32,
-    RAW,
+    NEAREST,
+    PLANE_BLOCK,
+    PLANE_GROUP,
+    PLANE_HEADER,
+    PLANE_WORD,
+    REPEATED,
+    ROUNDS,
     SMALLEST_BOUND,
+    STOCHASTIC,
     BoundedFormat,
-    DitheredFormat,
     compute_dtype,
 )
-from encke.kernels.reference.fields import bit_width, exponent, field_bytes, get_fields, put_fields, random24
+from encke.kernels.reference.fields import bit_width, exponent, random24
 from encke.kernels.reference.slow import warn_if_large
+
+BLOCKS = PLANE_GROUP // PLANE_BLOCK
 
 
 def usable_bound(bound: Tensor, dtype: torch.dtype) -> Tensor:
@@ -32,7 +39,7 @@ def usable_bound(bound: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(eb < SMALLEST_BOUND[dtype], 0.0, eb)
 
 
-def bound_of(x: Tensor, format: BoundedFormat | DitheredFormat) -> Tensor:
+def bound_of(x: Tensor, format: BoundedFormat) -> Tensor:
     """Return min(bound, relative * range of the finite values) as the kernels use it: 0-dim."""
     eb = torch.tensor(format.bound, dtype=torch.float64, device=x.device)
     if format.relative != float("inf"):
@@ -42,258 +49,260 @@ def bound_of(x: Tensor, format: BoundedFormat | DitheredFormat) -> Tensor:
     return usable_bound(eb, format.dtype)
 
 
-def shrink(eb: Tensor, code: Tensor) -> Tensor:
+def bit_order(device: torch.device) -> Tensor:
+    """Return the value of a block that each bit of a plane belongs to."""
+    bit = torch.arange(PLANE_BLOCK, device=device)
+    return bit // PLANE_WORD * PLANE_WORD + bit % 8 * 8 + bit % PLANE_WORD // 8
+
+
+def power(e: Tensor, like: Tensor) -> Tensor:
+    """Return 2^e in the dtype of `like`."""
+    return torch.ldexp(torch.ones_like(like), e)
+
+
+def shrink(eb: Tensor, code: Tensor, dtype: torch.dtype) -> Tensor:
     """Return eb_c of docs/design.md."""
-    e0 = exponent(eb) - 1
-    return torch.where(code == 0, eb * 0.5, eb - torch.ldexp(torch.ones_like(eb), e0 - code + 1))
-
-
-def rounded_levels(x: Tensor, eb: Tensor, code: Tensor, stochastic: bool, seed: int) -> tuple[Tensor, Tensor]:
-    """Return the levels of groups x blocks x 64 values, and the half step of each group."""
-    eb_c = shrink(eb.expand(len(code)), code)[:, None, None]
-    a = x.abs()
-    if stochastic:
-        q = a * (1.0 / eb_c) + 0.5
-        k = q.floor()
-        index = torch.arange(x.numel(), device=x.device).view(x.shape)
-        k = k + (random24(index, seed, BLOCK, BLOCK // 4) < ((q - k) * 2.0**24).long())
-        half = eb_c * 0.5
-    else:
-        k = (a * (0.5 / eb_c)).ceil()
-        half = eb_c
-    k = torch.where(a > 0, k.clamp(min=1), 0).long()
-    return torch.where(x < 0, -k, k), half
-
-
-def values_of(k: Tensor, half: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values of levels."""
-    magnitude = (2 * k.abs() - 1).to(half.dtype) * half
-    return torch.where(k == 0, 0.0, torch.where(k < 0, -magnitude, magnitude)).to(dtype)
+    e = exponent(eb)
+    if dtype.itemsize == 2:
+        return torch.where(code == 0, eb * 0.5, eb - power(e - code, eb))
+    unit = power(e - code, eb)
+    return torch.where(code == 0, power(e - 1, eb), (eb / unit).floor() * unit - unit)
 
 
 @dataclass
-class Levels:
-    """Levels of all blocks: groups x blocks (x 64)."""
+class Rounding:
+    """Half steps and random numbers of blocks."""
 
-    k: Tensor
-    code: Tensor
-    """Shrink code of each group."""
-    must_raw: Tensor
-    """Blocks that no level represents within the bound."""
-    valid: Tensor
-    """Number of values of each block; zero after the end."""
+    kind: int
+    eb_c: Tensor
+    hash: Tensor
+    """24 random bits for each value."""
+
+    def levels(self, v: Tensor) -> Tensor:
+        """Return the levels of finite values that are not zero."""
+        inverse = 0.5 / self.eb_c
+        shifted = v - self.eb_c if self.kind == STOCHASTIC else v
+        level = (shifted * inverse).floor()
+        if self.kind != NEAREST:
+            # The product is exact, so the remainder is: no bias from the reciprocal.
+            rest = (shifted - level * (self.eb_c * 2)) * inverse
+            level += self.hash < (rest * 2.0**24).long()
+        if self.kind != DITHERED:
+            level = torch.where(v < 0, level.clamp(max=-1), level.clamp(min=0))
+        return level.long()
+
+    def values(self, level: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the values of levels."""
+        u = self.hash.to(self.eb_c.dtype) * 2.0**-24 - 0.5 if self.kind == DITHERED else 0.5
+        return ((level.to(self.eb_c.dtype) + u) * (self.eb_c * 2)).to(dtype)
 
 
-def find_levels(raw: Tensor, numel: int, eb: Tensor, format: BoundedFormat, seed: int) -> Levels:
-    """Round values (padded with zeros to whole groups) to levels, and check each against the bound."""
-    dtype, device, groups = format.dtype, raw.device, raw.numel() // GROUP
-    v = raw.to(compute_dtype(dtype)).view(groups, BLOCKS, BLOCK)
-    valid = (numel - torch.arange(groups * BLOCKS, device=device).view(groups, BLOCKS) * BLOCK).clamp(0, BLOCK)
-    if eb == 0:
-        code = torch.zeros(groups, dtype=torch.int64, device=device)
-        k = torch.zeros(v.shape, dtype=torch.int64, device=device)
-        return Levels(k, code, (raw.view(torch.uint8).view(groups, BLOCKS, -1) != 0).any(2), valid)
+def rounding_of(kind: int, blocks: int, eb: Tensor, code: Tensor, dtype: torch.dtype, seed: int) -> Rounding:
+    """Return the rounding of all blocks under the shrink codes of their groups."""
+    index = torch.arange(blocks * PLANE_BLOCK, device=eb.device).view(-1, PLANE_BLOCK)[:, bit_order(eb.device)]
+    eb_c = shrink(eb.expand(len(code)), code, dtype).repeat_interleave(BLOCKS)[:blocks, None]
+    return Rounding(kind, eb_c, random24(index, seed, PLANE_WORD, PLANE_WORD // 4))
+
+
+def shrink_codes(magnitude: Tensor, eb: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the shrink code of groups with these largest magnitudes."""
     mantissa, smallest, extra = FLOATS[dtype]
-    fits = v.abs() < eb * 2.0**22
-    m = torch.where(fits, v.abs(), 0.0).amax((1, 2))
-    r = exponent(m + eb).clamp(min=smallest) - mantissa - 1 + extra
-    e0 = exponent(eb) - 1
-    code = torch.where(r > e0, 0, (e0 - r + 1).clamp(max=15))
-    k, half = rounded_levels(torch.where(fits, v, 0.0), eb, code, format.stochastic, seed)
-    decoded = values_of(k, half, dtype).to(v.dtype)
-    must_raw = (~fits | ~((decoded - v).abs() <= eb)).any(2)
-    return Levels(torch.where(must_raw[:, :, None], 0, k), code, must_raw, valid)
+    r = exponent(magnitude + eb).clamp(min=smallest) - mantissa - 1 + extra
+    return (exponent(eb) - r).clamp(0, 15)
 
 
 @dataclass
-class Forms:
-    """Forms in which blocks are stored: `total` and `kind` for each group, the others for each block."""
+class Form:
+    """Form in which blocks are stored. All fields are one number for each block, but `v`."""
 
-    total: Tensor
-    """Bytes of a group."""
-    kind: Tensor
-    """Bytes of a base: 0 none, 1 one byte, 2 four bytes."""
-    size: Tensor
-    """Bytes of a block."""
-    head: Tensor
-    """Width of a block; 32 more with a bitmap, or RAW."""
+    v: Tensor
+    """Non-negative integers to store, blocks x 256."""
     base: Tensor
-    """Subtracted from the levels of a block."""
-
-    def smaller(self, other: Forms) -> Forms:
-        """Return for each group the form that takes fewer bytes, this one where they are equal."""
-        better = other.total < self.total
-
-        def pick(name: str) -> Tensor:
-            ours, theirs = getattr(self, name), getattr(other, name)
-            return torch.where(better if ours.dim() == 1 else better[:, None], theirs, ours)
-
-        return Forms(*(pick(name) for name in ("total", "kind", "size", "head", "base")))
-
-
-def choose_forms(levels: Levels, format: BoundedFormat) -> Forms:
-    """Choose for each group how bases are stored, and for each block a width, a bitmap or raw values."""
-    k, bitmap = levels.k, format.bitmap
-    low, high = k.amin(2), k.amax(2)
-    nonzero = k != 0
-    count = nonzero.sum(2)
-    big = 1 << 30
-    low_nz = torch.where(count == 0, 1, torch.where(nonzero, k, big).amin(2))
-    high_nz = torch.where(count == 0, 1, torch.where(nonzero, k, -big).amax(2))
-    raw_size, exists = levels.valid * format.dtype.itemsize, levels.valid > 0
-    unfits = (low < 0, (low < -128) | ((low_nz if bitmap else low) > 127), torch.zeros_like(levels.must_raw))
-    chosen: Forms | None = None
-    for kind, base_bytes in enumerate((0, 1, 4)):
-        base = torch.zeros_like(low) if kind == 0 else low
-        map_base = torch.ones_like(low) if kind == 0 else low_nz
-        width, map_width = bit_width((high - base).clamp(min=0)), bit_width((high_nz - map_base).clamp(min=0))
-        size, map_size = field_bytes(BLOCK, width), 8 + field_bytes(count, map_width)
-        use_map = (map_size < size) & bitmap
-        size = torch.where(use_map, map_size, size)
-        use_raw = levels.must_raw | unfits[kind] | (raw_size < size)
-        size = torch.where(exists, torch.where(use_raw, raw_size, size), 0)
-        total = size.sum(1) + (exists.sum(1) * base_bytes + 3) // 4 * 4
-        head = torch.where(use_raw, RAW, torch.where(use_map, map_width + 32, width))
-        forms = Forms(total, torch.full_like(total, kind), size, head, torch.where(use_map, map_base, base))
-        chosen = forms if chosen is None else chosen.smaller(forms)
-    assert chosen is not None
-    return chosen
+    order: Tensor
+    """0: level - base, 1: zigzag from the base, upwards first, 2: downwards first."""
+    k: Tensor
+    """Low bits that are stored as planes."""
+    fixed: Tensor
+    """Whether there is nothing but low bits."""
+    rest: Tensor
+    """Bits of what is left of a quotient after the unary code."""
+    wide: Tensor
+    nbytes: Tensor
 
 
-def base_bytes_of(kind: Tensor, blocks: Tensor) -> Tensor:
-    """Return the bytes that the bases of groups with so many blocks take."""
-    return torch.where(kind == 1, (blocks + 3) // 4 * 4, torch.where(kind == 2, blocks * 4, 0))
+def rice_parameter(n: Tensor, total: Tensor) -> Tensor:
+    """Return the number of low bits for n values with that sum."""
+    k = torch.zeros_like(n)
+    for i in range(24):
+        k += total > (3 * n << i) >> 1
+    return k
 
 
-def raw_bytes_at(start: Tensor, size: Tensor, item: int) -> tuple[Tensor, Tensor]:
-    """Return which bytes of raw blocks are stored, and where in the payload: blocks x (64 * item)."""
-    column = torch.arange(BLOCK * item, device=start.device)
-    return column < size[:, None], start[:, None] + column
+def estimate(n: Tensor, total: Tensor, k: Tensor) -> Tensor:
+    """Return about how many bits n values with that sum take with k low bits each."""
+    return n * (k + 1) + ((total - ((n << k) - n >> 1)).clamp(min=0) >> k)
 
 
-def compact(v: Tensor, flags: Tensor) -> Tensor:
-    """Move the flagged values of each row to its front, in order."""
-    order = torch.sort((~flags).to(torch.uint8), dim=1, stable=True).indices
-    return v.gather(1, order)
+def zigzag(d: Tensor) -> Tensor:
+    """Map 0, 1, -1, 2, -2 ... to 0, 1, 2, 3, 4 ..."""
+    return torch.where(d > 0, 2 * d - 1, -2 * d)
 
 
-def write_payload(payload: Tensor, raw: Tensor, levels: Levels, forms: Forms, offset: Tensor) -> Tensor:
-    """Write bases and blocks of all groups, `offset` words from the start; return the heads of all blocks."""
-    exists, kind, item = levels.valid > 0, forms.kind, raw.element_size()
-    slot = torch.arange(BLOCKS, device=payload.device)
-    for stored_kind, base_bytes in ((1, 1), (2, 4)):
-        keep = (kind == stored_kind)[:, None] & exists
-        for byte in range(base_bytes):
-            at = (offset * 4)[:, None] + slot * base_bytes + byte
-            payload[at[keep]] = (forms.base[keep] >> 8 * byte & 255).to(torch.uint8)
-    start = (offset * 4 + base_bytes_of(kind, exists.sum(1)))[:, None] + torch.cumsum(forms.size, 1) - forms.size
+def choose_forms(level: Tensor, coded: Tensor, valid: Tensor) -> Form:
+    """Choose base, order and number of low bits from sums over the values that are coded; other levels are 0."""
+    n, low, high, total = coded.sum(1), level.amin(1), level.amax(1), level.sum(1)
+    mean = total.float() / n.float()
+    centre = (mean + 0.5).floor().nan_to_num(0.0).long()
+    down = mean < centre
+    distance = level - centre[:, None]
+    turned = zigzag(torch.where(down[:, None], -distance, distance))
+    plain = level - low[:, None]
 
-    flat = exists.view(-1)
-    start, head, base, k, valid = (
-        t.reshape(-1, *t.shape[2:])[flat] for t in (start, forms.head, forms.base, levels.k, levels.valid)
-    )
-    is_raw, is_map, width = head == RAW, head >= 32, head & 31
-    plain, flags = ~is_raw & ~is_map, k[is_map] != 0
-    full, one = torch.full_like(start, BLOCK), torch.ones_like(start)
-    put_fields(payload, start[plain], k[plain] - base[plain, None], full[plain], width[plain])
-    put_fields(payload, start[is_map], flags.long(), full[is_map], one[is_map])
-    values = compact(k[is_map], flags) - base[is_map, None]
-    put_fields(payload, start[is_map] + 8, values, flags.sum(1), width[is_map])
-    stored, at = raw_bytes_at(start[is_raw], valid[is_raw] * item, item)
-    source = raw.view(torch.uint8).view(-1, BLOCK * item)
-    payload[at[stored]] = source[: len(is_raw)][is_raw][stored]
-    return head
+    sum_plain, sum_turned = (torch.where(coded, v, 0).sum(1) for v in (plain, turned))
+    k_plain, k_turned = rice_parameter(n, sum_plain), rice_parameter(n, sum_turned)
+    bits_plain, bits_turned = estimate(n, sum_plain, k_plain), estimate(n, sum_turned, k_turned)
+    width = bit_width(high - low)
+    fixed = n * width <= torch.minimum(bits_plain, bits_turned)
+    zig = ~fixed & (bits_turned < bits_plain)
+    k = torch.where(fixed, width, torch.where(zig, k_turned, k_plain))
+    v = torch.where(zig[:, None], turned, plain)
+    base = torch.where(zig, centre, low)
+    order = torch.where(zig, torch.where(down, 2, 1), 0)
+
+    quotient = v >> k[:, None]
+    unary = torch.where(coded, (quotient + 1).clamp(max=ROUNDS), 0).sum(1)
+    escaped = (coded & (quotient >= ROUNDS)).sum(1)
+    rest = bit_width((quotient.amax(1) - ROUNDS).clamp(min=0))
+    unary += torch.where(escaped > 0, 5 + escaped * rest, 0)
+    bits = n * k + torch.where(fixed, 0, unary) + torch.where(n < valid.sum(1), valid.sum(1), 0)
+    nbytes = bits + 7 >> 3
+    wide = (base < -128) | (base > 127) | (k > 7) | (v.amax(1) > 255) | (nbytes > 255)
+    return Form(v, base, order, k, fixed, rest, wide, nbytes + 4 * wide)
+
+
+def put_plane(bits: Tensor, at: Tensor, plane: Tensor, where: Tensor) -> Tensor:
+    """Write the bits of a plane for the values `where`, one after the other from bit `at`; return where they end."""
+    place = at[:, None] + where.cumsum(1) - 1
+    bits[place[where]] = plane[where].to(torch.uint8)
+    return at + where.sum(1)
+
+
+def get_plane(bits: Tensor, at: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
+    """Read what `put_plane` wrote: the plane, zero elsewhere, and where it ends."""
+    plane = torch.zeros(where.shape, dtype=torch.int64, device=bits.device)
+    plane[where] = bits[(at[:, None] + where.cumsum(1) - 1)[where]].long()
+    return plane, at + where.sum(1)
+
+
+def put_number(bits: Tensor, at: Tensor, number: Tensor, width: int, rows: Tensor) -> Tensor:
+    """Write a number of each of the `rows`, lowest bit first; return where it ends."""
+    column = torch.arange(width, device=bits.device)
+    return put_plane(bits, at, number[:, None] >> column & 1, rows[:, None].expand(-1, width))
+
+
+def get_number(bits: Tensor, at: Tensor, width: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Read what `put_number` wrote."""
+    plane, end = get_plane(bits, at, rows[:, None].expand(-1, width))
+    return (plane << torch.arange(width, device=bits.device)).sum(1), end
+
+
+def to_bits(data: Tensor) -> Tensor:
+    """Return the bits of bytes, lowest first."""
+    return (data[:, None] >> torch.arange(8, device=data.device, dtype=torch.uint8) & 1).view(-1)
+
+
+def from_bits(bits: Tensor) -> Tensor:
+    """Return the bytes of bits."""
+    weights = 1 << torch.arange(8, device=bits.device, dtype=torch.uint8)
+    return (bits.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
+
+
+def put_blocks(bits: Tensor, at: Tensor, form: Form, coded: Tensor, valid: Tensor) -> None:
+    """Write blocks from bit `at` on."""
+    n, sparse = coded.sum(1), coded.sum(1) < valid.sum(1)
+    at = put_number(bits, at, form.base, 32, form.wide)
+    at = put_plane(bits, at, coded, valid & sparse[:, None])
+    for p in range(int(form.k.max()) if len(n) else 0):
+        at = put_plane(bits, at, form.v >> p & 1, coded & (p < form.k)[:, None])
+    quotient = form.v >> form.k[:, None]
+    alive = coded & ~form.fixed[:, None]
+    for j in range(ROUNDS):
+        at = put_plane(bits, at, quotient > j, alive)
+        alive = alive & (quotient > j)
+    at = put_number(bits, at, form.rest, 5, alive.any(1))
+    for p in range(int(form.rest.max()) if len(n) else 0):
+        at = put_plane(bits, at, quotient - ROUNDS >> p & 1, alive & (p < form.rest)[:, None])
 
 
 def bounded_encode(x: Tensor, format: BoundedFormat, seed: int, capacity: int) -> tuple[Tensor, Tensor]:
     """Encode flat values within the bound: (meta, payload). The size is exact, `capacity` unused."""
     warn_if_large(x)
-    numel, device = x.numel(), x.device
-    if numel == 0:
-        return torch.zeros(HEADER, dtype=torch.uint8, device=device), torch.zeros(0, dtype=torch.uint8, device=device)
-    eb, groups = bound_of(x, format), -(-numel // GROUP)
-    raw = torch.zeros(groups * GROUP, dtype=x.dtype, device=device)
-    raw[:numel] = x.reshape(-1)
-    levels = find_levels(raw, numel, eb, format, seed)
-    forms = choose_forms(levels, format)
-    units = (forms.total + 3) // 4
-    offset = torch.cumsum(units, 0) - units
-    payload = torch.zeros(int(units.sum()) * 4, dtype=torch.uint8, device=device)
-    head = write_payload(payload, raw, levels, forms, offset)
-
+    numel, device, dtype = x.numel(), x.device, x.dtype
     meta = torch.zeros(format.meta_size(numel), dtype=torch.uint8, device=device)
-    meta[:8] = (-eb if format.stochastic else eb).double().reshape(1).view(torch.uint8)
+    if numel == 0:
+        return meta, meta[:0].clone()
+    largest, groups, blocks = bound_of(x, format), -(-numel // PLANE_GROUP), -(-numel // PLANE_BLOCK)
+    eb = largest / 2 if format.rounding == STOCHASTIC else largest
+    raw = torch.zeros(groups * PLANE_GROUP, dtype=dtype, device=device)
+    raw[:numel] = x.reshape(-1)
+    order = bit_order(device)
+    v = raw.to(compute_dtype(dtype)).view(-1, PLANE_BLOCK)[:blocks, order]
+    valid = (torch.arange(blocks * PLANE_BLOCK, device=device) < numel).view(-1, PLANE_BLOCK)[:, order]
+    stored = raw.view(torch.uint8).view(-1, PLANE_BLOCK, dtype.itemsize)[:blocks, order]
+    same = ((stored == stored[:, :1]).all(2) | ~valid).all(1)
+
+    code = torch.zeros(groups, dtype=torch.int64, device=device)
+    if eb == 0:
+        coded = (stored != 0).any(2)
+        level, must_raw = torch.zeros(v.shape, dtype=torch.int64, device=device), coded.any(1)
+    else:
+        fits, coded = v.abs() < eb * 2.0**20, v != 0
+        magnitude = torch.zeros(groups * BLOCKS, dtype=v.dtype, device=device)
+        magnitude[:blocks] = torch.where(fits, v.abs(), 0.0).amax(1)
+        code = shrink_codes(magnitude.view(groups, BLOCKS).amax(1), eb, dtype)
+        rounding = rounding_of(format.rounding, blocks, eb, code, dtype, seed)
+        level = torch.where(fits & coded, rounding.levels(torch.where(fits, v, 0.0)), 0)
+        error = (rounding.values(level, dtype).to(v.dtype) - v).abs()
+        must_raw = (~fits | coded & ~(error <= largest)).any(1)
+    form = choose_forms(level, coded, valid)
+
+    n, raw_size = coded.sum(1), valid.sum(1) * dtype.itemsize
+    use_raw = must_raw | (form.nbytes >= raw_size)
+    special = torch.where(n == 0, ALL_ZERO, torch.where(same, REPEATED, torch.where(use_raw, AS_IS, 0)))
+    plain = special == 0
+    size = torch.where(plain, form.nbytes, torch.where(special == AS_IS, raw_size, 0))
+    size = torch.where(special == REPEATED, dtype.itemsize, size)
+    padded = torch.zeros(groups * BLOCKS, dtype=torch.int64, device=device)
+    padded[:blocks] = size
+    padded = padded.view(groups, BLOCKS)
+    units = padded.sum(1) + 3 >> 2
+    offset = units.cumsum(0) - units
+    start = (offset[:, None] * 4 + padded.cumsum(1) - padded).view(-1)[:blocks]
+
+    payload = torch.zeros(int(units.sum()) * 4, dtype=torch.uint8, device=device)
+    bits = to_bits(payload)
+    rows = Form(
+        *(getattr(form, name)[plain] for name in ("v", "base", "order", "k", "fixed", "rest", "wide", "nbytes"))
+    )
+    put_blocks(bits, start[plain] * 8, rows, coded[plain], valid[plain])
+    payload = from_bits(bits)
+    bytes_of = raw.view(torch.uint8).view(-1, PLANE_BLOCK * dtype.itemsize)[:blocks]
+    column = torch.arange(PLANE_BLOCK * dtype.itemsize, device=device)
+    copied = ~plain[:, None] & (column < size[:, None])
+    payload[(start[:, None] + column)[copied]] = bytes_of[copied]
+
+    flags = form.fixed << 4 | form.order << 5 | (n < valid.sum(1)).long() << 3
+    narrow = (size, form.base & 255, flags | form.k)
+    wide = (size & 255, size >> 8 | form.k << 3, flags | 128)
+    heads = [torch.where(plain, torch.where(form.wide, w, s), 0) for s, w in zip(narrow, wide, strict=True)]
+    heads[2] += special
+    meta[:8] = eb.double().reshape(1).view(torch.uint8)
     meta[8:16] = units.sum().reshape(1).view(torch.uint8)
-    meta[HEADER : HEADER + 4 * groups] = offset.to(torch.int32).view(torch.uint8)
-    meta[HEADER + 4 * groups : HEADER + 5 * groups] = (levels.code + 16 * forms.kind).to(torch.uint8)
-    meta[HEADER + 5 * groups :] = head.to(torch.uint8)
+    meta[32:40] = torch.tensor([(seed + 2**63) % 2**64 - 2**63], device=device).view(torch.uint8)
+    meta[PLANE_HEADER : PLANE_HEADER + 4 * groups] = offset.to(torch.int32).view(torch.uint8)
+    meta[PLANE_HEADER + 4 * groups : PLANE_HEADER + 5 * groups] = code.to(torch.uint8)
+    meta[PLANE_HEADER + 5 * groups :] = torch.stack(heads, 1).view(-1).to(torch.uint8)
     return meta, payload
-
-
-@dataclass
-class Blocks:
-    """Metadata of all blocks, as it is stored."""
-
-    group: Tensor
-    slot: Tensor
-    """Number of a block in its group."""
-    valid: Tensor
-    head: Tensor
-    base: Tensor
-    cursor: Tensor
-    """Byte at which the first block of each group starts."""
-
-    @property
-    def is_raw(self) -> Tensor:
-        return self.head == RAW
-
-    @property
-    def is_map(self) -> Tensor:
-        return self.head >= 32
-
-    @property
-    def width(self) -> Tensor:
-        return self.head & 31
-
-
-def read_blocks(meta: Tensor, payload: Tensor, numel: int) -> Blocks:
-    """Read the metadata and the bases."""
-    groups, blocks = -(-numel // GROUP), -(-numel // BLOCK)
-    offset = meta[HEADER : HEADER + 4 * groups].clone().view(torch.int32).long() & MASK32
-    kind = meta[HEADER + 4 * groups : HEADER + 5 * groups].long() >> 4
-    head = meta[HEADER + 5 * groups :].long()
-    group = torch.arange(blocks, device=meta.device) // BLOCKS
-    slot = torch.arange(blocks, device=meta.device) % BLOCKS
-    base = torch.where((head >= 32) & (kind[group] == 0), 1, 0)
-    for stored_kind, base_bytes in ((1, 1), (2, 4)):
-        keep = kind[group] == stored_kind
-        at = (offset[group] * 4 + slot * base_bytes)[keep]
-        value = sum((payload[at + byte].long() << 8 * byte for byte in range(base_bytes)), torch.zeros_like(at))
-        base[keep] = value - ((value >> 8 * base_bytes - 1) << 8 * base_bytes)
-    cursor = offset * 4 + base_bytes_of(kind, torch.bincount(group, minlength=groups))
-    valid = (numel - torch.arange(blocks, device=meta.device) * BLOCK).clamp(max=BLOCK)
-    return Blocks(group, slot, valid, head, base, cursor)
-
-
-def find_starts(payload: Tensor, blocks: Blocks, item: int) -> tuple[Tensor, Tensor]:
-    """Return the byte at which each block starts, and the bitmaps.
-
-    A block's start is known only after the sizes before it, a bitmap block's size only after its bitmap.
-    """
-    head, width = blocks.head, blocks.width
-    full = torch.full_like(head, BLOCK)
-    flags = torch.zeros(len(head), BLOCK, dtype=torch.int64, device=head.device)
-    start, cursor = torch.zeros_like(head), blocks.cursor.clone()
-    for s in range(BLOCKS):
-        here = torch.nonzero(blocks.slot == s)[:, 0]
-        g = blocks.group[here]
-        start[here] = cursor[g]
-        maps = here[blocks.is_map[here]]
-        flags[maps] = get_fields(payload, start[maps], full[maps], torch.ones_like(maps))
-        map_size = 8 + field_bytes(flags[here].sum(1), width[here])
-        coded = torch.where(blocks.is_map[here], map_size, field_bytes(BLOCK, width[here]))
-        cursor[g] += torch.where(blocks.is_raw[here], blocks.valid[here] * item, coded)
-    return start, flags
 
 
 def bounded_decode(meta: Tensor, payload: Tensor, format: BoundedFormat, numel: int, mask: bool) -> Tensor:
@@ -301,29 +310,61 @@ def bounded_decode(meta: Tensor, payload: Tensor, format: BoundedFormat, numel: 
     dtype, device = format.dtype, meta.device
     if numel == 0:
         return torch.zeros(0, dtype=torch.bool if mask else dtype, device=device)
-    groups = -(-numel // GROUP)
-    eb = meta[:8].clone().view(torch.float64).to(compute_dtype(dtype))
-    code = meta[HEADER + 4 * groups : HEADER + 5 * groups].long() & 15
-    blocks = read_blocks(meta, payload, numel)
-    start, flags = find_starts(payload, blocks, dtype.itemsize)
-    is_raw, is_map, width, base = blocks.is_raw, blocks.is_map, blocks.width, blocks.base
+    groups, blocks = -(-numel // PLANE_GROUP), -(-numel // PLANE_BLOCK)
+    eb = meta[:8].clone().view(torch.float64).to(compute_dtype(dtype))[0]
+    seed = int(meta[32:40].clone().view(torch.int64))
+    offset = meta[PLANE_HEADER : PLANE_HEADER + 4 * groups].clone().view(torch.int32).long() & MASK32
+    code = meta[PLANE_HEADER + 4 * groups : PLANE_HEADER + 5 * groups].long()
+    heads = meta[PLANE_HEADER + 5 * groups :].view(blocks, 3).long()
+    valid = (torch.arange(blocks * PLANE_BLOCK, device=device) < numel).view(-1, PLANE_BLOCK)[:, bit_order(device)]
 
-    k = torch.zeros(flags.shape, dtype=torch.int64, device=device)
-    plain = ~is_raw & ~is_map
-    k[plain] = get_fields(payload, start[plain], torch.full_like(start, BLOCK)[plain], width[plain])
-    k[plain] += base[plain, None]
-    packed = get_fields(payload, start[is_map] + 8, flags[is_map].sum(1), width[is_map]) + base[is_map, None]
-    rank = (torch.cumsum(flags[is_map], 1) - 1).clamp(min=0)
-    k[is_map] = torch.where(flags[is_map] > 0, packed.gather(1, rank), 0)
+    first, second, flags = heads.unbind(1)
+    plain = flags & 0x60 != 0x60
+    wide = plain & (flags >= 128)
+    k = torch.where(wide, second >> 3, flags & 7)
+    order, fixed, sparse = flags >> 5 & 3, flags & 16 > 0, flags & 8 > 0
+    size = torch.where(wide, first | (second & 7) << 8, first)
+    size = torch.where(flags == AS_IS, valid.sum(1) * dtype.itemsize, torch.where(plain, size, 0))
+    size = torch.where(flags == REPEATED, dtype.itemsize, size)
+    padded = torch.zeros(groups * BLOCKS, dtype=torch.int64, device=device)
+    padded[:blocks] = size
+    padded = padded.view(groups, BLOCKS)
+    start = (offset[:, None] * 4 + padded.cumsum(1) - padded).view(-1)[:blocks]
 
-    if eb == 0:
-        out = torch.zeros(flags.shape, dtype=dtype, device=device)
-    else:
-        half = shrink(eb.abs().expand(groups), code) * torch.where(eb < 0, 0.5, 1.0).to(eb.dtype)
-        out = values_of(k, half[blocks.group][:, None], dtype)
-    stored, at = raw_bytes_at(start[is_raw], blocks.valid[is_raw] * dtype.itemsize, dtype.itemsize)
-    raw = torch.zeros(at.shape, dtype=torch.uint8, device=device)
-    raw[stored] = payload[at[stored]]
-    out.view(torch.uint8)[is_raw] = raw
-    flat = out.view(-1)[:numel]
-    return flat != 0 if mask else flat.clone()
+    bits = to_bits(payload)
+    base, at = get_number(bits, start * 8, 32, wide)
+    base = torch.where(wide, base - (base >> 31 << 32), second - (second >> 7 << 8))
+    coded, at = get_plane(bits, at, valid & (plain & sparse)[:, None])
+    coded = torch.where(sparse[:, None], coded > 0, valid) & plain[:, None]
+    v = torch.zeros_like(coded, dtype=torch.int64)
+    for p in range(int(k[plain].max()) if plain.any() else 0):
+        plane, at = get_plane(bits, at, coded & (p < k)[:, None])
+        v |= plane << p
+    alive = coded & ~fixed[:, None]
+    quotient = torch.zeros_like(v)
+    for _ in range(ROUNDS):
+        plane, at = get_plane(bits, at, alive)
+        quotient += plane
+        alive = plane > 0
+    width, at = get_number(bits, at, 5, alive.any(1))
+    for p in range(int(width.max())):
+        plane, at = get_plane(bits, at, alive & (p < width)[:, None])
+        quotient += plane << p
+    v += quotient << k[:, None]
+    turned = torch.where(v & 1 > 0, v + 1 >> 1, -(v >> 1))
+    turned = torch.where((order == 2)[:, None], -turned, turned)
+    level = base[:, None] + torch.where((order == 0)[:, None], v, turned)
+
+    out = torch.zeros(blocks, PLANE_BLOCK, dtype=dtype, device=device)
+    nonzero = torch.zeros(blocks, PLANE_BLOCK, dtype=torch.bool, device=device)
+    if eb != 0:
+        value = rounding_of(format.rounding, blocks, eb, code, dtype, seed).values(level, dtype)
+        out[:, bit_order(device)] = torch.where(coded, value, 0.0)
+    nonzero[:, bit_order(device)] = coded
+    column = torch.arange(PLANE_BLOCK * dtype.itemsize, device=device)
+    place = start[:, None] + torch.where((flags == REPEATED)[:, None], column % dtype.itemsize, column)
+    copied = ((flags == AS_IS) | (flags == REPEATED))[:, None].expand(-1, len(column))
+    inside = copied & (torch.arange(blocks * len(column), device=device).view(blocks, -1) < numel * dtype.itemsize)
+    out.view(torch.uint8).view(blocks, -1)[inside] = payload[place[inside]]
+    nonzero |= (copied[:, :PLANE_BLOCK]) & (out != 0)
+    return (nonzero if mask else out).view(-1)[:numel].clone()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from encke.kernels.formats import BLOCK, MASK32
+from encke.kernels.formats import MASK32
 
 
 def random24(index: Tensor, seed: int, run: int, length: int) -> Tensor:
@@ -44,57 +44,6 @@ def step_up(step: Tensor, spread: Tensor, dtype: torch.dtype) -> Tensor:
     else:
         step = step.clamp(min=2.0**-990)
     return torch.where(spread > 0, step, 0.0)
-
-
-def field_bytes(n: Tensor | int, width: Tensor) -> Tensor:
-    """Return the bytes that the fields of `n` values of `width` bits take."""
-    total = (width >> 3) * n
-    for b in (4, 2, 1):
-        total = total + torch.where((width & b) > 0, (n * b + 7) // 8, 0)
-    return total
-
-
-def fields_of(width: Tensor) -> list[tuple[int, Tensor]]:
-    """Return the fields in the order in which they are stored: their width, and which rows have them."""
-    whole = [(8, width >= 8 * (i + 1)) for i in range(3)]
-    return whole + [(b, (width & b) > 0) for b in (4, 2, 1)]
-
-
-def put_fields(out: Tensor, start: Tensor, v: Tensor, n: Tensor, width: Tensor) -> None:
-    """Write the fields of each row of v (blocks x 64, the first n valid) at byte `start` of out."""
-    column = torch.arange(BLOCK, device=v.device)
-    v = torch.where(column < n[:, None], v, 0)
-    padded = torch.cat([v, v.new_zeros(len(v), 8 * BLOCK)], 1)
-    shift = torch.zeros_like(width)
-    for b, present in fields_of(width):
-        length = (n * b + 7) // 8
-        j = column[None, :]
-        byte = torch.zeros_like(v)
-        for t in range(8 // b):
-            piece = padded.gather(1, j + t * length[:, None]) >> shift[:, None] & (1 << b) - 1
-            byte |= piece << t * b
-        keep = present[:, None] & (j < length[:, None])
-        out[(start[:, None] + j)[keep]] = byte[keep].to(torch.uint8)
-        start = start + torch.where(present, length, 0)
-        shift = shift + torch.where(present, b, 0)
-
-
-def get_fields(payload: Tensor, start: Tensor, n: Tensor, width: Tensor) -> Tensor:
-    """Read what `put_fields` wrote: blocks x 64, valid in the first n columns."""
-    column = torch.arange(BLOCK, device=payload.device)[None, :]
-    v = torch.zeros(len(n), BLOCK, dtype=torch.int64, device=payload.device)
-    shift = torch.zeros_like(width)
-    for b, present in fields_of(width):
-        length = ((n * b + 7) // 8).clamp(min=1)
-        at = start[:, None] + column % length[:, None]
-        keep = present[:, None] & (column < n[:, None])
-        byte = torch.zeros_like(v)
-        byte[keep] = payload[at[keep]].long()
-        piece = byte >> column // length[:, None] * b & (1 << b) - 1
-        v |= torch.where(keep, piece << shift[:, None], 0)
-        start = start + torch.where(present, (n * b + 7) // 8, 0)
-        shift = shift + torch.where(present, b, 0)
-    return v
 
 
 def pack_fields(code: Tensor, bits: int) -> Tensor:

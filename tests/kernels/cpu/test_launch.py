@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from encke.kernels import BoundedFormat
+from encke.kernels.formats import NEAREST
 
 cpu = pytest.importorskip("encke.kernels.cpu", reason="needs numba")
 
-FORMAT = BoundedFormat(0.01, math.inf, False, True, torch.float32)
+FORMAT = BoundedFormat(0.01, math.inf, NEAREST, torch.float32)
 
 
 def test_threads_at_once() -> None:

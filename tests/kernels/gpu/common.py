@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from encke.kernels.formats import GROUP
-
 ROOT = Path(__file__).resolve().parents[3]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF = float("inf")
@@ -28,11 +26,7 @@ DTYPES = [
 def content(name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Return values of one kind on the device."""
     x = torch.randn(numel, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    if name == "mixed":  # another content in each group: every base kind, bitmaps, raw blocks
-        parts = ("relu", "normal", "far", "sparse", "special")
-        sizes = [min(GROUP, numel - i * GROUP) for i in range(-(-numel // GROUP))]
-        return torch.cat([content(part, size, dtype) for part, size in zip(parts, sizes, strict=True)])
-    if name == "blocks":  # every form of a dithered block: sparse, signed, wide, with escapes, constant, zero and raw
+    if name == "blocks":  # every form of a block: sparse, signed, wide, with escapes, constant, zero and raw
         parts = ("relu", "normal", "far", "sparse", "tail", "constant", "zeros", "special")
         return torch.cat([content(part, 700, dtype) for part in parts])[:numel]
     if name in ("special", "outlier") and numel:
