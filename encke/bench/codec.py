@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -40,7 +41,8 @@ def codec(
     """Measure ratio, error and throughput of every codec, beside the other compressors that are installed.
 
     Prints a table and writes codec.csv and codec.png. Without --data it measures on generated data: ReLU of normal
-    noise, normal noise and smooth fields. A copy and the order-0 entropy of the levels show the limits.
+    noise, normal noise and smooth fields. A copy and the order-0 entropy of the levels show the limits. Codecs with a
+    bound are measured under two more: at the variance of GroupQuant with 2 bits and at about a quarter of it.
 
     Args:
         data: A safetensors file; its floating-point tensors are measured, with the absolute bounds in its metadata
@@ -112,8 +114,10 @@ def print_tables(results: Sequence[Result], left_out: Iterable[str]) -> None:
         ]
         table(f"{data} ({tensor}, {first.dtype}, {first.device}), {bound}", heads, rows)
     note()
-    note("MB/s of input, medians of warm runs. GroupQuant has a fixed rate and promises no bound.")
+    note("MB/s of input, medians of warm runs. GroupQuant has a fixed rate and promises no bound. SZ3 and zfp keep the")
+    note("bound, but not zeros and signs.")
     note("Variance: mean squared error, relative to GroupQuant 2 bits on the same tensor.")
+    note("Bound of 2 bits: an error that is uniform within it has the variance of GroupQuant 2 bits.")
     note("Lossless: ratio and MB/s count the mask's own bytes, one for each value.")
     for line in left_out:
         note(line)
@@ -134,45 +138,51 @@ def error(r: Result) -> str:
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
-    """Plot ratio against throughput, encode and decode side by side, one row of panels for each kind of data."""
+    """Plot throughput and variance against the ratio, one row of panels for each kind of data."""
     kinds = list(dict.fromkeys(r.data for r in results))
-    with figure(path, len(kinds), 2, (12, 4.2 * len(kinds) + 0.8)) as (made, panels):
-        for kind, pair in zip(kinds, panels, strict=True):
-            rows = [r for r in results if r.data == kind and r.family != "mask"]
-            for axes, direction in zip(pair, ("encode", "decode"), strict=True):
-                draw(axes, rows, direction)
-                axes.set_title(f"{kind}: {direction}", loc="left")
+    with figure(path, len(kinds), 3, (17, 4.2 * len(kinds) + 0.8)) as (made, panels):
+        for kind, row in zip(kinds, panels, strict=True):
+            shown = [r for r in results if r.data == kind and r.family != "mask"]
+            draw(row[0], shown, "GB/s of input", lambda r: r.encode_rate and r.encode_rate / 1e9)
+            draw(row[1], shown, "GB/s of input", lambda r: r.decode_rate and r.decode_rate / 1e9)
+            draw(row[2], [r for r in shown if r.family != "limit"], "variance, 2 bits = 1", lambda r: r.variance)
+            for axes, what in zip(row, ("encode", "decode", "mean squared error"), strict=True):
+                axes.set_title(f"{kind}: {what}", loc="left")
         first = results[0]
-        where = "GPU" if first.device == "cuda" else f"CPU, Encke on {torch.get_num_threads()} threads, peers on one"
-        made.suptitle(f"Ratio and throughput, {first.dtype}, {where}")
+        where = "GPU" if first.device == "cuda" else f"CPU, threads: Encke {torch.get_num_threads()}, peers 1"
+        made.suptitle(f"Ratio, throughput and error, {first.dtype}, {where}. Filled: the bound is kept")
         handles, labels = panels[0][0].get_legend_handles_labels()
         made.legend(handles, labels, loc="outside right center", frameon=False)
 
 
-def draw(axes: Axes, rows: Sequence[Result], direction: str) -> None:
-    """Draw one panel. Filled markers keep the bound; the lines are the two limits."""
-    for i, r in enumerate(r for r in rows if r.family in ("encke", "peer")):
-        value = r.encode_rate if direction == "encode" else r.decode_rate
-        colour = COLOURS[r.family]
-        axes.plot(
-            r.ratio,
-            (value or 0) / 1e9,
-            MARKERS[i % len(MARKERS)],
-            color=colour,
-            markerfacecolor=colour if r.bounded else "none",
-            markersize=8,
-            linestyle="none",
-            label=r.codec if r.bounded else f"{r.codec} (no bound)",
-        )
+def draw(axes: Axes, rows: Sequence[Result], label: str, value: Callable[[Result], float | None]) -> None:
+    """Draw one panel: a line for each codec through its settings, and the two limits. Filled markers keep the bound."""
+    series: dict[str, list[Result]] = {}
     for r in rows:
-        if r.codec == "copy":
-            value = r.encode_rate if direction == "encode" else r.decode_rate
-            axes.axhline((value or 0) / 1e9, color=COLOURS["limit"], linestyle="--", linewidth=1, label="copy")
-        elif r.family == "limit":
-            axes.axvline(r.ratio, color=COLOURS["limit"], linestyle=":", linewidth=1.5, label=r.codec)
+        if r.family == "limit":
+            limit = value(r)
+            if limit is None:
+                axes.axvline(r.ratio, color=COLOURS["limit"], linestyle=":", linewidth=1.5, label=r.codec)
+            else:
+                axes.axhline(limit, color=COLOURS["limit"], linestyle="--", linewidth=1, label=r.codec)
+        else:
+            series.setdefault(r.series, []).append(r)
+    for (name, points), marker in zip(series.items(), itertools.cycle(MARKERS)):
+        points.sort(key=lambda r: r.ratio)
+        first, colour = points[0], COLOURS[points[0].family]
+        axes.plot(
+            [r.ratio for r in points],
+            [value(r) or math.nan for r in points],
+            marker=marker,
+            color=colour,
+            markerfacecolor=colour if first.bounded else "none",
+            markersize=7,
+            linewidth=0.8,
+            label=name if first.bounded else f"{name} (no bound)",
+        )
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlim(left=0)
     axes.set_xlabel("ratio")
-    axes.set_ylabel("GB/s of input")
+    axes.set_ylabel(label)
     axes.grid(alpha=0.3, which="both")

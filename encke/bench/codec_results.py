@@ -43,6 +43,8 @@ class Result:
     """The largest error of any finite value, in units of the bound; infinite where a NaN or an infinity was lost."""
     variance: float | None = None
     """Mean squared error over that of `GroupQuant(bits=2)` on the same tensor."""
+    series: str = ""
+    """Codec, without its setting where several were measured."""
 
     @property
     def ratio(self) -> float:
@@ -124,7 +126,8 @@ def measure(sample: Sample, entrants: Sequence[Contender], repeat: int) -> Itera
         sample.data, sample.name, "entropy of the levels", "limit", True, dtype, device, None, sample.mode,
         sample.bound, x.nbytes, entropy_bytes(x, bound), None, None, None,
     )  # fmt: skip
-    trials = [contender.trial(sample) for contender in entrants]
+    points = [contender.under(sample) for contender in entrants]
+    trials = [contender.trial(point) for contender, point in zip(entrants, points, strict=True)]
     packed = [trial.encode() for trial in trials]
     encode: list[list[float]] = [[] for _ in trials]
     decode: list[list[float]] = [[] for _ in trials]
@@ -141,12 +144,15 @@ def measure(sample: Sample, entrants: Sequence[Contender], repeat: int) -> Itera
             codec=contender.name,
             family=contender.family,
             bounded=contender.bounded,
+            series=contender.series or contender.name,
             threads=contender.threads,
+            mode=points[i].mode,
+            bound=points[i].bound,
             input_bytes=trial.source.nbytes,
             packed_bytes=trial.nbytes(packed[i]),
             encode_seconds=statistics.median(encode[i]),
             decode_seconds=statistics.median(decode[i]),
-            error=largest_error(trial.source, decoded, bound),
+            error=largest_error(trial.source, decoded, points[i].absolute),
             variance=squared_error(x, decoded.view(x.shape)) / unit if unit and trial.source is x else None,
         )
     yield limit

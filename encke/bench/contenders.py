@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,10 @@ class Contender:
     threads: int | None
     bounded: bool
     trial: Callable[[Sample], Trial]
+    series: str = ""
+    """Contenders of one series are joined in the plot: the same codec at several settings."""
+    under: Callable[[Sample], Sample] = lambda sample: sample
+    """Returns the sample with the bound for this contender."""
 
 
 def _trial(codec: Codec, source: Tensor) -> Trial:
@@ -45,12 +49,23 @@ def squared_error(x: Tensor, decoded: Tensor) -> float:
     return float((decoded[finite].double() - x[finite].double()).square().mean()) if finite.any() else 0.0
 
 
-def of_variance(x: Tensor, share: float) -> ErrorBounded:
-    """Return dithered values with that share of the mean squared error of `GroupQuant(bits=2)`."""
-    target = share * squared_error(x, GroupQuant(bits=2).encode(x).decode())
-    nonzero = float((x != 0).double().mean())
-    # The error is uniform within the bound, and zeros have none.
-    return ErrorBounded((3 * target / nonzero) ** 0.5 if nonzero else 0.0, rounding="dithered")
+def bound_of_two_bits(x: Tensor) -> float:
+    """Return the bound at which an error that is uniform within it has the variance of `GroupQuant(bits=2)`."""
+    nonzero = float((x != 0).double().mean())  # zeros have no error
+    return (3 * squared_error(x, GroupQuant(bits=2).encode(x).decode()) / nonzero) ** 0.5 if nonzero else 0.0
+
+
+def at_several_bounds(contender: Contender) -> list[Contender]:
+    """Return a contender under the bound of the sample, and under the bound of 2 bits and half of it."""
+
+    def wider(share: float) -> Callable[[Sample], Sample]:
+        # Where 2 bits are exact there is no such bound.
+        return lambda s: replace(s, bound=share * bound_of_two_bits(s.tensor) or s.absolute, mode="abs")
+
+    name = contender.name
+    points = {f"{name}, half the bound of 2 bits": 0.5, f"{name}, bound of 2 bits": 1.0}
+    others = [replace(contender, name=each, under=wider(share)) for each, share in points.items()]
+    return [replace(each, series=name) for each in (contender, *others)]
 
 
 def ours(threads: int | None) -> list[Contender]:
@@ -62,18 +77,15 @@ def ours(threads: int | None) -> list[Contender]:
 
         return Contender(f"ErrorBounded {rounding}", "encke", threads, True, trial)
 
-    def matched(share: float) -> Contender:
-        name = "ErrorBounded dithered, variance of 2 bits" + (f" * {share:g}" if share != 1 else "")
-        return Contender(name, "encke", threads, False, lambda s: _trial(of_variance(s.tensor, share), s.tensor))
-
     def fixed(bits: int) -> Contender:
         name, codec = f"GroupQuant {bits} bits", GroupQuant(bits=bits)
-        return Contender(name, "encke", threads, False, lambda s: _trial(codec, s.tensor))
+        return Contender(name, "encke", threads, False, lambda s: _trial(codec, s.tensor), "GroupQuant 2, 3, 4, 8 bits")
 
     return [
-        *(bounded(rounding) for rounding in ("nearest", "stochastic", "dithered")),
-        *(matched(share) for share in (1, 0.25)),
-        *(fixed(bits) for bits in (2, 4, 8)),
+        *at_several_bounds(bounded("nearest")),
+        bounded("stochastic"),
+        *at_several_bounds(bounded("dithered")),
+        *(fixed(bits) for bits in (2, 3, 4, 8)),
         Contender("Lossless (mask x != 0)", "mask", threads, True, lambda s: _trial(Lossless(), s.tensor != 0)),
     ]
 
@@ -156,7 +168,7 @@ def bitcomp(sparse: bool) -> Contender:
 def failure(contender: Contender, sample: Sample) -> str | None:
     """Return the error that a contender raises on a sample, in words; None if it works."""
     try:
-        trial = contender.trial(sample)
+        trial = contender.trial(contender.under(sample))
         trial.decode(trial.encode())
     except Exception as error:  # other people's code, which may raise anything; the run goes on without it
         return f"{type(error).__name__}: {error}"
@@ -172,7 +184,7 @@ def contenders(samples: Sequence[Sample]) -> tuple[list[Contender], list[str]]:
     if device == "cpu":
         peers: list[tuple[str, str, list[Callable[[], Contender]]]] = [
             ("pysz", install_hint("pysz"), [lambda: sz3(True), lambda: sz3(False)]),
-            ("zfpy", install_hint("zfpy"), [zfp]),
+            ("zfpy", install_hint("zfpy"), [lambda: zfp()]),
         ]
         supported = {torch.float32, torch.float64}
     else:
@@ -185,7 +197,7 @@ def contenders(samples: Sequence[Sample]) -> tuple[list[Contender], list[str]]:
         elif not dtypes <= supported:
             left_out.append(f"{module} is left out: it does not take {names}")
         else:
-            for peer in [make() for make in makers]:
+            for peer in [each for make in makers for each in at_several_bounds(make())]:
                 problem = failure(peer, samples[0])
                 if problem is None:
                     chosen.append(peer)

@@ -19,11 +19,14 @@ from encke.cli import main
 
 OURS = [
     "ErrorBounded nearest",
+    "ErrorBounded nearest, half the bound of 2 bits",
+    "ErrorBounded nearest, bound of 2 bits",
     "ErrorBounded stochastic",
     "ErrorBounded dithered",
-    "ErrorBounded dithered, variance of 2 bits",
-    "ErrorBounded dithered, variance of 2 bits * 0.25",
+    "ErrorBounded dithered, half the bound of 2 bits",
+    "ErrorBounded dithered, bound of 2 bits",
     "GroupQuant 2 bits",
+    "GroupQuant 3 bits",
     "GroupQuant 4 bits",
     "GroupQuant 8 bits",
     "Lossless (mask x != 0)",
@@ -48,7 +51,7 @@ def test_generated_data_give_a_table_a_csv_and_a_plot(tmp_path, capsys):
         assert {"copy", "entropy of the levels"} <= set(names)
     for row in rows:
         assert row["date"] and row["command"] and row["cpu"] and row["torch"] and row["python"]
-        if row["codec"].startswith("ErrorBounded") and "variance" not in row["codec"]:  # those have other bounds
+        if row["codec"].startswith("ErrorBounded"):
             assert float(row["error"]) <= 1
         if row["codec"] != "entropy of the levels":
             assert float(row["encode_mb_s"]) > 0 and float(row["decode_mb_s"]) > 0
@@ -99,7 +102,7 @@ def test_peers_keep_the_bound_they_were_given():
     for mode in ("abs", "rel"):
         sample = Sample("noise", "x", torch.randn(6, 40, 30).relu(), 0.02, mode)
         found = {r.codec: r for r in measure(sample, contenders([sample])[0], 1)}
-        for name in ("SZ3", "SZ3, no prediction", "zfp"):
+        for name in ("SZ3", "SZ3, no prediction", "zfp", "SZ3, bound of 2 bits", "zfp, bound of 2 bits"):
             assert 0 < found[name].error <= 1.0001
             assert found[name].ratio > 1
             assert found[name].threads == 1
@@ -125,7 +128,8 @@ def test_a_peer_that_fails_is_named_and_left_out(monkeypatch):
     monkeypatch.setattr(peers, "zfp", lambda: peers.Contender("zfp", "peer", 1, True, broken))
     found, left_out = contenders([NOISE])
     assert "zfp" not in [contender.name for contender in found]
-    assert left_out == ["zfp is left out: RuntimeError: no driver"]
+    names = ("zfp", "zfp, half the bound of 2 bits", "zfp, bound of 2 bits")
+    assert left_out == [f"{name} is left out: RuntimeError: no driver" for name in names]
 
 
 def test_entropy_of_equally_frequent_levels():
@@ -166,11 +170,17 @@ def test_totals_add_bytes_and_times_and_keep_the_largest_error():
     assert (total.tensor, total.ratio, total.encode_rate, total.decode_rate, total.error) == ("all 2", 4, 100, 200, 0.5)
 
 
-def test_dithered_contenders_have_the_variance_that_they_name():
+def test_the_bound_of_two_bits_gives_their_variance():
     x = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0)).relu()
     sample = Sample("noise", "x", x, 0.02, "abs")
     entrants, _ = contenders([sample])
     found = {r.codec: r.variance for r in measure(sample, [e for e in entrants if e.family == "encke"], 1)}
     assert found["GroupQuant 2 bits"] == pytest.approx(1, rel=0.03)
-    assert found["ErrorBounded dithered, variance of 2 bits"] == pytest.approx(1, rel=0.03)
-    assert found["ErrorBounded dithered, variance of 2 bits * 0.25"] == pytest.approx(0.25, rel=0.03)
+    assert found["ErrorBounded dithered, bound of 2 bits"] == pytest.approx(1, rel=0.03)
+    assert found["ErrorBounded dithered, half the bound of 2 bits"] == pytest.approx(0.25, rel=0.03)
+
+
+def test_where_two_bits_are_exact_the_bound_is_the_sample_s_own():
+    constant = replace(NOISE, tensor=torch.full((20, 30), 0.7))
+    for contender in contenders([constant])[0]:
+        assert contender.under(constant).absolute == constant.absolute, contender.name
