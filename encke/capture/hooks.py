@@ -20,10 +20,10 @@ from encke.capture.nodes import (
     KNOWN,
     Origin,
     is_view_of_parameter,
-    needs_weight_gradient,
     norm_of,
     operation_name,
     origin_of,
+    reads_input,
     saved_by,
     signature,
     tensors_in,
@@ -130,7 +130,7 @@ class Capture:
                     return self._keep(t)
                 if need != "shape":
                     return self._save(t, known, frame, forward)
-                if not weight_unfrozen(known.site, frame.layer):
+                if not unfrozen(known.site, frame.layer):
                     return self._save_shape(t, known, frame)
             elif signature(t)[1::2] != known.signature[1::2]:
                 # Another operation made it, or it has other dimensions.
@@ -209,9 +209,8 @@ class Capture:
             for sharer in tuple(facts.sharers):
                 more = codec_for(self.scores, sharer, t.dtype, None)
                 if more is not None:
-                    cell.ask(more)
                     # Rows of another memory than last time are known when that reader saves.
-                    rows = rows or (sharer.rows[1] if sharer.rows[0] == length else None)
+                    cell.ask(more, rows=sharer.rows[1] if sharer.rows[0] == length else None)
         cell.ask(codec, codec is not MASK, rows)
         if not cell.settled or forward.collection is not None:
             if not cell.waiting:
@@ -252,7 +251,7 @@ def unpack(saved: Saved | Kept) -> Tensor:
         elif saved.pending is not None:
             saved.owner.learn_in_backward(node)
         elif (KNOWN.get(type(node)) or operation_name(node)) != facts.reader or (
-            facts.site.need == "shape" and needs_weight_gradient(node)
+            facts.site.need == "shape" and reads_input(node)
         ):
             saved.owner.mismatch(saved, node)
         elif facts.norm is not None and norm_of(node, facts.site.operation, facts.site.slot) != facts.norm:
@@ -287,12 +286,14 @@ def note_size(frame: Frame, index: int, t: Tensor) -> None:
     frame.sizes[index] = tuple(t.shape)
 
 
-def weight_unfrozen(site: Site, layer: Layer) -> bool:
-    """Return whether a convolution's weight needs a gradient now, though it was frozen when the site was learnt."""
-    if site.need != "shape" or site.operation != "Convolution":
+def unfrozen(site: Site, layer: Layer) -> bool:
+    """Return whether a layer that was frozen when the site was learnt reads its input's values now."""
+    if site.need != "shape" or site.operation not in ("Convolution", "BatchNorm"):
         return False
-    weight = getattr(layer.owner(), "weight", None)
-    return weight is not None and weight.requires_grad
+    module = layer.owner()
+    weight = getattr(module, "weight", None)
+    trains = site.operation == "BatchNorm" and (module is None or module.training)
+    return trains or (weight is not None and weight.requires_grad)
 
 
 def unusual(t: Tensor) -> bool:

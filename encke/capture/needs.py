@@ -265,7 +265,7 @@ def need_of(
     in_linear: bool = False,
     limits: bool = False,
     setting: Any = None,
-    weight_gradient: bool = True,
+    reads_input: bool = True,
     dropout: bool = False,
     node_class: type | None = None,
 ) -> Need:
@@ -281,7 +281,8 @@ def need_of(
         in_linear: The layer that saves it is a linear layer.
         limits: The operation has limits that are known, inside of which it propagates the gradient unchanged.
         setting: Value of the setting that `SETTINGS` names for the operation; None if it is not known.
-        weight_gradient: The operation computes its weight's gradient, for which a convolution reads its input.
+        reads_input: A convolution or batch norm reads its input's values: not if it is frozen, a batch norm in
+            evaluation besides.
         dropout: The operation is attention with dropout.
         node_class: The class of the operation's autograd node, if there is one.
     """
@@ -291,7 +292,7 @@ def need_of(
     need = listed_need(operation, slot, node_class)
     if need in ("weight", "shape"):
         return need
-    if operation == "Convolution" and slot == "input" and not weight_gradient:
+    if operation in ("Convolution", "BatchNorm") and slot == "input" and not reads_input:
         return "shape"
     if not is_float or need is None or (need == "range" and not limits):
         return "exact"

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from encke.capture.needs import NORMALIZED, SETTINGS
+from encke.capture.needs import CANONICAL, NORMALIZED, SETTINGS
 from encke.capture.saved import Saved
 from encke.torch_internals import RAW_SAVED, raw_saved_slots, saved_setting
 
@@ -126,9 +126,17 @@ def is_view_of_parameter(grad_fn: Any) -> bool:
     return False
 
 
-def needs_weight_gradient(node: Any) -> bool:
-    """Return whether a node is a convolution whose weight needs a gradient, and so its input's values."""
-    return operation_name(node) == "Convolution" and node.next_functions[1][0] is not None
+def reads_input(node: Any) -> bool:
+    """Return whether a node is a convolution or a batch norm that reads the values of its input.
+
+    Both read it for the gradient of a weight, a batch norm in training for that of its input, too.
+    """
+    operation = operation_name(node)
+    if operation == "Convolution":
+        return node.next_functions[1][0] is not None
+    if CANONICAL.get(operation, operation) != "BatchNorm":
+        return False
+    return node.next_functions[1][0] is not None or bool(saved_setting(node, "training", True))
 
 
 def setting_of(node: Any, operation: str) -> Any:

@@ -42,9 +42,9 @@ from encke.capture.ledger import Record
 from encke.capture.needs import CANONICAL, SETTINGS, TABLE, need_of
 from encke.capture.nodes import (
     KNOWN,
-    needs_weight_gradient,
     norm_of,
     operation_name,
+    reads_input,
     saved_by,
     setting_of,
     window_of,
@@ -199,7 +199,7 @@ class Readers:
             in_linear=isinstance(module, LINEAR_MODULES),
             limits=limits is not None and Between(*limits).takes(dtype),
             setting=setting_of(node, operation),
-            weight_gradient=needs_weight_gradient(node),
+            reads_input=reads_input(node),
             dropout=bool(saved_setting(node, "dropout_p", 0.0)),
             node_class=type(node),
         )

@@ -12,10 +12,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from encke.capture.facts import SiteFacts
 from encke.capture.ledger import Record
 from encke.capture.sites import Site
-from encke.codecs import Codec, Packed
+from encke.codecs import Codec, ErrorBounded, Packed
 from encke.codecs.algebra import stricter
 from encke.codecs.base import check_version
-from encke.codecs.layout import Layout, fills_in_order
+from encke.codecs.layout import Layout, fills_in_order, finer
 from encke.torch_internals import storage_from_weak_pointer
 
 
@@ -50,7 +50,7 @@ class SharedCell:
         self.readers = 0
         """Savings of this memory for its values, not for a mask."""
         self.rows: tuple[int, int] | None = None
-        """Rows of the memory that a reader normalises: number and distance of their values."""
+        """Rows of the memory that its readers normalise, the finest of them: number and distance of their values."""
         self.decoded: tuple[StorageWeakRef, int] | None = None
         self.checksum: list[int] | None = None
         """Checksum of the memory when it was first held; None if nobody asked."""
@@ -59,10 +59,15 @@ class SharedCell:
     def ask(self, codec: Codec, values: bool = False, rows: tuple[int, int] | None = None) -> None:
         """Add a reader that needs no more than `codec`, and may normalise these rows of the memory.
 
-        Two or more readers of `values` share one decoded copy.
+        Two or more readers of `values` share one decoded copy. Where two readers normalise rows of which neither lie
+        within the other's, no groups serve both, and the memory is exact.
         """
-        if self.rows is None:
-            self.rows = rows
+        if rows is not None and rows != self.rows:
+            finest = rows if self.rows is None else finer(self.rows, rows)
+            if finest is None:
+                codec = ErrorBounded(0)
+            else:
+                self.rows = finest
         wanted = self.wanted
         if codec is not wanted:
             self.wanted = codec if wanted is None else stricter(wanted, codec)

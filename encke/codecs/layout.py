@@ -127,6 +127,14 @@ def rows_for(layout: Layout, length: int, norm: tuple[str, int]) -> tuple[int, i
     return rows_of(size, stride, tuple(range(2, len(size))))
 
 
+def finer(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int] | None:
+    """Return those of two kinds of rows of one run of memory that lie within the others; None if neither do."""
+    for inner, outer in ((first, second), (second, first)):
+        if inner[1] % outer[1] == 0 and outer[0] * outer[1] % (inner[0] * inner[1]) == 0:
+            return inner
+    return None
+
+
 def run_of(x: Tensor, layout: Layout, length: int) -> Tensor:
     """Return the memory of `x` as one flat run, given what `layout_of` says about it."""
     return x.contiguous().view(-1) if layout.copied else x.as_strided((length,), (1,))

@@ -31,6 +31,7 @@ from encke.compiled import aot, attention, lowerings, ops, rewrites
 from encke.compiled.cut import drop_unread, save_instead_of_recompute
 from encke.compiled.names import is_relu, value
 from encke.compiled.pair import Pair
+from encke.compiled.rows import rows_read
 from encke.compiled.writer import Form, Packing, Writer
 from encke.kernels import FLOATS
 from encke.torch_internals import inductor_records_cuda_graphs, pop_saved_tensors_hooks, push_saved_tensors_hooks
@@ -221,13 +222,17 @@ class CompiledModel:
             return Packing(Form.MASK, sites)
         if "sign" in needs or ("mask" in needs and not is_relu(node)):
             return Packing(Form.KEPT, sites)
-        if needs_constant_sizes(t):
-            constant = self.constant_for(sites)
-            return Packing(Form.KEPT, sites) if constant is None else Packing(Form.CODES, sites, constant)
-        packing = Packing(Form.CODES, sites)
-        packing.finite = self.finite(sites)
-        packing.codec = packing.codec_now(self.capture.scores.codec, t.dtype)
-        return Packing(Form.KEPT, sites) if packing.codec.exact else packing
+        rows = rows_read(pair, pair.readers_behind(pair.inputs[node.name]), sites)
+        constant = self.constant_for(sites) if needs_constant_sizes(t) else None
+        # No groups of codes serve norms over different dimensions. Rows of one value are statistics.
+        if len(rows) > 1 or (rows and rows[0][0] == 1) or (constant is None and needs_constant_sizes(t)):
+            return Packing(Form.KEPT, sites)
+        packing = Packing(Form.CODES, sites, constant)
+        packing.rows = rows[0] if rows else None
+        if constant is None:
+            packing.finite = self.finite(sites)
+            packing.codec = packing.codec_now(self.capture.scores.codec, t.dtype)
+        return Packing(Form.KEPT, sites) if packing.codec is not None and packing.codec.exact else packing
 
     def finite(self, sites: list[Site]) -> bool:
         """Return whether collection steps have seen nothing but finite values at these sites."""

@@ -215,10 +215,10 @@ class SiteNames:
         operation, slot = names[0] if names else (operation_of(reader), "?")
         need: Need = "exact"
         if len(names) == 1:
-            weight_gradient = True
+            reads_input = True
             if operation == "Convolution" and slot == "input":
                 mask = reader.args[10]
-                weight_gradient = isinstance(mask, list | tuple) and bool(mask[1])
+                reads_input = isinstance(mask, list | tuple) and bool(mask[1])
             need = need_of(
                 operation,
                 slot,
@@ -226,7 +226,7 @@ class SiteNames:
                 requires_grad=differentiable,
                 parameter=parameter and differentiable,
                 limits=limits_of(operation, None) is not None,
-                weight_gradient=weight_gradient,
+                reads_input=reads_input,
                 dropout=(operation, slot) == (SDPA, "output") and has_dropout(reader),
             )
         savings = sorted(self._savings.get((layer, call, operation, slot), ()))

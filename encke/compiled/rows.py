@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from encke.capture.sites import Site
-from encke.codecs.layout import Layout, fills_memory, rows_for
+from encke.codecs.layout import Layout, fills_memory, finer, rows_for
 from encke.compiled.masks import layout
 from encke.compiled.names import name_of, size_hint, value
 from encke.compiled.pair import Pair
@@ -20,22 +20,25 @@ SETTINGS = {"native_layer_norm_backward": 2, "_fused_rms_norm_backward": 2, "nat
 """Argument of a norm's backward that tells what it normalises over."""
 
 
-def rows_read(pair: Pair, readers: Iterable[tuple[Node, Node]], sites: list[Site]) -> tuple[int, int] | None:
-    """Return number and distance of the values of the rows that a norm reads of a saved tensor; None if none does.
+def rows_read(pair: Pair, readers: Iterable[tuple[Node, Node]], sites: list[Site]) -> list[tuple[int, int]]:
+    """Return number and distance of the values of the rows that norms read of a saved tensor.
 
     Args:
         pair: The two graphs.
         readers: (reader, what it reads) for all who read the tensor.
         sites: The site of each reader.
+
+    Returns:
+        The finest rows alone, where they lie within all others; nothing if no norm reads the tensor.
     """
+    found: list[tuple[int, int]] = []
     for (reader, source), site in zip(readers, sites, strict=True):
         norm = norm_of(pair, reader, source, site)
-        if norm is None or not shows_memory(source):
-            continue
-        rows = rows_of_values(value(source), norm)
+        rows = rows_of_values(value(source), norm) if norm is not None and shows_memory(source) else None
         if rows is not None:
-            return rows
-    return None
+            within = finer(found[0], rows) if len(found) == 1 else None
+            found = [within] if within is not None else [*found, rows]
+    return found
 
 
 def norm_of(pair: Pair, reader: Node, source: Node, site: Site) -> tuple[str, int] | None:

@@ -24,7 +24,6 @@ from encke.compiled.masks import read_mask_from_codes
 from encke.compiled.names import bytes_of, size_hint, value
 from encke.compiled.pair import Pair
 from encke.compiled.payloads import FinalState
-from encke.compiled.rows import rows_read
 from encke.kernels import GroupFormat, GroupPlan
 from encke.kernels.formats import channel_stride
 
@@ -143,7 +142,6 @@ class Writer:
         t, codec = value(node), packing.codec
         order = order_of(t)
         readers = self.pair.readers_behind(self.pair.inputs[node.name])
-        packing.rows = rows_read(self.pair, readers, packing.sites)
         fixed = codec.fixed_rate() if codec is not None and codec.reads_packed else None
         format = format_of(t, fixed, order, packing.rows) if fixed is not None else None
         calls: Calls

@@ -85,7 +85,7 @@ def test_what_else_is_known_changes_the_need() -> None:
     def need(operation: str, slot: str, dtype: torch.dtype = torch.float32, **known: bool) -> str:
         return need_of(operation, slot, dtype, **{"requires_grad": True, **known})
 
-    assert need("Convolution", "input", weight_gradient=False) == "shape"
+    assert need("Convolution", "input", reads_input=False) == "shape"
     assert need("Convolution", "input", requires_grad=False) == "lossy"
     assert need("Mul", "self", requires_grad=False) == "exact"
     assert need("Mul", "self", parameter=True) == "weight"

@@ -146,6 +146,51 @@ def test_frozen_convolutions_keep_no_input() -> None:
     assert rows["1"].codec == "shape" and rows["1"].packed_bytes == 0 and rows["0"].packed_bytes > 0
 
 
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("affine", [False, True])
+def test_a_frozen_batch_norm_in_evaluation_keeps_no_input(memory_format: torch.memory_format, affine: bool) -> None:
+    """In training, or unfrozen, it reads its input again."""
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8, affine=affine), nn.Conv2d(8, 8, 3))
+    model.to(memory_format=memory_format)
+    plain = copy.deepcopy(model)
+    handle = encke.attach(model, EXACT)
+    x = torch.randn(8, 4, 32, 32).to(memory_format=memory_format)
+    codecs = []
+    for state in ("frozen", "frozen", "unfrozen" if affine else "trains", "trains", "trains"):
+        for m in (plain, model):
+            m.zero_grad()
+            m[1].train(state == "trains").requires_grad_(state != "frozen")
+            m(x).square().mean().backward()
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad) if p.grad is not None else q.grad is None
+        codecs.append(next(row.codec for row in handle.report().sites if (row.layer, row.slot) == ("1", "input")))
+    assert codecs == ["shape", "shape", "ErrorBounded", "ErrorBounded", "ErrorBounded"]
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(8), nn.GroupNorm(2, 8), nn.InstanceNorm2d(8, affine=True)], ids=repr)
+def test_norms_with_frozen_parameters_propagate_the_gradient(norm: nn.Module) -> None:
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), copy.deepcopy(norm).requires_grad_(False), nn.Conv2d(8, 8, 3))
+    plain = copy.deepcopy(model)
+    encke.attach(model, EXACT)
+    x = torch.randn(8, 4, 32, 32)
+    for _ in range(2):
+        for m in (plain, model):
+            m.zero_grad()
+            m(x).square().mean().backward()
+        assert torch.equal(plain[0].weight.grad, model[0].weight.grad)
+        assert all(p.grad is None for p in model[1].parameters())
+
+
+def test_a_frozen_linear_layer_keeps_no_input() -> None:
+    model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64), nn.Linear(64, 64))
+    model[1].requires_grad_(False)
+    handle = encke.attach(model, EXACT)
+    for _ in range(2):
+        model(torch.randn(256, 64)).square().mean().backward()
+    rows = {row.layer: row for row in handle.report().sites}
+    assert "1" not in rows and rows["2"].packed_bytes > 0
+
+
 @pytest.mark.parametrize("functional", [False, True])
 def test_a_convolution_that_is_unfrozen_gets_its_gradient_or_an_error(functional: bool) -> None:
     class Convs(nn.Module):

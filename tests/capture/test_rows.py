@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import encke
 from encke.codecs import ErrorBounded, GroupQuant
-from encke.codecs.layout import layout_of, rows_for
+from encke.codecs.layout import finer, layout_of, rows_for
 from encke.policies import Fixed
 
 TWO = Fixed(GroupQuant(bits=2))
@@ -179,3 +180,56 @@ def test_rows_of_copies_and_repeated_memory() -> None:
     assert rows_for(*layout_of(x.shape, x.stride()), ("last", 1)) == (96, 1)  # type: ignore[arg-type]
     x = torch.empty(99).as_strided((4, 96), (1, 1))
     assert rows_for(*layout_of(x.shape, x.stride()), ("last", 1)) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ((96, 1), (96 * 9, 1), (96, 1)),
+        ((64, 1), (96, 1), None),
+        ((300, 12), (12, 1), None),
+        ((8, 12), (8 * 12, 1), (8, 12)),
+        ((4, 6), (8, 6), (4, 6)),
+        ((4, 6), (8, 4), None),
+        ((2, 12), (8, 6), (2, 12)),
+    ],
+    ids=str,
+)
+def test_finer_rows_lie_within_the_others(
+    first: tuple[int, int], second: tuple[int, int], expected: tuple[int, int] | None
+) -> None:
+    length = math.lcm(first[0] * first[1], second[0] * second[1])
+
+    def name_of_row(rows: tuple[int, int]) -> list[tuple[int, int]]:
+        return [(i // (rows[0] * rows[1]), i % rows[1]) for i in range(length)]
+
+    inner = {rows: len(set(zip(name_of_row(first), name_of_row(second), strict=True))) for rows in (first, second)}
+    counts = {rows: len(set(name_of_row(rows))) for rows in (first, second)}
+    assert finer(first, second) == finer(second, first) == expected
+    assert [rows for rows in (first, second) if inner[rows] == counts[rows]] == ([expected] if expected else [])
+
+
+@pytest.mark.parametrize("wide_first", [False, True])
+def test_two_norms_of_one_tensor_have_groups_within_the_finer_rows(wide_first: bool) -> None:
+    wide, narrow = (lambda x: F.layer_norm(x, (9, 96))), (lambda x: F.layer_norm(x, (96,)))
+    norms = [wide, narrow] if wide_first else [narrow, wide]
+    data, gradient = tokens(96), torch.randn(4, 9, 96, generator=torch.Generator().manual_seed(1))
+    plain, packed = input_gradients(lambda x: sum(norm(x) for norm in norms), data, gradient)
+    # A constant token has a gradient of 1 / sqrt(eps) times its size there: any error of it would show.
+    assert torch.allclose(packed[:, :2], plain[:, :2], rtol=1e-3, atol=1e-2)
+    assert not torch.equal(packed[:, 2:], plain[:, 2:])
+
+
+def test_a_tensor_that_two_norms_read_across_each_other_is_exact() -> None:
+    model = Normed(lambda x: nn.functional.batch_norm(x, None, None, training=True) + F.layer_norm(x, (96,)))
+    x = torch.randn(256, 96, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    model(x).square().sum().backward()
+    plain, x.grad = x.grad, None
+    with encke.attach(model, TWO, min_bytes=1024) as handle:
+        for _ in range(3):
+            x.grad = None
+            model(x).square().sum().backward()
+            assert plain is not None and x.grad is not None and torch.equal(x.grad, plain)
+            assert {row.codec for row in handle.report().sites if "Norm" in row.operation and row.slot == "input"} == {
+                "ErrorBounded"
+            }

@@ -135,3 +135,26 @@ def test_the_number_of_rows_may_change(formats: list[GroupFormat]) -> None:
         torch._dynamo.maybe_mark_dynamic(data, 0)
         assert input_gradient(compiled, data, torch.ones(batch, 9, 96)).isfinite().all()
     assert 96 in {format.row for format in formats}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_norms_of_one_tensor_have_groups_within_the_finer_rows(backend: str, formats: list[GroupFormat]) -> None:
+    data, gradient = tokens(96), torch.randn(4, 9, 96, generator=torch.Generator().manual_seed(1))
+    model = Normed(lambda x: F.layer_norm(x, (9, 96)) + F.layer_norm(x, (96,)), 96)
+    compiled = compile(model, backend=backend)
+    encke.attach(compiled, TWO, min_bytes=1024)
+    plain, packed = input_gradient(model, data, gradient), input_gradient(compiled, data, gradient)
+    assert {format.row for format in formats} == {96}
+    assert torch.allclose(packed[:, :2], plain[:, :2], rtol=1e-3, atol=1e-2)
+
+
+def test_a_tensor_that_two_norms_read_across_each_other_is_kept() -> None:
+    """Statistics are kept, too: each is a row by itself."""
+    data, gradient = tokens(96), torch.randn(4, 9, 96, generator=torch.Generator().manual_seed(1))
+    across = Normed(lambda x: F.layer_norm(x.mT, (9,)).mT + F.layer_norm(x, (96,)), 96)
+    model = nn.Sequential(across, nn.Linear(96, 96))
+    compiled = compile(model, backend="aot_eager_decomp_partition")
+    handle = encke.attach(compiled, TWO, min_bytes=1024)
+    plain, packed = input_gradient(model, data, gradient), input_gradient(compiled, data, gradient)
+    assert torch.allclose(packed, plain, rtol=1e-5, atol=1e-5 * float(plain.abs().max()))
+    assert [row.layer for row in handle.report().sites if row.codec != "kept"] == ["1"]
