@@ -20,7 +20,7 @@ PYTEST := $(PYTHON) -m pytest -n 2 --dist worksteal
 export OMP_WAIT_POLICY := passive
 # Each of the two processes has a core: with a thread for every core they would wait for each other.
 test fast soak: export OMP_NUM_THREADS := 1
-MARKDOWN := *.md docs benchmarks/README.md
+MARKDOWN := *.md docs benchmarks/README.md examples/README.md
 
 .PHONY: demo test fast soak lint browser clean
 
@@ -41,7 +41,7 @@ lint: .venv/installed-dev
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
-	$(PYTHON) -m codespell_lib encke tests benchmarks Makefile pyproject.toml $(MARKDOWN)
+	$(PYTHON) -m codespell_lib encke tests benchmarks examples Makefile pyproject.toml $(MARKDOWN)
 	$(PYTHON) -m pymarkdown scan $(MARKDOWN)
 
 browser:

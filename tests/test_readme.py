@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.integrations.common import needs
+
 ROOT = Path(__file__).parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += [ROOT / folder / "README.md" for folder in ("benchmarks", "examples")]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 BLOCKS = [
     (name, block)
@@ -23,10 +26,20 @@ def test_the_readme_has_code_and_at_most_120_lines() -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "block"), BLOCKS, ids=[f"{page}-{block.splitlines()[-1][:40]}" for page, block in BLOCKS]
+    ("page", "block"),
+    [
+        pytest.param(
+            page,
+            block,
+            id=f"{page}-{block.splitlines()[-1][:40]}",
+            marks=[pytest.mark.slow] if page == "docs/integrations.md" else [],
+        )
+        for page, block in BLOCKS
+    ],
 )
 def test_block_runs(page: str, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    needs(*re.findall(r"^from (transformers|peft|lightning|accelerate)\b", block, re.MULTILINE))
     exec(compile(block, page, "exec"), {"__name__": "__main__"})
 
 

@@ -101,8 +101,9 @@ class EnckeTraining:
         path = Path(folder) / REPORT
         path.parent.mkdir(parents=True, exist_ok=True)
         report.to_json(path)
+        # A progress bar may stand at the end of the last line.
         print(
-            f"encke: {size(report.packed_bytes)} kept for backward instead of {size(report.saved_bytes)} (ratio "
+            f"\nencke: {size(report.packed_bytes)} kept for backward instead of {size(report.saved_bytes)} (ratio "
             f"{report.ratio:.1f}), measured peak {size(report.peak_bytes)}, {report.policy}; all layers: {path}",
             flush=True,
         )

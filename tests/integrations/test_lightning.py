@@ -159,6 +159,6 @@ def test_compiled_part_is_named(tmp_path: Path) -> None:
 
 def test_errors_name_the_cure(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="default"):
-        callback("defualt")
+        callback("standard")
     with pytest.raises(AttributeError, match="nowhere"):
         fit(module(), tmp_path, callback(module="nowhere"))

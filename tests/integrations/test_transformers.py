@@ -145,7 +145,7 @@ def test_training_again_after_an_error(tmp_path: Path) -> None:
 
 def test_errors_name_the_cure(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="default"):
-        callback("defualt")
+        callback("standard")
     with pytest.raises(ValueError, match="min_bytes"):
         callback(min_bytes=0)
     with pytest.raises(RuntimeError, match=r"callbacks=\[EnckeCallback\(\)\]"):
@@ -181,7 +181,7 @@ TWO_PROCESSES = """
 import os, sys, torch.distributed as dist
 from pathlib import Path
 from tests.integrations.common import EXACT, llama, losses, needs, trainer
-needs()
+needs("transformers")
 from encke.integrations.transformers import EnckeCallback
 folder, found = Path(sys.argv[1]), []
 for callbacks in ([], [EnckeCallback(EXACT)], [EnckeCallback()]):
