@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 import torch
 
-from encke.capture.ledger import SIZE_PENDING, Record
+from encke.capture.ledger import CAST_AGAIN, SIZE_PENDING, Record
 from encke.codecs import Codec
 from encke.codecs.pending import settle_all
 from encke.tools.files import write_json
@@ -153,13 +153,13 @@ def describe(codec: Codec | str) -> tuple[str, str]:
 
 
 def rows_of(records: list[Record]) -> tuple[Row, ...]:
-    """Return rows in the order of the forward pass; tensors that were kept are summed up in one row for each layer."""
+    """Return rows in the order of the forward pass; tensors that were kept are summed up by reason."""
     rows: dict[tuple[Any, ...], Row] = {}
     for number, record in enumerate(records):
         site = record.site
         codec, bound = describe(record.codec)
         packed = record.facts.encoder_state.nbytes if record.packed_bytes == SIZE_PENDING else record.packed_bytes
-        key = (site.layer, "kept") if codec == "kept" else (number,)
+        key = (site.layer, site.operation) if codec in ("kept", CAST_AGAIN) else (number,)
         old = rows.get(key)
         saved = record.saved_bytes + (old.saved_bytes if old else 0)
         rows[key] = Row(

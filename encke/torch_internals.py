@@ -121,6 +121,28 @@ eval_frame_callback: Callable[[], Any] = _find("_C._dynamo.eval_frame.get_eval_f
 Tells that torch.compile has given up tracing a call and runs it piece by piece. Checked with 2.11 to 2.13.
 """
 
+_CHECKPOINT_FILE = torch.utils.checkpoint.__file__
+
+
+def called_by_checkpoint(above: int) -> bool:
+    """Return whether `torch.utils.checkpoint` is among the Python frames just above the caller of this function.
+
+    With `use_reentrant=False` the inputs of a region are saved by a node that no graph leads to. Only the call tells
+    that a tensor is saved or read for a recomputation. Checked with 2.11 to 2.13.
+
+    Args:
+        above: Frames between the caller and the function that autograd calls.
+    """
+    frame: Any = sys._getframe(above + 2)
+    for _ in range(2):
+        if frame is None:
+            return False
+        if frame.f_code.co_filename == _CHECKPOINT_FILE:
+            return True
+        frame = frame.f_back
+    return False
+
+
 # -- autograd nodes ----------------------------------------------------------------------------------------------------
 
 RAW_SAVED = "_raw_saved_"

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from encke.capture import attention
+from encke.capture.casts import CastWeight, cast_weight
 from encke.capture.deferred import DeferredForward
 from encke.capture.encoding import MASK, codec_for, encode, encode_alone, shared_cell
 from encke.capture.facts import SiteFacts, SiteState
-from encke.capture.ledger import KEPT, Ledger, Record
+from encke.capture.ledger import CAST_AGAIN, CASTS, KEPT, Ledger, Record
 from encke.capture.modules import Layer
+from encke.capture.needs import CHECKPOINT
 from encke.capture.nodes import (
     KNOWN,
     Origin,
@@ -37,7 +39,7 @@ from encke.codecs.base import check_version
 from encke.codecs.layout import flatten, layout_of
 from encke.codecs.pending import settle_all
 from encke.policies.base import AdaptivePolicy, Policy, Schedule
-from encke.torch_internals import current_autograd_node
+from encke.torch_internals import called_by_checkpoint, current_autograd_node
 
 SMALL = 16384
 """Tensors of fewer bytes than this pass through as they are, unless `attach(..., min_bytes=...)` says otherwise."""
@@ -57,6 +59,9 @@ class Capture:
         self.step = 0
         """Training forward passes so far."""
         self.rank = 0
+        # Sharded weights have no memory between forward and backward.
+        self.casts_again = root is None or not any(is_wrapper(p) for p in root.parameters())
+        """Whether the copies that autocast makes of weights are made again in backward."""
         self.ledger = Ledger()
         self.passes = Passes((self.pack, unpack), self._begin_pass, self._end_pass)
         self.threads = self.passes.threads
@@ -83,6 +88,10 @@ class Capture:
         """Settle what is still pending, from the graph behind the output."""
         for tensor in tensors_in(output) if forward.pending else ():
             self.readers.read_graph(tensor.grad_fn)
+        for saved in forward.pending:
+            # Held until backward tells who reads it.
+            if saved.cell is not None and saved.cell.packed is None:
+                saved.cell.record.packed_bytes = saved.cell.record.saved_bytes
         if forward.collection is not None:
             ends = [tensor.grad_fn for tensor in tensors_in(output)]
             forward.collection.walk(ends if any(ends) else forward.nodes, saved_by)
@@ -91,7 +100,7 @@ class Capture:
         self.ledger.add("" if outermost is None or outermost.parent is None else outermost.name, forward.tally.close())
         settle_all(wait=False)
 
-    def pack(self, t: Tensor) -> Saved | Kept:
+    def pack(self, t: Tensor) -> Saved | Kept | CastWeight:
         """Return what autograd is to hold in place of `t`."""
         forward = self.threads.forward
         frames = forward.frames
@@ -127,7 +136,7 @@ class Capture:
             if matches(known, t):
                 need = known.site.need
                 if need == "weight":
-                    return self._keep(t)
+                    return self._cast_again(t) or self._keep(t)
                 if need != "shape":
                     return self._save(t, known, frame, forward)
                 if not unfrozen(known.site, frame.layer):
@@ -135,16 +144,32 @@ class Capture:
             elif signature(t)[1::2] != known.signature[1::2]:
                 # Another operation made it, or it has other dimensions.
                 known.distrust()
+        if called_by_checkpoint(0):
+            return self._save(t, self.readers.learn_checkpoint(t, frame, index), frame, forward)
         return self._hold(t, frame, index)
 
-    def _keep(self, t: Tensor) -> Kept:
+    def _keep(self, t: Tensor, facts: SiteFacts = KEPT) -> Kept:
         """Keep `t` itself; a sparse one has no single storage to count."""
         if t.layout == torch.strided and not is_wrapper(t) and not is_parameter_view(t):
             tally = self.threads.forward.tally
             size = tally.count(t.untyped_storage())
             if size:
-                tally.records.append(Record(KEPT, size, size))
+                tally.records.append(Record(facts, size, size))
         return keep(t)
+
+    def _cast_again(self, t: Tensor) -> CastWeight | None:
+        """Release the copy that autocast made of a weight, to be made again in backward."""
+        found = cast_weight(t, self._keep_casts) if self.casts_again else None
+        if found is not None:
+            tally = self.threads.forward.tally
+            record = Record(CASTS, tally.count(t.untyped_storage()))
+            record.codec = CAST_AGAIN
+            if record.saved_bytes:
+                tally.records.append(record)
+        return found
+
+    def _keep_casts(self) -> None:
+        self.casts_again = False
 
     def _hold(self, t: Tensor, frame: Frame, index: int) -> Saved:
         """Keep `t` as it is until the graph tells who reads it."""
@@ -186,7 +211,7 @@ class Capture:
                 return self._save_shape(t, facts, frame)
             codec = MASK if need == "mask" else codec_for(self.scores, facts, t.dtype, frame)
             if codec is None:
-                return self._keep(t)
+                return self._keep(t, facts)
             if facts.sources is not None:
                 if not codec.exact:
                     frame.lossy.add(facts.index)
@@ -230,8 +255,10 @@ class Capture:
         return saved
 
 
-def unpack(saved: Saved | Kept) -> Tensor:
+def unpack(saved: Saved | Kept | CastWeight) -> Tensor:
     """Return the tensor that autograd saved."""
+    if type(saved) is CastWeight:
+        return saved.restore()
     if type(saved) is tuple:
         t, version = saved[:2]
         if t._version != version:
@@ -250,6 +277,9 @@ def unpack(saved: Saved | Kept) -> Tensor:
             pass
         elif saved.pending is not None:
             saved.owner.learn_in_backward(node)
+        elif facts.reader == CHECKPOINT[0]:
+            if not called_by_checkpoint(0):
+                saved.owner.mismatch(saved, node)
         elif (KNOWN.get(type(node)) or operation_name(node)) != facts.reader or (
             facts.site.need == "shape" and reads_input(node)
         ):

@@ -35,8 +35,12 @@ class Record:
         return self.facts.site
 
 
-KEPT = SiteFacts(Site("", "(small or kept)", ""))
-"""Where everything that is kept as it is gets counted."""
+KEPT = SiteFacts(Site("", "(kept as they are)", ""))
+"""Tensors of layers that are left out and of unusual kinds, and copies of weights that cannot be made again."""
+SMALL_ONES = SiteFacts(Site("", "(small tensors)", ""))
+CAST_AGAIN = "cast again"
+CASTS = SiteFacts(Site("", "(copies of weights)", ""))
+"""Copies that autocast makes, and that are made again in backward."""
 
 
 class Tally:
@@ -62,7 +66,7 @@ class Tally:
     def close(self) -> list[Record]:
         """Return the records of the pass, with one for all small tensors."""
         if self.small_bytes:
-            self.records.append(Record(KEPT, self.small_bytes, self.small_bytes))
+            self.records.append(Record(SMALL_ONES, self.small_bytes, self.small_bytes))
         return self.records
 
 

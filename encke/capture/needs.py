@@ -149,7 +149,14 @@ is e larger. The third power has 6 times the largest value in place of the const
 JUMPS = {"Hardswish": 0.5, "PreluKernel": 1.0, "Elu": 0.71}
 """Change of the derivative at a corner: hard swish at -3 and 3, SELU and PReLU (with a slope from 0 to 2) at zero."""
 
+CHECKPOINT = ("Checkpoint", "input")
+"""Reader of the inputs of `torch.utils.checkpoint(..., use_reentrant=False)`, from which a region is computed again.
+
+Exact, unless a user calls `register_reader("Checkpoint", "input", "smooth")`.
+"""
+
 MIN_BITS = {
+    CHECKPOINT: 8,
     # Their errors go on to all layers in front, and are not averaged over a batch as those of a weight's gradient.
     ("Bmm", "self"): 4,
     ("Bmm", "mat2"): 4,

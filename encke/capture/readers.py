@@ -39,7 +39,7 @@ from encke.capture.attention import INPUTS
 from encke.capture.encoding import codec_for, encode, encode_alone, limits_of
 from encke.capture.facts import SiteFacts, SiteState
 from encke.capture.ledger import Record
-from encke.capture.needs import CANONICAL, SETTINGS, TABLE, need_of
+from encke.capture.needs import CANONICAL, CHECKPOINT, SETTINGS, TABLE, need_of
 from encke.capture.nodes import (
     KNOWN,
     norm_of,
@@ -47,6 +47,7 @@ from encke.capture.nodes import (
     reads_input,
     saved_by,
     setting_of,
+    signature,
     window_of,
 )
 from encke.capture.passes import Frame, Threads
@@ -171,16 +172,19 @@ class Readers:
                 "encke: this model was attached and then compiled with torch.compile. Its saved tensors cannot be "
                 "told apart there; detach() it, or train it without torch.compile."
             )
-        layer, call = frame.layer.name, frame.number
-        taken = {
-            known.site.occurrence
-            for i, known in enumerate(frame.sites)
-            if known is not None and i != facts.index and (known.site.operation, known.site.slot) == (operation, slot)
-        }
-        occurrence = next(i for i in range(len(taken) + 1) if i not in taken)
         need = self._need(node, operation, slot, saved, pending)
-        place = f"{layer}/{call}/{facts.index}"
-        return Site(layer, operation, slot, call, occurrence, need, dtype, dimensions, place)
+        return new_site(frame, facts.index, operation, slot, need, dtype, dimensions)
+
+    def learn_checkpoint(self, t: Tensor, frame: Frame, index: int) -> SiteFacts:
+        """Name the site of an input of `torch.utils.checkpoint`, whose reader is no node of the graph."""
+        need = need_of(*CHECKPOINT, t.dtype, requires_grad=t.requires_grad)
+        site = new_site(frame, index, *CHECKPOINT, need, t.dtype, t.dim())
+        facts = SiteFacts(site, index, signature(t))
+        facts.reader, facts.state, facts.siblings = site.operation, SiteState.KNOWN, frame.sites
+        self.check_finite(facts, t, again=False)
+        frame.sites.extend([None] * (index + 1 - len(frame.sites)))
+        frame.sites[index] = facts
+        return facts
 
     def _need(self, node: Any, operation: str, slot: str, saved: Saved, pending: Pending) -> Need:
         assert saved.cell is not None and saved.cell.held is not None
@@ -308,6 +312,20 @@ class Readers:
             "from now on this layer's operations are examined anew each time. Or leave the layer out with "
             f"attach(..., overrides={{{site.layer!r}: None}})."
         )
+
+
+def new_site(
+    frame: Frame, index: int, operation: str, slot: str, need: Need, dtype: torch.dtype, dimensions: int
+) -> Site:
+    """Return the key of what a layer's call saves as its `index`-th tensor."""
+    taken = {
+        known.site.occurrence
+        for i, known in enumerate(frame.sites)
+        if known is not None and i != index and (known.site.operation, known.site.slot) == (operation, slot)
+    }
+    occurrence = next(i for i in range(len(taken) + 1) if i not in taken)
+    layer, call = frame.layer.name, frame.number
+    return Site(layer, operation, slot, call, occurrence, need, dtype, dimensions, f"{layer}/{call}/{index}")
 
 
 def all_finite(t: Tensor) -> bool:

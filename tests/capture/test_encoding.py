@@ -198,8 +198,8 @@ def test_a_negative_log_likelihood_keeps_no_probabilities(shape: tuple[int, ...]
             m(x, labels).backward()
         assert_same(grads_of(plain), grads_of(model))
         rows = {f"{row.operation}.{row.slot}": row for row in handle.report().sites}
-        (name,) = (name for name in rows if name.startswith("NllLoss"))
-        assert name.endswith(".self") and rows[name].packed_bytes == 0
+        (name,) = (name for name in rows if name.startswith("NllLoss") and name.endswith(".self"))
+        assert rows[name].packed_bytes == 0
         assert handle.report().packed_bytes == pytest.approx(labels.nbytes, abs=64)
 
 
