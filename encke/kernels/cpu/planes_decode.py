@@ -23,7 +23,7 @@ from encke.kernels.cpu.scalars import (
     u64,
     widen,
 )
-from encke.kernels.cpu.words import add_plane, copy_bytes, count_ones, get_bits, get_plane, get_word, spread
+from encke.kernels.cpu.words import add_plane, copy_bytes, count_ones, get_bits, get_plane, get_word, spread, turn_block
 from encke.kernels.formats import AS_IS, PLANE_BLOCK, PLANE_GROUP, PLANE_HEADER, PLANE_WORD, REPEATED, ROUNDS
 
 WORDS = PLANE_BLOCK // PLANE_WORD
@@ -70,6 +70,7 @@ def get_planes(data, at, k, width, shift, rows, bytes_, masks):
             for w in range(WORDS):
                 add_plane(spread(get_bits(data, at), masks[w]), rows, 8 * w, u64(p & 7))
                 at += i64(count_ones(masks[w]))
+        turn_block(rows)
         add_bytes(k, bytes_, i32(shift + first & 31))
     return at
 
@@ -79,6 +80,8 @@ def get_map(data, at, sparse, valid, rows, bytes_, masks):
     """Read which values of a block are not zero: bytes in `bytes_` and bits in masks; return where that ends."""
     for i in range(PLANE_BLOCK):
         bytes_[i] = i < valid
+    if valid < PLANE_BLOCK:
+        turn_block(rows)
     for w in range(WORDS):
         masks[w] = get_plane(rows, 8 * w, u64(0))
     if sparse:
@@ -88,6 +91,8 @@ def get_map(data, at, sparse, valid, rows, bytes_, masks):
             masks[w] = spread(get_bits(data, at), inside)
             add_plane(masks[w], rows, 8 * w, u64(0))
             at += i64(count_ones(inside))
+    if sparse or valid < PLANE_BLOCK:
+        turn_block(rows)
     return at
 
 
@@ -111,6 +116,7 @@ def get_block(data, at, what, low_bits, valid, k, flags, flag_bytes, rows, bytes
             alive |= masks[w]
         if alive == 0:
             break
+    turn_block(rows)
     add_bytes(k, bytes_, i32(low_bits))
     if masks[0] | masks[1] | masks[2] | masks[3]:
         width = i64(get_bits(data, at) & u64(31))

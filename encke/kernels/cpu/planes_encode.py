@@ -25,7 +25,7 @@ from encke.kernels.cpu.scalars import (
     u64,
     widen,
 )
-from encke.kernels.cpu.words import copy_bytes, count_ones, gather, get_plane, put_bits
+from encke.kernels.cpu.words import copy_bytes, count_ones, gather, get_plane, put_bits, turn_block
 from encke.kernels.formats import (
     ALL_ZERO,
     AS_IS,
@@ -115,11 +115,11 @@ def turn(k, base, down):
 
 @inline
 def sum_turned(k, flags, base, down):
-    """Return the sum of the levels as `turn` maps them."""
-    total = i64(0)
+    """Return the sum of the levels as `turn` maps them, each at most 2^23."""
+    total = u32(0)
     for i in range(PLANE_BLOCK):
-        total += turn(k[i], base, down) if flags[i] else i32(0)
-    return total
+        total = u32(total + u32(turn(k[i], base, down) if flags[i] else i32(0)))
+    return i64(total)
 
 
 @inline
@@ -187,6 +187,7 @@ def put_planes(stream, at, carry, k, width, rows, bytes_, masks):
     for p in range(width):
         if p & 7 == 0:
             fill_bytes(k, i32(p), bytes_)
+            turn_block(rows)
         at, carry = put_plane(stream, at, carry, rows, u64(p & 7), masks)
     return at, carry
 
@@ -197,6 +198,7 @@ def put_block(stream, k, flags, rows, bytes_, quotients, masks, valid, sparse, l
     at, carry = i64(0), u64(0)
     for i in range(PLANE_BLOCK):
         bytes_[i] = flags[i]
+    turn_block(rows)
     for w in range(WORDS):
         masks[w] = get_plane(rows, 8 * w, u64(0))
     if sparse and valid == PLANE_BLOCK:
@@ -205,6 +207,7 @@ def put_block(stream, k, flags, rows, bytes_, quotients, masks, valid, sparse, l
     elif sparse:
         for i in range(PLANE_BLOCK):
             bytes_[i] = i < valid
+        turn_block(rows)
         for w in range(WORDS):
             inside = get_plane(rows, 8 * w, u64(0))
             at, carry = put_bits(stream, at, carry, gather(masks[w], inside), count_ones(inside))
@@ -212,6 +215,7 @@ def put_block(stream, k, flags, rows, bytes_, quotients, masks, valid, sparse, l
     if fixed:
         return at
     fill_unary(k, i32(low_bits), quotients, bytes_)
+    turn_block(rows)
     escaped = u64(0)
     for j in range(ROUNDS):
         escaped = u64(0)
@@ -226,6 +230,7 @@ def put_block(stream, k, flags, rows, bytes_, quotients, masks, valid, sparse, l
         at, carry = put_bits(stream, at, carry, u64(width), u64(5))
         if rest <= 255 - ROUNDS:
             fill_escaped(quotients, bytes_)
+            turn_block(rows)
             for p in range(width):
                 at, carry = put_plane(stream, at, carry, rows, u64(p), masks)
         else:

@@ -1,6 +1,7 @@
 """Bits in words of 64 on the CPU: gathered under a mask, spread under it, written to and read from a stream.
 
-Bit `b` of a word belongs to value `8 * (b % 8) + b // 8` of 64, so that eight bytes become eight bits by shift and or.
+Bit `b` of a word belongs to value `8 * (b % 8) + b // 8` of 64: threads of a GPU join their bytes by shift and or. Here
+bytes are brought into the order of the bits first; a plane is then a comparison of 64 bytes.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from encke.kernels.cpu.scalars import i64, index, inline, jit, u64
-
-ONES = u64(0x0101010101010101)
+from encke.kernels.formats import PLANE_BLOCK, PLANE_WORD
 
 
 def has_bit_instructions() -> bool:
@@ -91,20 +91,68 @@ gather = bit_instruction("llvm.x86.bmi.pext.64") if has_bit_instructions() else 
 spread = bit_instruction("llvm.x86.bmi.pdep.64") if has_bit_instructions() else spread_one_by_one
 
 
-@inline
-def get_plane(rows, first, shift):
-    """Return one bit of each of 64 bytes, which are eight words of `rows`."""
-    word = u64(0)
-    for t in range(8):
-        word |= (rows[index(first) + t] >> shift & ONES) << u64(t)
-    return word
+def bytes_at(context, builder, kind, rows, first):
+    """Return a pointer to 64 bytes in an array of words."""
+    place = builder.gep(context.make_array(kind)(context, builder, rows).data, [first])
+    return builder.bitcast(place, ir.VectorType(ir.IntType(8), PLANE_WORD).as_pointer())
+
+
+def repeated(builder, shift):
+    """Return 64 bytes with one bit set."""
+    kind = ir.VectorType(ir.IntType(8), PLANE_WORD)
+    bit = builder.shl(ir.Constant(ir.IntType(8), 1), builder.trunc(shift, ir.IntType(8)))
+    one = builder.insert_element(ir.Constant(kind, ir.Undefined), bit, ir.Constant(ir.IntType(32), 0))
+    places = ir.Constant(ir.VectorType(ir.IntType(32), PLANE_WORD), [0] * PLANE_WORD)
+    return builder.shuffle_vector(one, one, places)
+
+
+@intrinsic
+def turn_bytes(context, rows, first):
+    """Bring 64 bytes from the order of the values into that of the bits, or back: rows and columns of 8 x 8 swap."""
+
+    def generate(context, builder, signature, arguments):
+        place = bytes_at(context, builder, signature.args[0], *arguments)
+        order = [8 * (b % 8) + b // 8 for b in range(PLANE_WORD)]
+        value = builder.load(place, align=8)
+        places = ir.Constant(ir.VectorType(ir.IntType(32), PLANE_WORD), order)
+        builder.store(builder.shuffle_vector(value, value, places), place, align=8)
+        return context.get_dummy_value()
+
+    return types.void(rows, first), generate
+
+
+@intrinsic
+def get_plane(context, rows, first, shift):
+    """Return one bit of each of 64 bytes, which are eight words of `rows` in the order of the bits."""
+
+    def generate(context, builder, signature, arguments):
+        value = builder.load(bytes_at(context, builder, signature.args[0], *arguments[:2]), align=8)
+        chosen = builder.and_(value, repeated(builder, arguments[2]))
+        return builder.bitcast(builder.icmp_unsigned("!=", chosen, ir.Constant(chosen.type, None)), ir.IntType(64))
+
+    return types.uint64(rows, first, types.uint64), generate
+
+
+@intrinsic
+def add_plane(context, word, rows, first, shift):
+    """Add one bit to each of 64 bytes, in the order of the bits."""
+
+    def generate(context, builder, signature, arguments):
+        place = bytes_at(context, builder, signature.args[1], *arguments[1:3])
+        bits = builder.bitcast(arguments[0], ir.VectorType(ir.IntType(1), PLANE_WORD))
+        value = repeated(builder, arguments[3])
+        added = builder.select(bits, value, ir.Constant(value.type, None))
+        builder.store(builder.add(builder.load(place, align=8), added), place, align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.uint64, rows, first, types.uint64), generate
 
 
 @inline
-def add_plane(word, rows, first, shift):
-    """Add one bit to each of 64 bytes."""
-    for t in range(8):
-        rows[index(first) + t] += (word >> u64(t) & ONES) << shift
+def turn_block(rows):
+    """Bring the bytes of a block from the order of the values into that of the bits, or back."""
+    for w in range(PLANE_BLOCK // PLANE_WORD):
+        turn_bytes(rows, 8 * w)
 
 
 @inline
