@@ -143,6 +143,17 @@ def called_by_checkpoint(above: int) -> bool:
     return False
 
 
+# -- tensor subclasses -------------------------------------------------------------------------------------------------
+
+without_torch_function: Callable[[], Any] = _find("_C.DisableTorchFunctionSubclass", "losses in chunks")
+"""Context in which functions are called without `__torch_function__` of their arguments. Checked with 2.11 to 2.13."""
+
+make_wrapper_subclass: Callable[..., Any] = _find("Tensor._make_wrapper_subclass", "losses in chunks")
+"""Make a tensor of a subclass that has a shape and no memory. Checked with 2.11 to 2.13."""
+
+pytree = _module("torch.utils._pytree", ("tree_leaves", "tree_map_only"), "losses in chunks")
+"""Functions for nested containers of tensors. Checked with 2.11 to 2.13."""
+
 # -- autograd nodes ----------------------------------------------------------------------------------------------------
 
 RAW_SAVED = "_raw_saved_"

@@ -26,8 +26,8 @@ from encke import torch_internals as internals
 PACKAGE = Path(internals.__file__).parent
 UNCHANGED_YET = ("kernels/gpu",)
 """Modules that still use private symbols directly."""
-NOT_TORCH = {"_exit", "_run_exitfuncs", "_getframe", "_cache", "_cache_file"}
-"""Private names of the standard library, and of numba's dispatchers."""
+NOT_TORCH = {"_exit", "_run_exitfuncs", "_getframe", "_cache", "_cache_file", "_compiler_ctx"}
+"""Private names of the standard library, of numba's dispatchers, and of Lightning's modules."""
 
 
 def test_this_release_is_listed_as_supported() -> None:

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from encke.torch_internals import functorch_interpreter, make_wrapper_subclass, pytree, without_torch_function
 
 CHUNK = 1 << 25
 """Logits that exist at a time."""
@@ -91,7 +92,7 @@ class DeferringLinear(nn.Linear):
         plain = type(input) is Tensor and type(self.weight) is nn.Parameter
         if (
             torch.compiler.is_compiling()
-            or torch._C._are_functorch_transforms_active()
+            or functorch_interpreter() is not None
             or not (plain and self.training and torch.is_grad_enabled() and input.dim() > 1)
             or not (input.requires_grad or self.weight.requires_grad)
             or input.numel() // self.in_features * self.out_features < SMALLEST
@@ -144,20 +145,19 @@ def meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-ATEN = torch.ops.aten
 DEFERRED_OPS = {
-    ATEN._to_copy.default,
-    ATEN.view.default,
-    ATEN._unsafe_view.default,
-    ATEN.alias.default,
-    ATEN.detach.default,
-    ATEN.slice.Tensor,
-    ATEN.select.int,
-    ATEN.transpose.int,
-    ATEN.clone.default,
-    ATEN.mul.Tensor,
-    ATEN.div.Tensor,
-    ATEN.tanh.default,
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.view.default,
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.detach.default,
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.select.int,
+    torch.ops.aten.transpose.int,
+    torch.ops.aten.clone.default,
+    torch.ops.aten.mul.Tensor,
+    torch.ops.aten.div.Tensor,
+    torch.ops.aten.tanh.default,
 }
 """Operations whose result is deferred, too, where the logits are their only tensor."""
 
@@ -178,7 +178,7 @@ class DeferredLogits(Tensor):
     def __new__(
         cls, like: Tensor, device: torch.device, compute: Callable[[], Tensor], parent: DeferredLogits | None = None
     ) -> DeferredLogits:
-        logits = Tensor._make_wrapper_subclass(
+        logits = make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device, requires_grad=False
         )
         logits.recipe, logits._compute, logits._value = None, compute, None
@@ -212,9 +212,9 @@ class DeferredLogits(Tensor):
             like = func(meta(first), *rest, **{key: value for key, value in kwargs.items() if key != "device"})
             return DeferredLogits(like, first.device, lambda: func(first.value(), *rest, **kwargs), first)
         if func._schema.is_mutable:
-            for logits in [each for each in tree_leaves((args, kwargs)) if isinstance(each, DeferredLogits)]:
+            for logits in [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, DeferredLogits)]:
                 logits.settle()
-        args, kwargs = tree_map_only(DeferredLogits, DeferredLogits.value, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(DeferredLogits, DeferredLogits.value, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
@@ -227,7 +227,7 @@ class DeferredLogits(Tensor):
         if func in READS:
             # The value, with or without a gradient as the logits themselves.
             args = (args[0].value().detach().requires_grad_(args[0].requires_grad), *args[1:])
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             result = func(*args, **kwargs)
         if isinstance(result, DeferredLogits) and result.recipe is None and isinstance(args[0], DeferredLogits):
             result.recipe = next_recipe(func, args, kwargs, result)
