@@ -436,7 +436,7 @@ def private_uses(tree: ast.Module, own: set[str]) -> Iterator[str]:
         elif isinstance(node, ast.Call) and dotted(node.func) in ("getattr", "hasattr", "setattr") and node.args[1:]:
             name = node.args[1]
             if isinstance(name, ast.Constant) and private(str(name.value)) and name.value not in internals.ATTRIBUTES:
-                if name.value not in own:
+                if name.value not in own | NOT_TORCH:
                     yield str(name.value)
 
 
