@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from encke.capture.hooks import SMALL
 from encke.integrations.common import EnckeTraining
+from encke.integrations.logits import ChunkedLoss, chunk_loss
+from encke.policies.base import Policy
+from encke.policies.overrides import Override
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -32,13 +38,28 @@ class EnckeCallback(EnckeTraining, TrainerCallback):
         policy: A policy of `encke.policies`, or a preset's name, as for `encke.attach`.
         overrides: Codecs or policies for some layers, by pattern, as for `encke.attach`.
         min_bytes: Tensors of fewer bytes are kept as they are.
+        chunk_loss: Whether a language model's loss is computed in chunks (`encke.integrations.chunk_loss`) where its
+            output layer is a plain linear layer. Losses are equal up to the order of summation.
 
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: There is no such preset, or `min_bytes` is below 1.
     """
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        policy: Policy | str = "default",
+        overrides: Mapping[str, Override] | None = None,
+        min_bytes: int = SMALL,
+        chunk_loss: bool = True,
+    ) -> None:
+        super().__init__(policy, overrides, min_bytes)
+        self.chunk_loss = chunk_loss
+        self._chunked: ChunkedLoss | None = None
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
         """Attach Encke to the model that is called in training, and load the state of the checkpoint."""
         trainer, checkpoint = running_trainer()
         # Reporters such as TensorBoard's stand before the callbacks of the user: they would miss our figures.
@@ -48,6 +69,10 @@ class EnckeCallback(EnckeTraining, TrainerCallback):
         callbacks.insert(0, self)
         saved = load_state(Path(checkpoint), args) if checkpoint is not None else None
         self.begin(trainer.model_wrapped, optimizer, saved)
+        find_head = getattr(model, "get_output_embeddings", None)
+        head = find_head() if self.chunk_loss and find_head is not None else None
+        if type(head) is nn.Linear:
+            self._chunked = chunk_loss(model, head)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Warn if the first step was not compressed."""
@@ -70,6 +95,8 @@ class EnckeCallback(EnckeTraining, TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Detach Encke and write the report."""
+        if self._chunked is not None:
+            self._chunked.remove()
         self.finish(args.output_dir if state.is_world_process_zero else None)
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import encke
+from encke.integrations import logits
 from encke.policies import Comet
 from tests.integrations.common import EXACT, hooks, llama, losses, needs, trainer
 
@@ -65,6 +66,24 @@ def test_default_follows_plain(compiled: bool, tmp_path: Path) -> None:
     assert plain[-1] < 0.95 * plain[0] and not torch.equal(plain, ours)
     assert (plain - ours).abs().mean() < STATED * plain.mean()
     assert callbacks[0].handle.report().ratio > 2
+
+
+@pytest.mark.parametrize("options", [{}, {"bf16": True}, {"gradient_accumulation_steps": 2}], ids=str)
+def test_loss_is_computed_in_chunks(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    chunked = logits.chunked_cross_entropy
+    monkeypatch.setattr(logits, "SMALLEST", 1)
+    monkeypatch.setattr(logits, "chunked_cross_entropy", lambda *a, **k: calls.append(1) or chunked(*a, **k))
+    found = []
+    for callbacks in ([], [callback(EXACT)], [callback(EXACT, chunk_loss=False)]):
+        model = llama()
+        run = trainer(model, tmp_path, *callbacks, steps=4, **options)
+        run.train()
+        found.append(losses(run))
+        assert type(model.lm_head) is torch.nn.Linear
+    plain, ours, without = found
+    assert len(calls) == 4 * options.get("gradient_accumulation_steps", 1)
+    assert plain == without and ours == pytest.approx(plain, rel=1e-2 if options.get("bf16") else 1e-5)
 
 
 def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
