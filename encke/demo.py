@@ -27,6 +27,8 @@ from encke.train.report import command
 from encke.train.report.summary import Section, Table
 
 METHODS = ("plain", "default")
+MODEL, TITLE = "resnet50", "ResNet-50"
+"""Model of the first act."""
 HEAD = ("", "plain", "Encke", "")
 WARM, STEPS = 2, 3
 """Steps of the first act before anything is measured, and steps that are timed."""
@@ -65,9 +67,9 @@ def demo(image: int = 128, batch: int = 32, epochs: int = 3, seed: int = 0, out:
 
 
 def act_one(image: int, batch: int) -> dict[str, Any]:
-    """Measure a few steps of a ResNet-50 by each method, then again under a memory cap between the two peaks."""
-    note(f"\nAct 1, memory: ResNet-50, {batch} random photos of {image} x {image} in a step.")
-    tasks = {method: Task("resnet50", method, "fp32", batch, image, STEPS, "cpu", warm=WARM) for method in METHODS}
+    """Measure a few steps of `MODEL` by each method, then again under a memory cap between the two peaks."""
+    note(f"\nAct 1, memory: {TITLE}, {batch} random photos of {image} x {image} in a step.")
+    tasks = {method: Task(MODEL, method, "fp32", batch, image, STEPS, "cpu", warm=WARM) for method in METHODS}
     found: dict[str, Any] = {}
     for method, task in tasks.items():
         note(f"  {label(method)}: measuring ...")
@@ -159,7 +161,7 @@ def memory_section(found: dict[str, Any], image: int, batch: int) -> Section:
     a, b = plain["step_ms"] / 1e3, ours["step_ms"] / 1e3
     rows.append(("time of a step", f"{a:.2f} s", f"{b:.2f} s", f"{b / a:.2f}x the time"))
     rows.append((f"with {size(found['cap_bytes'])} of memory", *(short(found[m]["capped"]) for m in METHODS), ""))
-    caption = f"Act 1, memory: ResNet-50, {batch} photos of {image} x {image}"
+    caption = f"Act 1, memory: {TITLE}, {batch} photos of {image} x {image}"
     paragraphs = (
         "The peak holds everything: saved tensors, outputs, gradients, and each tensor while it is being read again.",
         f"Under the cap, plain: {plain['capped']}. Encke: {ours['capped']}.",
