@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from encke.capture.sites import Site
 from encke.codecs import Codec, GroupQuant
 from encke.compiled import model as model_module
+from encke.compiled import rewrites
 from encke.policies import Fixed, Policy
+
+LAST = torch.channels_last
 
 TWO = Fixed(GroupQuant(bits=2))
 
@@ -81,6 +89,24 @@ def error(a: list[Tensor], b: list[Tensor]) -> float:
 def constant_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make codecs constants of graphs, as in CUDA graphs, on this device too."""
     monkeypatch.setattr(model_module, "needs_constant_sizes", lambda t: True)
+
+
+def as_inductor_gets_it(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+    """Backend that decomposes and partitions graphs as inductor does, and runs them without compiling them."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    def run(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        return make_boxed_func(graph.forward)
+
+    partition = min_cut_rematerialization_partition
+    return aot_autograd(fw_compiler=run, decompositions=select_decomp_table(), partition_fn=partition)(graph, inputs)
+
+
+def rewrite_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rewrite graphs on a CPU too, whatever the size of tensors."""
+    monkeypatch.setattr(rewrites, "NORMS_ON", {"cuda", "cpu"})
+    monkeypatch.setattr(rewrites, "FUSE_MIN_BYTES", 1)
+    monkeypatch.setattr(rewrites, "SPLIT_CONV_MIN_BYTES", 1)
 
 
 def graphs() -> int:

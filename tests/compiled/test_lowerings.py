@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 import shutil
 
 import pytest
@@ -12,7 +14,16 @@ from torch._inductor.utils import run_and_get_code
 import encke
 from encke.compiled import lowerings, rewrites
 from encke.compiled.names import value
-from tests.compiled.common import TWO, compile, constant_codecs, error, gradients, images, net
+from tests.compiled.common import (
+    TWO,
+    compile,
+    constant_codecs,
+    error,
+    gradients,
+    images,
+    net,
+    rewrite_everywhere,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_compiler = pytest.mark.skipif(
@@ -46,9 +57,7 @@ def full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lowerings, "DIRECT_ON", {"cuda", "cpu"})
-    monkeypatch.setattr(rewrites, "NORMS_ON", {"cuda", "cpu"})
-    monkeypatch.setattr(rewrites, "FUSE_MIN_BYTES", 1)
-    monkeypatch.setattr(rewrites, "SPLIT_CONV_MIN_BYTES", 1)
+    rewrite_everywhere(monkeypatch)
 
 
 @pytest.mark.parametrize(("dynamic", "codecs"), [(False, "run time"), (True, "run time"), (False, "constant")])
@@ -63,6 +72,9 @@ def test_functions_take_the_place_of_operators(everywhere: None, monkeypatch, dy
     assert error(expected, found) < 1e-3
     for name in (*CALLED[codecs], "conv_input_grad"):
         assert f"extern_kernels.encke_{name}(" in code and f"torch.ops.encke.{name}.default(" not in code
+    # The gradient that a batch norm reads twice is stored once.
+    norms = [reads(line) for line in code.splitlines() if re.search(r"extern_kernels\.encke_(packed_)?norm", line)]
+    assert len(norms) == 4 and norms[0] == norms[1] and norms[2] == norms[3]
 
 
 def reads(line: str) -> str:
@@ -80,9 +92,27 @@ class Half(nn.Module):
             return self.net(x)
 
 
+def half_step(dynamic: bool) -> tuple[str, list[Tensor], list[Tensor]]:
+    """Return the code of the forward graph in half precision, gradients and running statistics."""
+    made, x = Half(), images().to(DEVICE, memory_format=torch.channels_last)
+    compiled = compile(made, backend="inductor", dynamic=dynamic)
+    encke.attach(compiled, TWO)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        gradient, codes = run_and_get_code(lambda: gradients(compiled, x))
+    torch._dynamo.reset()
+    return codes[0], gradient, [t.float() for t in made.buffers()]
+
+
+@functools.cache
+def half_step_without_statistics() -> tuple[str, list[Tensor], list[Tensor]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rewrites, "encoder_measures", lambda *settings: False)
+        return half_step(dynamic=False)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_statistics_come_from_encoders(everywhere: None, monkeypatch: pytest.MonkeyPatch, dynamic: bool) -> None:
-    x, found, codes = images().to(DEVICE, memory_format=torch.channels_last), [], []
+    plain_code, plain_gradients, plain_statistics = half_step_without_statistics()
     distances: list[int] = []
     update = rewrites.update_early
 
@@ -93,35 +123,17 @@ def test_statistics_come_from_encoders(everywhere: None, monkeypatch: pytest.Mon
         distances.extend(order[node] - order[node.args[1]] for node in copies if value(node).dim() == 1)
 
     monkeypatch.setattr(rewrites, "update_early", spy)
-    for on in (True, False):
-        if not on:
-            monkeypatch.setattr(rewrites, "encoder_measures", lambda *settings: False)
-        made = Half()
-        compiled = compile(made, backend="inductor", dynamic=dynamic)
-        encke.attach(compiled, TWO)
-        with torch._inductor.config.patch(force_disable_caches=True):
-            gradient, code = run_and_get_code(lambda compiled=compiled: gradients(compiled, x))
-        found.append(gradient)
-        codes.append(code[0])
-        found.append([t.float() for t in made.buffers()])
-        torch._dynamo.reset()
-    assert error(found[0], found[2]) < 1e-2 and error(found[1], found[3]) < 1e-4
-    assert codes[0].count("extern_kernels.encke_site_pack_moments(") == 2
-    assert "torch.ops.encke.site_pack_moments.default(" not in codes[0]
+    code, found, statistics = half_step(dynamic)
+    assert error(found, plain_gradients) < 1e-2 and error(statistics, plain_statistics) < 1e-4
+    assert code.count("extern_kernels.encke_site_pack_moments(") == 2
+    assert "torch.ops.encke.site_pack_moments.default(" not in code
     # Running statistics are written where they are computed.
     assert distances == [1] * 4
     # What is packed and read by a convolution is stored once.
-    called = [line for line in codes[0].splitlines() if "extern_kernels." in line]
+    called = [line for line in code.splitlines() if "extern_kernels." in line]
     encoded = [reads(line) for line in called if "encke_site_pack(" in line]
     assert len(encoded) == 2 and encoded == [reads(line) for line in called if "extern_kernels.convolution(" in line]
-    assert "welford" in codes[1] and "welford" not in codes[0]
-
-
-def test_the_gradient_that_batch_norm_reads_twice_is_stored_once(everywhere: None) -> None:
-    code, _ = code_and_gradients()
-    lines = [line for line in code.splitlines() if "extern_kernels.encke_packed_norm" in line]
-    read = [line.partition("(")[2].partition(",")[0] for line in lines]
-    assert len(read) == 4 and read[0] == read[1] and read[2] == read[3]
+    assert "welford" in plain_code and "welford" not in code
 
 
 def test_operators_are_called_where_functions_are_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:

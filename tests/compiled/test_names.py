@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from encke.capture.sites import Site
 from encke.codecs import Codec, GroupQuant
 from encke.compiled.names import call_of, root_of
 from encke.policies import Comet, Fixed, Policy
+from tests.compiled.common import as_inductor_gets_it
 
 
 class Asked(Policy):
@@ -77,7 +79,7 @@ def inputs_for(model: nn.Module) -> Tensor:
     return torch.randn(16, 8, 16, 16, generator=generator)
 
 
-def asked_by(model: nn.Module, backend: str | None) -> dict[Site, Site]:
+def asked_by(model: nn.Module, backend: str | Callable[..., object] | None) -> dict[Site, Site]:
     """Return the sites for which two training steps ask the policy, without a compiler or with this one."""
     policy, x = Asked(), inputs_for(model)
     torch._dynamo.reset()
@@ -90,8 +92,8 @@ def asked_by(model: nn.Module, backend: str | None) -> dict[Site, Site]:
 
 
 @pytest.mark.parametrize("kind", [Repeated, Transformer])
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compiled_mode_asks_with_the_keys_of_eager_mode(kind: type[nn.Module], backend: str) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", as_inductor_gets_it])
+def test_compiled_mode_asks_with_the_keys_of_eager_mode(kind: type[nn.Module], backend) -> None:
     torch.manual_seed(0)
     model = kind()
     eager, compiled = asked_by(copy.deepcopy(model), None), asked_by(model, backend)

@@ -11,10 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import Graph
 
 if not torch.cuda.is_available():
@@ -26,27 +23,24 @@ from encke.compiled import ops, rewrites
 from encke.compiled.model import CompiledModel
 from encke.compiled.names import name_of
 from encke.kernels import GroupFormat
-from tests.compiled.common import TWO, compile, constant_codecs, error, gradients, images, net, same
-
-LAST = torch.channels_last
-
-
-def as_inductor_gets_it(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
-    from torch._inductor.decomposition import select_decomp_table
-
-    def run(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
-        return make_boxed_func(graph.forward)
-
-    partition = min_cut_rematerialization_partition
-    return aot_autograd(fw_compiler=run, decompositions=select_decomp_table(), partition_fn=partition)(graph, inputs)
+from tests.compiled.common import (
+    LAST,
+    TWO,
+    as_inductor_gets_it,
+    compile,
+    constant_codecs,
+    error,
+    gradients,
+    images,
+    net,
+    rewrite_everywhere,
+    same,
+)
 
 
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rewrites on a CPU too, whatever the size."""
-    monkeypatch.setattr(rewrites, "NORMS_ON", {"cuda", "cpu"})
-    monkeypatch.setattr(rewrites, "FUSE_MIN_BYTES", 1)
-    monkeypatch.setattr(rewrites, "SPLIT_CONV_MIN_BYTES", 1)
+    rewrite_everywhere(monkeypatch)
 
 
 @pytest.fixture

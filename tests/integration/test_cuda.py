@@ -16,11 +16,11 @@ import encke
 from encke.bench.models import build
 from encke.capture import attention, scores
 from encke.capture.nodes import operation_name, saved_by
-from encke.capture.sites import Site
 from encke.codecs import Codec, DualPrecision, ErrorBounded, GroupQuant, pending
 from encke.codecs.base import EncoderState
 from encke.compiled import payloads
-from encke.policies import Fixed, Policy
+from encke.policies import Fixed
+from tests.compiled.common import Settable
 from tests.integration.test_end_to_end import EXACT
 from tests.models import MODELS
 
@@ -301,16 +301,6 @@ def test_attention_does_not_wait_for_the_gpu(policy) -> None:
             torch.cuda.set_sync_debug_mode("default")
     assert set(handle._capture.scores.bits.values()) <= {2, 4, 8}
     assert handle._capture.scores.bits
-
-
-class Settable(Policy):
-    """Gives every site the codec of the day."""
-
-    def __init__(self, codec: Codec) -> None:
-        self.codec = codec
-
-    def choose(self, site: Site) -> Codec:
-        return self.codec
 
 
 CODECS = (GroupQuant(bits=2), GroupQuant(bits=8), ErrorBounded(1e-3), GroupQuant(bits=4), DualPrecision(bits=4))
