@@ -72,12 +72,12 @@ def test_a_collection_step_learns_the_same_through_the_kernels():
     torch.manual_seed(4)
     layers = nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3, padding=1)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), *layers).to(DEVICE)
-    other, x = copy.deepcopy(model), torch.randn(4, 3, 26, 26, device=DEVICE)
+    other, x = copy.deepcopy(model), torch.randn(2, 3, 20, 20, device=DEVICE)
     histories = []
     for m, device in ((model, DEVICE), (other, "none")):
         handle = attach(m, Comet(every=3), device=device)
         optimizer = torch.optim.SGD(m.parameters(), 0.01, momentum=0.9)
-        for _ in range(7):
+        for _ in range(4):
             optimizer.zero_grad()
             m(x).square().mean().backward()
             optimizer.step()

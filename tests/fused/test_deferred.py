@@ -33,6 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TWO_BITS = Fixed(GroupQuant(bits=2))
 HALF = 2**-8
+BACKEND_FOR = kernels.backend_for
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +64,11 @@ def ready(model: nn.Module) -> nn.Module:
     return model.to(DEVICE, memory_format=torch.channels_last).train()
 
 
-def results(model: nn.Module, x: torch.Tensor, steps: int = 3) -> list[torch.Tensor]:
+def conv_norm_relu() -> nn.Module:
+    return ready(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1)))
+
+
+def results(model: nn.Module, x: torch.Tensor, steps: int = 2) -> list[torch.Tensor]:
     """Output, gradients and buffers after a few steps: from the second one on the sites are known."""
     for _ in range(steps):
         model.zero_grad()
@@ -99,12 +104,19 @@ def agree(got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     return all((a - b).norm() <= 4 * HALF * b.norm() and (a - b).abs().max() <= 0.05 * b.abs().max() for a, b in pairs)
 
 
-def both(model: nn.Module, x: torch.Tensor, policy=TWO_BITS, steps: int = 3) -> bool:
+def plain_results(model: nn.Module, x: torch.Tensor, steps: int = 2) -> list[torch.Tensor]:
+    """Results with plain hooks and the device's own kernels: on a CPU those that need no interpreter."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "backend_for", BACKEND_FOR)
+        return results(model, x, steps)
+
+
+def both(model: nn.Module, x: torch.Tensor) -> bool:
     """Whether the model trains as it does with plain hooks."""
     other = copy.deepcopy(model)
-    attach(model, policy)
-    attach(other, policy, device="none")
-    return agree(results(model, x, steps), results(other, x, steps))
+    attach(model)
+    attach(other, device="none")
+    return agree(results(model, x), plain_results(other, x))
 
 
 @pytest.mark.parametrize("inplace", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -113,7 +125,7 @@ def test_as_with_plain_hooks(inplace, worked):
         nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace), nn.Conv2d(16, 4, 1))
     )
     assert both(model, photos())
-    assert worked == ["DeferredBatchNorm encode", "DeferredRelu encode"] * 2
+    assert worked == ["DeferredBatchNorm encode", "DeferredRelu encode"]
 
 
 @pytest.mark.slow
@@ -132,7 +144,7 @@ def test_settings(norm, encoded, worked):
     n = norm.num_features
     model = ready(nn.Sequential(nn.Conv2d(3, n, 3, padding=1, bias=False), norm, nn.Conv2d(n, 4, 1)))
     assert both(model, photos())
-    assert worked == ["DeferredBatchNorm encode"] * 2 * encoded
+    assert worked == ["DeferredBatchNorm encode"] * encoded
 
 
 def test_running_statistics_are_those_of_torch():
@@ -143,7 +155,7 @@ def test_running_statistics_are_those_of_torch():
     results(plain, photos())
     for got, want in zip(model[1].buffers(), plain[1].buffers(), strict=True):
         assert torch.allclose(got, want, rtol=1e-5, atol=1e-6)
-    assert model[1].num_batches_tracked == 3
+    assert model[1].num_batches_tracked == 2
 
 
 class Shared(nn.Module):
@@ -162,35 +174,35 @@ class Shared(nn.Module):
 @pytest.mark.slow
 def test_the_hook_does_not_come_for_an_input_that_is_packed_already(worked):
     assert both(ready(Shared()), photos())
-    assert worked.count("DeferredBatchNorm run_unfused") == 2 and "DeferredBatchNorm encode" not in worked
+    assert worked.count("DeferredBatchNorm run_unfused") == 1 and "DeferredBatchNorm encode" not in worked
 
 
 def test_a_result_of_which_only_the_mask_is_kept(worked):
     model = ready(nn.Sequential(nn.Conv2d(3, 16, 1), nn.ReLU(), nn.Sigmoid(), nn.Conv2d(16, 4, 1)))
     assert both(model, photos())
-    assert worked == ["DeferredRelu encode", "DeferredRelu run_unfused"] * 2
+    assert worked == ["DeferredRelu encode", "DeferredRelu run_unfused"]
 
 
 @pytest.mark.slow
 def test_other_sizes_in_between(worked):
     """A last batch that fills groups badly goes the plain way, and the next one does not."""
-    model = ready(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1)))
+    model = conv_norm_relu()
     other = copy.deepcopy(model)
     attach(model)
     attach(other, device="none")
     results(model, photos())
-    results(other, photos())
+    plain_results(other, photos())
     worked.clear()
-    assert agree(results(model, photos(17), 1), results(other, photos(17), 1))
+    assert agree(results(model, photos(17), 1), plain_results(other, photos(17), 1))
     assert "DeferredBatchNorm encode" not in worked
     worked.clear()
-    assert agree(results(model, photos(), 1), results(other, photos(), 1))
+    assert agree(results(model, photos(), 1), plain_results(other, photos(), 1))
     assert worked == ["DeferredBatchNorm encode", "DeferredRelu encode"]
 
 
 @pytest.mark.slow
 def test_packing_raises_and_the_next_step_is_right(worked, monkeypatch):
-    model = ready(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1)))
+    model = conv_norm_relu()
     other = copy.deepcopy(model)
     attach(model)
     attach(other, device="none")
@@ -203,8 +215,8 @@ def test_packing_raises_and_the_next_step_is_right(worked, monkeypatch):
         patch.setattr(DeferredBatchNorm, "encode", broken)
         with pytest.raises(RuntimeError, match="no memory"):
             results(model, photos(), 1)
-    results(other, photos(), 4)  # as many, so that random numbers are the same
-    got, expected = results(model, photos(), 1), results(other, photos(), 1)
+    plain_results(other, photos(), 3)  # as many, so that random numbers are the same
+    got, expected = results(model, photos(), 1), plain_results(other, photos(), 1)
     assert agree(got[:-3], expected[:-3])  # the interrupted step moved the counter of batches
 
 
@@ -226,16 +238,16 @@ def test_inputs_that_are_not_aligned_are_not_deferred(worked):
 
 @pytest.mark.slow
 def test_steps_in_which_the_policy_collects(worked, monkeypatch):
-    model = ready(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1)))
+    model = conv_norm_relu()
     other = copy.deepcopy(model)
     seen = []
     figures_of = comet_policy.figures_of
     monkeypatch.setattr(
         comet_policy, "figures_of", lambda *args, **kw: seen.append(figures_of(*args, **kw)) or seen[-1]
     )
-    for device, trained in ((DEVICE, model), ("none", other)):
+    for device, trained, train in ((DEVICE, model, results), ("none", other, plain_results)):
         handle = attach(trained, Comet(every=2), device)
-        results(trained, photos(), 3)
+        train(trained, photos(), 3)
         assert handle.history
     assert worked.count("DeferredBatchNorm encode") == 2
     assert len(seen) == 4  # after the first and the second step of each
@@ -246,15 +258,18 @@ def test_steps_in_which_the_policy_collects(worked, monkeypatch):
 @pytest.mark.slow
 def test_deferred_while_another_layer_is_learnt_again(worked):
     """Batch norm's input is held until ReLU saves: the graph behind that is read before ReLU is computed."""
-    model = ready(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1)))
+    model = conv_norm_relu()
     other = copy.deepcopy(model)
-    for handle, trained in ((attach(model), model), (attach(other, device="none"), other)):
-        results(trained, photos())
+    for handle, trained, train in (
+        (attach(model), model, results),
+        (attach(other, device="none"), other, plain_results),
+    ):
+        train(trained, photos())
         for record in handle._capture.ledger.last:
             if record.site.operation == "BatchNorm":
                 record.facts.state = SiteState.UNSTABLE
     worked.clear()
-    assert agree(results(model, photos(), 1), results(other, photos(), 1))
+    assert agree(results(model, photos(), 1), plain_results(other, photos(), 1))
     assert worked == ["DeferredRelu encode"]
 
 
@@ -292,10 +307,6 @@ def test_the_hook_comes_for_another_tensor_first():
 # -- invariants of encke/capture/deferred.py; those above that begin with "the hook" or "packing" belong to them ------
 
 
-def conv_norm_relu() -> nn.Module:
-    return ready(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1)))
-
-
 @pytest.fixture
 def marked_memory(monkeypatch) -> None:
     """Memory that nobody has written yet holds NaN."""
@@ -310,8 +321,8 @@ def test_nobody_sees_the_result_before_it_is_written(worked, marked_memory):
         layer.register_forward_pre_hook(lambda m, args: seen.append(bool(args[0].detach().isfinite().all())))
         layer.register_forward_hook(lambda m, args, out: seen.append(bool(out.detach().isfinite().all())))
     got = results(model, photos())
-    assert worked == ["DeferredBatchNorm encode", "DeferredRelu encode"] * 2
-    assert len(seen) == 18 and all(seen) and all(t.isfinite().all() for t in got)
+    assert worked == ["DeferredBatchNorm encode", "DeferredRelu encode"]
+    assert len(seen) == 12 and all(seen) and all(t.isfinite().all() for t in got)
 
 
 def test_the_hook_does_not_come_where_no_gradient_is_needed(worked, marked_memory):
