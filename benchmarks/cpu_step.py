@@ -1,6 +1,6 @@
-"""A training step on the CPU, plain and with the default policy, turn by turn in one process.
+"""A training step on the CPU, plain and with a policy, turn by turn in one process.
 
-python3 benchmarks/cpu_step.py [--steps 20] [--threads 2] [--csv benchmarks/results/cpu_step.csv]
+python3 benchmarks/cpu_step.py [--policy group2] [--steps 20] [--threads 2] [--csv benchmarks/results/cpu_step.csv]
 
 On a busy machine only processor time on one thread tells anything: `--threads 1`, column cpu_ratio.
 """
@@ -20,12 +20,21 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import encke  # noqa: E402
+from encke.codecs import ErrorBounded, GroupQuant  # noqa: E402
+from encke.policies import Fixed  # noqa: E402
 from encke.tools.provenance import write_csv  # noqa: E402
 from encke.train.models.small import digits  # noqa: E402
 from encke.train.models.vision import torchvision_models  # noqa: E402
 
 # Name, batch, channels and side of the images.
 CASES = [("digits", 125, 1, 28), ("resnet18", 16, 3, 128), ("resnet18", 8, 3, 224)]
+POLICIES = {
+    "default": "default",
+    "group2": Fixed(GroupQuant(bits=2)),
+    "nearest": Fixed(ErrorBounded(0.1, "rel")),
+    "dithered": Fixed(ErrorBounded(0.1, "rel", "dithered")),
+}
+"""A tenth of the range is about the bound at which levels have the variance of 2 bits."""
 WARM = 12
 """Steps before the measurement: sites are learnt in the first, and the first collection is in the tenth."""
 
@@ -33,10 +42,10 @@ WARM = 12
 class Training:
     """A model with its optimizer, and the times of its steps."""
 
-    def __init__(self, model: nn.Module, compressed: bool) -> None:
+    def __init__(self, model: nn.Module, policy: str = "") -> None:
         self.model = model
         self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-        self.handle = encke.attach(model, optimizer=self.optimizer) if compressed else None
+        self.handle = encke.attach(model, POLICIES[policy], self.optimizer) if policy else None
         self.times: list[float] = []
         self.cpu: list[float] = []
         """Processor time of all threads, those included that wait busily for the next operation."""
@@ -57,12 +66,12 @@ def compare(plain: list[float], default: list[float]) -> tuple[float, float, flo
     return a, b, round(statistics.median(d / p for p, d in zip(plain[WARM:], default[WARM:], strict=True)), 3)
 
 
-def measure(name: str, batch: int, channels: int, side: int, steps: int) -> dict[str, str | int | float]:
+def measure(name: str, batch: int, channels: int, side: int, policy: str, steps: int) -> dict[str, str | int | float]:
     """Times of both trainings."""
     torch.manual_seed(0)
     model = digits(10) if name == "digits" else torchvision_models().resnet18(num_classes=10)
     images, labels = torch.randn(batch, channels, side, side), torch.randint(10, (batch,))
-    plain, default = Training(copy.deepcopy(model), False), Training(model, True)
+    plain, default = Training(copy.deepcopy(model)), Training(model, policy)
     for _ in range(WARM + steps):
         plain.step(images, labels)
         default.step(images, labels)
@@ -74,6 +83,7 @@ def measure(name: str, batch: int, channels: int, side: int, steps: int) -> dict
         "model": name,
         "batch": batch,
         "image": side,
+        "policy": policy,
         "plain_ms": plain_ms,
         "default_ms": default_ms,
         "ratio": ratio,
@@ -90,6 +100,7 @@ def measure(name: str, batch: int, channels: int, side: int, steps: int) -> dict
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--policy", choices=POLICIES, default="default")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--csv", type=Path)
@@ -97,11 +108,11 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     rows = []
     for case in CASES:
-        row = measure(*case, args.steps)
+        row = measure(*case, args.policy, args.steps)
         rows.append({**row, "script": "benchmarks/cpu_step.py"})
         print(
             f"{row['model']:9} {row['batch']:4} x {row['image']:3}  plain {row['plain_ms']:7} ms  "
-            f"default {row['default_ms']:7} ms  {row['ratio']:.2f}x (fastest {row['ratio_of_fastest']:.2f}x, "
+            f"{args.policy} {row['default_ms']:7} ms  {row['ratio']:.2f}x (fastest {row['ratio_of_fastest']:.2f}x, "
             f"processor time {row['cpu_ratio']:.2f}x)",
             flush=True,
         )
