@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from torch import Tensor
 from encke.kernels.formats import GroupFormat
 from encke.kernels.gpu import bits, launch, norm_backward, norm_forward, plans
 from encke.tools import process
+from encke.tools.provenance import core_count
 
 WORKERS = 8
 VARIABLE = "ENCKE_COMPILE_AHEAD"
@@ -47,14 +49,17 @@ def start() -> None:
     done = marker(target)
     if done.exists():
         return
-    workers = max(min(WORKERS, (os.cpu_count() or 1) // 2), 1)
+    workers = max(min(WORKERS, core_count() // 2), 1)
     settings = {"backend": target.backend, "arch": target.arch, "warp_size": target.warp_size, "workers": workers}
     for part in range(workers):
         arguments = json.dumps({**settings, "part": part, "marker": str(done)})
         variables = process.environment() | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", __name__, arguments]
         quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-        _started.append(subprocess.Popen(command, env=variables, **quiet))
+        try:
+            _started.append(subprocess.Popen(command, env=variables, **quiet))
+        except OSError:  # no more processes: the training compiles what it needs itself
+            return
 
 
 def wait() -> None:
@@ -72,20 +77,26 @@ def marker(target: Any) -> Path:
 
 
 def exercise(dtype: torch.dtype, rate: int, seed_table: bool) -> None:
-    """Launch every kernel of one dtype and number of bits; with `seed_table` those of compiled models."""
+    """Launch the kernels of one dtype and number of bits.
+
+    With `seed_table` those of CUDA graphs, and without planes in NCHW memory.
+    """
     seed: Any = (torch.empty(64, dtype=torch.int64, device=META), 0) if seed_table else 0
-    exercise_plan(GroupFormat(rate, 128, dtype), (WIDTH,), seed, seed_table)
+    exercise_plan(GroupFormat(rate, 128, dtype), (WIDTH,), False, seed, seed_table)
     for channels, side in IMAGES:
         size = (BATCH, channels, side, side)
-        exercise_plan(GroupFormat(rate, 128, dtype, channels), size, seed, seed_table)
+        exercise_plan(GroupFormat(rate, 128, dtype, channels), size, True, seed, seed_table)
+        if not seed_table:
+            planes = GroupFormat.in_rows(rate, 128, dtype, False, math.prod(size), side * side, 1)
+            exercise_plan(planes, size, False, seed, seed_table)
     mask = torch.empty(WIDTH, dtype=torch.uint8, device=META)
     for width in (1, 2, 4):
         bits.bits_decode(bits.bits_encode(mask, width), width, WIDTH)
 
 
-def exercise_plan(format: GroupFormat, size: tuple[int, ...], seed: Any, seed_table: bool) -> None:
-    """Launch the kernels of one plan, and those of batch norm that read its format."""
-    layout = torch.channels_last if len(size) == 4 else torch.contiguous_format
+def exercise_plan(format: GroupFormat, size: tuple[int, ...], last: bool, seed: Any, seed_table: bool) -> None:
+    """Launch the kernels of one plan, and those of batch norm that read its format. `last`: channels_last memory."""
+    layout = torch.channels_last if last else torch.contiguous_format
     x = torch.empty(size, dtype=format.dtype, device=META, memory_format=layout)
     plan = plans.group_plan(format, x.numel(), META, seed_table)
     data = plan.encode(x, seed)
@@ -93,13 +104,13 @@ def exercise_plan(format: GroupFormat, size: tuple[int, ...], seed: Any, seed_ta
     plan.mask(data)
     plan.gate(data, x)
     if len(size) == 4:
-        exercise_norm(x, plan, data, seed, seed_table)
+        exercise_norm(x, plan, data, last, seed, seed_table)
 
 
-def exercise_norm(x: Tensor, plan: Any, data: Tensor, seed: Any, seed_table: bool) -> None:
-    """Launch the kernels of batch norm that read or write one format, in channels_last memory."""
+def exercise_norm(x: Tensor, plan: Any, data: Tensor, last: bool, seed: Any, seed_table: bool) -> None:
+    """Launch the kernels of batch norm that read or write one format."""
     size, channels = tuple(x.shape), x.shape[1]
-    backward = norm_backward.norm_plan(size, plan.format, True, torch.float32, META, seed_table)
+    backward = norm_backward.norm_plan(size, plan.format, last, torch.float32, META, seed_table)
     row = torch.empty(channels, device=META)
     rows = torch.empty(4, channels, device=META)
     if backward is not None:

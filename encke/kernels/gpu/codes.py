@@ -28,29 +28,6 @@ SHIFTED_CODES_4 = tl.constexpr(_shifted_codes(4))
 
 
 @triton.jit
-def byte_index(ROWS: tl.constexpr, LENGTH: tl.constexpr, LANES: tl.constexpr):
-    """Return the place of each byte of a tile's codes: [word, group, further words, lane], 32 bytes a row of words.
-
-    In this order of dimensions Triton gives as many threads to a group as there are words, and each thread all the
-    slices of its bytes, in accesses of 16 bytes.
-    """
-    w = tl.arange(0, 32 // LANES)[:, None, None, None]
-    g = tl.arange(0, ROWS)[None, :, None, None]
-    u = tl.arange(0, LENGTH // 32)[None, None, :, None]
-    return g * LENGTH + u * 32 + w * LANES + tl.arange(0, LANES)[None, None, None, :]
-
-
-@triton.jit
-def value_index(ROWS: tl.constexpr, LENGTH: tl.constexpr, T: tl.constexpr, LANES: tl.constexpr):
-    """Return the place of each value of a tile: [word, group, further words, slice, lane]; the T slices share bytes."""
-    w = tl.arange(0, 32 // LANES)[:, None, None, None, None]
-    g = tl.arange(0, ROWS)[None, :, None, None, None]
-    u = tl.arange(0, LENGTH // 32)[None, None, :, None, None]
-    t = tl.arange(0, T)[None, None, None, :, None]
-    return g * (LENGTH * T) + t * LENGTH + u * 32 + w * LANES + tl.arange(0, LANES)[None, None, None, None, :]
-
-
-@triton.jit
 def of_group(v):
     """Spread one number for each group over a tile."""
     return v[None, :, None, None, None]
@@ -223,6 +200,29 @@ def fixed_codes(packed, h, t, BITS: tl.constexpr):
             "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r", [packed, h, shift, choice], dtype=tl.uint32, is_pure=True,
             pack=4,
         )  # fmt: skip
+
+
+@triton.jit
+def slices_of(packed, third, t, BITS: tl.constexpr):
+    """Return the codes of all slices from bytes of codes, and of 3-bit codes their third bits, four for each byte."""
+    if BITS == 3:
+        return ((packed.to(tl.uint32) >> (t * 2).to(tl.uint32)) & 3) | (((third >> t.to(tl.uint32)) & 1) << 2)
+    else:
+        return (packed.to(tl.uint32) >> (t * BITS).to(tl.uint32)) & ((1 << BITS) - 1)
+
+
+@triton.jit
+def join_thirds(third):
+    """Join the third bits of two neighbouring bytes of a field, four bits each, in one byte."""
+    pairs = third.reshape(third.shape[0], third.shape[1], third.shape[2], third.shape[3] // 2, 2)
+    return tl.sum(pairs << (tl.arange(0, 2) * 4).to(tl.uint32)[None, None, None, None, :], 4).to(tl.uint8)
+
+
+@triton.jit
+def split_thirds(both, SHAPE: tl.constexpr):
+    """Return what `join_thirds` joined, in the lower bits."""
+    pairs = both.to(tl.uint32)[:, :, :, :, None] >> (tl.arange(0, 2) * 4).to(tl.uint32)[None, None, None, None, :]
+    return pairs.reshape(SHAPE)
 
 
 @triton.jit

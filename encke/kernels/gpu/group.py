@@ -1,4 +1,4 @@
-"""Kernels of the fixed rate in Triton, as in docs/design.md: encode, decode and gate groups of values."""
+"""Kernels of the fixed rate in Triton for groups of neighbouring values: encode, decode and gate. See places.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import triton.language as tl
 from encke.kernels.gpu.codes import (
     below_code,
     bits_of,
-    byte_index,
     codes_of,
     first_values,
     fixed_codes,
@@ -16,232 +15,151 @@ from encke.kernels.gpu.codes import (
     group_max,
     group_min,
     inverted_random32,
+    join_thirds,
     load_scales,
     of_group,
     origin_of,
+    scales_at,
     signed_bits,
+    slices_of,
+    split_thirds,
     steps_of,
     store_scales,
-    value_index,
     values_of,
 )
 from encke.kernels.gpu.common import random32, seed_of, widen
+from encke.kernels.gpu.places import all_groups, byte_places, group_bytes, group_places, pair_places
 
 
-@triton.jit(do_not_specialize=["numel", "groups", "seed_low", "seed_high"])
-def gq_encode_kernel(
-    x, data, seeds, numel: tl.int64, groups: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
-    DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIGNS: tl.constexpr,
-    LANES: tl.constexpr, TABLE: tl.constexpr,
+@triton.jit
+def load_codes(
+    data, codes, j, length, BITS: tl.constexpr, LENGTH: tl.constexpr, THREADS: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
-    """Encode ROWS groups of neighbouring values."""
+    """Load the bytes `j` of groups whose codes begin at `codes`, and the third bits that belong to each of them."""
+    packed = tl.load(data + (codes[None, :, None, None] + j))
+    third = packed
+    if BITS == 3:
+        third = tl.load(data + (codes[None, :, None, None] + pair_places(length, LENGTH, THREADS, LANES)))
+        third = split_thirds(third, packed.shape)
+    return packed, third
+
+
+@triton.jit(do_not_specialize=["full", "rest", "rows", "magic", "shift", "length", "seed_low", "seed_high"])
+def gq_encode_kernel(
+    x, data, seeds, full: tl.int32, rest: tl.int32, rows: tl.int32, magic: tl.int32, shift: tl.int32, length: tl.int32,
+    seed_low: tl.int32, seed_high: tl.int32,
+    DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr, G: tl.constexpr, LENGTH: tl.constexpr,
+    WHOLE: tl.constexpr, THREADS: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr,
+    TABLE: tl.constexpr,
+):  # fmt: skip
+    """Encode G groups. WHOLE: they have LENGTH code bytes."""
     seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
-    T: tl.constexpr = 8 // BITS
-    LENGTH: tl.constexpr = GROUP // T
-    g0 = tl.program_id(0).to(tl.int64) * ROWS
-    first = g0 * GROUP
-    i = value_index(ROWS, LENGTH, T, LANES)
-    if first + ROWS * GROUP <= numel:
-        v = widen(tl.load(x + first + i), DTYPE)
+    FIELD: tl.constexpr = 2 if BITS == 3 else BITS
+    T: tl.constexpr = 8 // FIELD
+    length = LENGTH if WHOLE else length // UNIT * UNIT
+    _, g, start, valid = group_places(full, rest, rows, magic, shift, length, T, G, UNIT)
+    place = byte_places(length, LENGTH, THREADS, LANES)
+    j = tl.minimum(place, length - 1) if UNIT < LANES else place
+    t = tl.arange(0, T)[None, None, None, :, None]
+    i = t * length + j[:, :, :, None, :]
+    if UNIT > 1 and valid == length * T:
+        v = widen(tl.load(x + (of_group(start) + i)), DTYPE)
     else:
-        # The last group is filled with copies of its last value.
-        v = widen(tl.load(x + first + tl.minimum(i, (numel - first).to(tl.int32) - 1)), DTYPE)
-    g = g0 + tl.arange(0, ROWS)
-    here = g < groups
+        # The last group of a row is filled with copies of its last value.
+        v = widen(tl.load(x + (of_group(start) + tl.minimum(i, valid - 1))), DTYPE)
     bits = bits_of(v)
     size = bits_of(tl.abs(v)) if SIGNS else bits
+    here = tl.full((G,), True, tl.int1)
     lo, step, inverse, steps, signed, extra = steps_of(
-        group_max(bits), group_max(signed_bits(size)), group_min(size - 1),
-        first_values(x + first, tl.arange(0, ROWS) * GROUP, here, DTYPE),
+        group_max(bits), group_max(signed_bits(size)), group_min(size - 1), first_values(x, start, here, DTYPE),
         DTYPE, BITS, SIGNS,
     )  # fmt: skip
     # The values of a byte share one hash.
-    byte = byte_index(ROWS, LENGTH, LANES)
-    h = inverted_random32((g0 * LENGTH).to(tl.uint32) + byte.to(tl.uint32), seed_low, seed_high)
-    t = tl.arange(0, T)[None, None, None, :, None]
-    hash = below_code(tl.zeros(bits.shape, tl.uint32), h[:, :, :, None, :], t, BITS)
+    codes = g.to(tl.int64) * group_bytes(length, BITS, UNIT)
+    h = inverted_random32(codes.to(tl.uint32)[None, :, None, None] + j.to(tl.uint32), seed_low, seed_high)
+    hash = below_code(tl.zeros(bits.shape, tl.uint32), h[:, :, :, None, :], t, FIELD)
     code = codes_of(
         v, hash, of_group(lo), of_group(inverse), of_group(steps), of_group(signed), of_group(extra), BITS, SIGNS
     )
-    packed = tl.sum(code << (t * BITS).to(tl.uint32), 3).to(tl.uint8)
-    if g0 + ROWS <= groups:
-        tl.store(data + g0 * LENGTH + byte, packed)
-    else:
-        tl.store(data + g0 * LENGTH + byte, packed, mask=here[None, :, None, None])
-    store_scales(data + groups * LENGTH, g, here, groups, lo, step, signed, SIGNS)
+    field = code & 3 if BITS == 3 else code
+    tl.store(data + (codes[None, :, None, None] + j), tl.sum(field << (t * FIELD).to(tl.uint32), 3).to(tl.uint8))
+    if BITS == 3:
+        third = tl.sum((code >> 2) << t.to(tl.uint32), 3)
+        if UNIT < LANES:
+            third = tl.where(place < length, third, 0)
+        at = codes[None, :, None, None] + pair_places(length, LENGTH, THREADS, LANES)
+        tl.store(data + at, join_thirds(third))
+    groups = all_groups(full, rest, rows)
+    at_lo = scales_at(data, groups, group_bytes(length, BITS, UNIT))
+    store_scales(at_lo, g, here, groups, lo, step, signed, SIGNS)
 
 
-@triton.jit(do_not_specialize=["numel", "groups", "seed_low", "seed_high"])
+@triton.jit(do_not_specialize=["full", "rest", "rows", "magic", "shift", "length", "seed_low", "seed_high"])
 def gq_decode_kernel(
-    data, out, seeds, numel: tl.int64, groups: tl.int64, seed_low: tl.int32, seed_high: tl.int32, limit: tl.float64,
-    DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIGNS: tl.constexpr,
-    LANES: tl.constexpr, MASK: tl.constexpr, TABLE: tl.constexpr,
+    data, out, seeds, full: tl.int32, rest: tl.int32, rows: tl.int32, magic: tl.int32, shift: tl.int32,
+    length: tl.int32, seed_low: tl.int32, seed_high: tl.int32, limit: tl.float64,
+    DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr, G: tl.constexpr, LENGTH: tl.constexpr,
+    WHOLE: tl.constexpr, THREADS: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr,
+    MASK: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
-    """Decode ROWS groups of neighbouring values, or write their MASK."""
+    """Decode G groups, or write their MASK."""
     seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
-    T: tl.constexpr = 8 // BITS
-    LENGTH: tl.constexpr = GROUP // T
+    FIELD: tl.constexpr = 2 if BITS == 3 else BITS
+    T: tl.constexpr = 8 // FIELD
     WORK: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
-    g0 = tl.program_id(0).to(tl.int64) * ROWS
-    g = g0 + tl.arange(0, ROWS)
-    here = g < groups
-    codes = data + g0 * LENGTH + tl.arange(0, ROWS) * LENGTH
-    lo, step = load_scales(data + groups * LENGTH, codes, g, here, groups, DTYPE, SIGNS)
+    length = LENGTH if WHOLE else length // UNIT * UNIT
+    _, g, start, valid = group_places(full, rest, rows, magic, shift, length, T, G, UNIT)
+    groups, codes = all_groups(full, rest, rows), g.to(tl.int64) * group_bytes(length, BITS, UNIT)
+    here = tl.full((G,), True, tl.int1)
+    at_lo = scales_at(data, groups, group_bytes(length, BITS, UNIT))
+    lo, step = load_scales(at_lo, data + codes, g, here, groups, DTYPE, SIGNS)
     origin, unit = origin_of(lo, step)
-    byte = byte_index(ROWS, LENGTH, LANES)
-    packed = tl.load(data + g0 * LENGTH + byte, mask=here[None, :, None, None], other=0)
+    j = byte_places(length, LENGTH, THREADS, LANES)
+    packed, third = load_codes(data, codes, j, length, BITS, LENGTH, THREADS, LANES)
+    packed, third = packed[:, :, :, None, :], third[:, :, :, None, :]
     t = tl.arange(0, T)[None, None, None, :, None]
-    code = (packed.to(tl.uint32)[:, :, :, None, :] >> (t * BITS).to(tl.uint32)) & ((1 << BITS) - 1)
     if MASK:
-        value = flags_of(code, of_group(lo), of_group(step), BITS, SIGNS)
+        value = flags_of(slices_of(packed, third, t, BITS), of_group(lo), of_group(step), BITS, SIGNS)
     else:
-        h = random32((g0 * LENGTH).to(tl.uint32) + byte.to(tl.uint32), seed_low, seed_high)
-        fixed = fixed_codes(packed[:, :, :, None, :], h[:, :, :, None, :], t, BITS)
-        if not SIGNS:
-            code = fixed >> 24
+        h = random32(codes.to(tl.uint32)[None, :, None, None] + j.to(tl.uint32), seed_low, seed_high)
+        if LANES >= 4 and BITS != 3:
+            fixed = fixed_codes(packed, h[:, :, :, None, :], t, BITS)
+        else:
+            fixed = below_code(slices_of(packed, third, t, BITS), h[:, :, :, None, :], t, FIELD)
         top = tl.full((), limit, tl.float64).to(WORK)
         value = values_of(
-            code, fixed, of_group(lo), of_group(step), of_group(origin), of_group(unit), top, DTYPE, BITS, SIGNS
+            fixed >> 24, fixed, of_group(lo), of_group(step), of_group(origin), of_group(unit), top, DTYPE, BITS, SIGNS
         )
-    first = g0 * GROUP
-    i = value_index(ROWS, LENGTH, T, LANES)
-    if first + ROWS * GROUP <= numel:
-        tl.store(out + first + i, value)
+    i = t * length + j[:, :, :, None, :]
+    if UNIT > 1 and valid == length * T:
+        tl.store(out + (of_group(start) + i), value)
     else:
-        tl.store(out + first + i, value, mask=i < (numel - first).to(tl.int32))
+        tl.store(out + (of_group(start) + i), value, mask=(i < valid) & (j < length)[:, :, :, None, :])
 
 
-@triton.jit(do_not_specialize=["pixels", "seed_low", "seed_high"])
-def gq_encode_channels_kernel(
-    x, data, seeds, stride: tl.int64, pixels: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
-    DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SIGNS: tl.constexpr, CHANNELS: tl.constexpr,
-    TABLE: tl.constexpr,
-):  # fmt: skip
-    """Encode groups of one channel each where the `stride` channels of a pixel lie together: [byte, slice, channel]."""
-    seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
-    T: tl.constexpr = 8 // BITS
-    LENGTH: tl.constexpr = GROUP // T
-    block, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    j, t = tl.arange(0, LENGTH)[:, None, None], tl.arange(0, T)[None, :, None]
-    there = c[None, None, :] < stride
-    first = x + block * GROUP * stride
-    if block * GROUP + GROUP <= pixels:
-        i = (t * LENGTH + j) * stride + c[None, None, :]
-        v = widen(tl.load(first + i, mask=there, other=0), DTYPE)
-    else:
-        i = tl.minimum(t * LENGTH + j, pixels - block * GROUP - 1) * stride + c[None, None, :]
-        v = widen(tl.load(first + i, mask=there, other=0), DTYPE)
-    bits = bits_of(v)
-    size = bits_of(tl.abs(v)) if SIGNS else bits
-    largest = tl.max(tl.max(bits, 1), 0)
-    highest = tl.max(tl.max(signed_bits(size), 1), 0)
-    least = tl.min(tl.min(size - 1, 1), 0)
-    first_value = first_values(first, c, c < stride, DTYPE)
-    lo, step, inverse, steps, signed, extra = steps_of(largest, highest, least, first_value, DTYPE, BITS, SIGNS)
-    byte = (block * LENGTH + tl.arange(0, LENGTH)[:, None]) * stride + c[None, :]
-    h = inverted_random32(byte.to(tl.uint32), seed_low, seed_high)
-    hash = below_code(tl.zeros(bits.shape, tl.uint32), h[:, None, :], t, BITS)
-    code = codes_of(
-        v, hash, lo[None, None, :], inverse[None, None, :], steps[None, None, :], signed[None, None, :],
-        extra[None, None, :], BITS, SIGNS,
-    )  # fmt: skip
-    packed = tl.sum(code << (t * BITS).to(tl.uint32), 1).to(tl.uint8)
-    tl.store(data + byte, packed, mask=c[None, :] < stride)
-    groups = tl.cdiv(pixels, GROUP) * stride
-    store_scales(data + groups * LENGTH, block * stride + c, c < stride, groups, lo, step, signed, SIGNS)
-
-
-@triton.jit(do_not_specialize=["pixels", "seed_low", "seed_high"])
-def gq_decode_channels_kernel(
-    data, out, seeds, stride: tl.int64, pixels: tl.int64, seed_low: tl.int32, seed_high: tl.int32, limit: tl.float64,
-    DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SIGNS: tl.constexpr, CHANNELS: tl.constexpr,
-    BYTES: tl.constexpr, MASK: tl.constexpr, TABLE: tl.constexpr,
-):  # fmt: skip
-    """Decode BYTES code bytes of each group, in the order of gq_encode_channels_kernel."""
-    seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
-    T: tl.constexpr = 8 // BITS
-    LENGTH: tl.constexpr = GROUP // T
-    PARTS: tl.constexpr = LENGTH // BYTES
-    WORK: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
-    block, part = (tl.program_id(0) // PARTS).to(tl.int64), tl.program_id(0) % PARTS
-    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    there = c < stride
-    groups = tl.cdiv(pixels, GROUP) * stride
-    g, codes = block * stride + c, data + block * LENGTH * stride + c
-    lo, step = load_scales(data + groups * LENGTH, codes, g, there, groups, DTYPE, SIGNS)
-    origin, unit = origin_of(lo, step)
-    lo, step, origin, unit = lo[None, None, :], step[None, None, :], origin[None, None, :], unit[None, None, :]
-    j = part * BYTES + tl.arange(0, BYTES)
-    byte = (block * LENGTH + j[:, None]) * stride + c[None, :]
-    packed = tl.load(data + byte, mask=there[None, :], other=0)
-    t = tl.arange(0, T)[None, :, None]
-    code = (packed.to(tl.uint32)[:, None, :] >> (t * BITS).to(tl.uint32)) & ((1 << BITS) - 1)
-    if MASK:
-        value = flags_of(code, lo, step, BITS, SIGNS)
-    else:
-        h = random32(byte.to(tl.uint32), seed_low, seed_high)
-        fixed = fixed_codes(packed[:, None, :], h[:, None, :], t, BITS)
-        if not SIGNS:
-            code = fixed >> 24
-        top = tl.full((), limit, tl.float64).to(WORK)
-        value = values_of(code, fixed, lo, step, origin, unit, top, DTYPE, BITS, SIGNS)
-    first = out + block * GROUP * stride
-    i = (t * LENGTH + j[:, None, None]) * stride + c[None, None, :]
-    if block * GROUP + GROUP <= pixels:
-        tl.store(first + i, value, mask=there[None, None, :])
-    else:
-        tl.store(first + i, value, mask=there[None, None, :] & (block * GROUP + t * LENGTH + j[:, None, None] < pixels))
-
-
-@triton.jit(do_not_specialize=["numel", "groups"])
+@triton.jit(do_not_specialize=["full", "rest", "rows", "magic", "shift", "length"])
 def gq_gate_kernel(
-    data, x, out, numel: tl.int64, groups: tl.int64, DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, SIGNS: tl.constexpr, LANES: tl.constexpr,
+    data, x, out, full: tl.int32, rest: tl.int32, rows: tl.int32, magic: tl.int32, shift: tl.int32, length: tl.int32,
+    DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr, G: tl.constexpr, LENGTH: tl.constexpr,
+    WHOLE: tl.constexpr, THREADS: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Write x where the packed values are not zero, else zero: ReLU's gradient."""
-    T: tl.constexpr = 8 // BITS
-    LENGTH: tl.constexpr = GROUP // T
-    g0 = tl.program_id(0).to(tl.int64) * ROWS
-    g = g0 + tl.arange(0, ROWS)
-    here = g < groups
-    codes = data + g0 * LENGTH + tl.arange(0, ROWS) * LENGTH
-    lo, step = load_scales(data + groups * LENGTH, codes, g, here, groups, DTYPE, SIGNS)
-    byte = byte_index(ROWS, LENGTH, LANES)
-    packed = tl.load(data + g0 * LENGTH + byte, mask=here[None, :, None, None], other=0).to(tl.uint32)
+    FIELD: tl.constexpr = 2 if BITS == 3 else BITS
+    T: tl.constexpr = 8 // FIELD
+    length = LENGTH if WHOLE else length // UNIT * UNIT
+    _, g, start, valid = group_places(full, rest, rows, magic, shift, length, T, G, UNIT)
+    groups, codes = all_groups(full, rest, rows), g.to(tl.int64) * group_bytes(length, BITS, UNIT)
+    here = tl.full((G,), True, tl.int1)
+    at_lo = scales_at(data, groups, group_bytes(length, BITS, UNIT))
+    lo, step = load_scales(at_lo, data + codes, g, here, groups, DTYPE, SIGNS)
+    j = byte_places(length, LENGTH, THREADS, LANES)
+    packed, third = load_codes(data, codes, j, length, BITS, LENGTH, THREADS, LANES)
     t = tl.arange(0, T)[None, None, None, :, None]
-    code = (packed[:, :, :, None, :] >> (t * BITS).to(tl.uint32)) & ((1 << BITS) - 1)
+    code = slices_of(packed[:, :, :, None, :], third[:, :, :, None, :], t, BITS)
     flag = flags_of(code, of_group(lo), of_group(step), BITS, SIGNS)
-    first = g0 * GROUP
-    i = value_index(ROWS, LENGTH, T, LANES)
-    if first + ROWS * GROUP <= numel:
-        tl.store(out + first + i, tl.where(flag != 0, tl.load(x + first + i), 0))
+    at = of_group(start) + (t * length + j[:, :, :, None, :])
+    if UNIT > 1 and valid == length * T:
+        tl.store(out + at, tl.where(flag != 0, tl.load(x + at), 0))
     else:
-        there = i < (numel - first).to(tl.int32)
-        tl.store(out + first + i, tl.where(flag != 0, tl.load(x + first + i, mask=there, other=0), 0), mask=there)
-
-
-@triton.jit(do_not_specialize=["pixels"])
-def gq_gate_channels_kernel(
-    data, x, out, stride: tl.int64, pixels: tl.int64, DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    SIGNS: tl.constexpr, CHANNELS: tl.constexpr, BYTES: tl.constexpr,
-):  # fmt: skip
-    """Do what gq_gate_kernel does where groups have one channel each."""
-    T: tl.constexpr = 8 // BITS
-    LENGTH: tl.constexpr = GROUP // T
-    PARTS: tl.constexpr = LENGTH // BYTES
-    block, part = (tl.program_id(0) // PARTS).to(tl.int64), tl.program_id(0) % PARTS
-    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    there = c < stride
-    groups = tl.cdiv(pixels, GROUP) * stride
-    g, codes = block * stride + c, data + block * LENGTH * stride + c
-    lo, step = load_scales(data + groups * LENGTH, codes, g, there, groups, DTYPE, SIGNS)
-    j = part * BYTES + tl.arange(0, BYTES)
-    byte = (block * LENGTH + j[:, None]) * stride + c[None, :]
-    packed = tl.load(data + byte, mask=there[None, :], other=0).to(tl.uint32)
-    t = tl.arange(0, T)[None, :, None]
-    code = (packed[:, None, :] >> (t * BITS).to(tl.uint32)) & ((1 << BITS) - 1)
-    flag = flags_of(code, lo[None, None, :], step[None, None, :], BITS, SIGNS)
-    first = block * GROUP * stride
-    i = (t * LENGTH + j[:, None, None]) * stride + c[None, None, :]
-    inside = there[None, None, :] & (block * GROUP + t * LENGTH + j[:, None, None] < pixels)
-    tl.store(out + first + i, tl.where(flag != 0, tl.load(x + first + i, mask=inside, other=0), 0), mask=inside)
+        there = (t * length + j[:, :, :, None, :] < valid) & (j < length)[:, :, :, None, :]
+        tl.store(out + at, tl.where(flag != 0, tl.load(x + at, mask=there, other=0), 0), mask=there)

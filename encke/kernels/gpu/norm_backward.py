@@ -25,11 +25,13 @@ from encke.kernels.gpu.norm_kernels import (
     plane_apply_kernel,
     plane_reduce_kernel,
 )
+from encke.kernels.gpu.places import Rows, reciprocal
 from encke.kernels.plans import GroupPlan
 
 WARPS = 1  # of a program in channels_last memory; eight threads have 16 bytes each of a pixel
 PROGRAMS = 132 * 16  # programs that sum up, where there is enough to do
-TILES = 1  # tiles of eight groups that a program sums up in NCHW memory, with one warp
+REDUCED = 1024  # values that a program sums up in NCHW memory, with one warp
+WRITTEN = 512  # accesses of 16 bytes of a program that writes the gradient there
 GATHER = 1024  # sums that a program of the gathering reads at a time
 ROUND = False
 """Whether decoded values are rounded to the tensor's dtype before use, as when they are decoded to memory."""
@@ -74,23 +76,20 @@ class NormPlan:
     def _plan_planes(self, numel: int, samples: int, seed_table: bool) -> int:
         """Make the launches for NCHW memory; return the number of partial sums."""
         channels, format, vector = self.channels, self.format, 16 // self.format.dtype.itemsize
-        plane, groups, length = numel // (samples * channels), format.groups(numel), format.length
-        count, full = groups // (samples * channels), plane % NORM_GROUP == 0
-        constants = (TYPES[format.dtype], format.bits, power_of_two(length), full)
+        rows = Rows(format, numel, numel // (samples * channels))
+        count = format.groups(numel) // (samples * channels)
         width = min(power_of_two(count), 32)
-        rows = GATHER // width
-        splits = min(-(-samples // rows), -(-PROGRAMS // channels))
-        self.workspace_numel = 2 * groups
-        numbers = (plane, length, groups, channels, count, reciprocal64(count), reciprocal64(channels))
-        self.numbers = (numbers, numbers, (samples, channels, count, groups, splits))
-        self.gather = Launch(gather_kernel, channels * splits, (rows, width), 4, 0)
+        each = GATHER // width
+        splits = min(-(-samples // each), -(-PROGRAMS // channels))
+        self.workspace_numel = 2 * format.groups(numel)
+        numbers = (*rows.numbers, channels, *reciprocal(channels))
+        self.numbers = (numbers, numbers, (samples, channels, count, format.groups(numel), splits))
+        self.gather = Launch(gather_kernel, channels * splits, (each, width), 4, 0)
         self.reduce, self.write = (
-            Launch(
-                kernel, -(-groups // (tile * each)),
-                (*constants, count > tile, channels >= tile, ROUND, v, tile, *more, seed_table), warps, 2,
-            )
-            for kernel, tile, each, v, more, warps in (
-                (plane_reduce_kernel, 8, TILES, 8, (TILES,), 1), (plane_apply_kernel, 4 * vector, 1, vector, (), 4),
+            Launch(kernel, grid, (TYPES[format.dtype], format.bits, *shape, ROUND, seed_table), warps, 0)
+            for kernel, warps, (grid, shape) in (
+                (plane_reduce_kernel, 1, rows.tiles(REDUCED, 8, 32)),
+                (plane_apply_kernel, 4, rows.tiles(WRITTEN * vector, vector)),
             )
         )  # fmt: skip
         return splits
@@ -118,11 +117,13 @@ def norm_plan(
     `seed_table` seeds come as a tensor and a row.
     """
     numel, channels = math.prod(size), size[1]
-    if format.bits not in (2, 4, 8) or format.group != NORM_GROUP or format.signs or not numel:
+    if format.bits not in (2, 3, 4, 8) or format.group != NORM_GROUP or format.signs or not numel:
         return None
     if format.dtype == torch.float64 or format.dtype not in TYPES or channels == 1:
         return None
     if format.stride != (channels if channels_last else 1):
+        return None
+    if format.groups(numel) >= 1 << 30:
         return None
     plane = numel // (size[0] * channels)
     if format.row if channels_last else plane < SMALLEST_PLANE or format.row != (plane if plane % NORM_GROUP else 0):
@@ -182,11 +183,3 @@ def norm_apply(grad: Tensor, data: Tensor, sums: Tensor, plan: GroupPlan, seed: 
 def _plan_of(grad: Tensor, plan: GroupPlan, weight_dtype: torch.dtype, seed: Seed) -> NormPlan | None:
     channels_last = plan.format.stride > 1
     return norm_plan(grad.shape, plan.format, channels_last, weight_dtype, grad.device, type(seed) is tuple)
-
-
-def reciprocal64(n: int) -> int:
-    """Return 2^64 / n rounded up, as int64 bits: the upper half of its product with a number is the quotient.
-
-    Zero for 1, whose quotients are the numbers themselves.
-    """
-    return (-(-(1 << 64) // n) ^ 1 << 63) - (1 << 63) if n > 1 else 0

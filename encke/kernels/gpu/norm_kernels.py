@@ -10,19 +10,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from encke.kernels.gpu.codes import join_scales, scales_at
+from encke.kernels.gpu.codes import join_scales, scales_at, split_thirds
 from encke.kernels.gpu.common import narrow, random32, seed_of, widen
+from encke.kernels.gpu.places import all_groups, byte_range, group_bytes, group_places, pair_places, quotient
 
 
 @triton.jit
-def code_as_mantissa(byte, h, SLICE: tl.constexpr, BITS: tl.constexpr):
-    """Return 2^bits + code + d of the values in one slice of their groups, as fp32, from their bytes and hashes."""
+def code_as_mantissa(byte, third, h, SLICE: tl.constexpr, BITS: tl.constexpr):
+    """Return 2^bits + code + d of the values in one slice of their groups, as fp32, from their bytes and hashes.
+
+    `third` has the third bits of 3-bit codes, four for each byte.
+    """
+    FIELD: tl.constexpr = 2 if BITS == 3 else BITS
     KEEP: tl.constexpr = 23 - BITS
-    TURN: tl.constexpr = (4 * BITS * SLICE + 9 + BITS) % 32
+    TURN: tl.constexpr = (4 * FIELD * SLICE + 9 + BITS) % 32
     d = h >> TURN
     if SLICE > 0:
         d = (d | (h << (32 - TURN))) & ((1 << KEEP) - 1)
-    code = (byte << (KEEP - BITS * SLICE)) & (((1 << BITS) - 1) << KEEP)
+    code = (byte << (KEEP - FIELD * SLICE)) & (((1 << FIELD) - 1) << KEEP)
+    if BITS == 3:
+        code |= (third << (22 - SLICE)) & (1 << 22)
     return (code | d | ((127 + BITS) << 23)).to(tl.float32, bitcast=True)
 
 
@@ -66,10 +73,23 @@ def column_groups(data, groups, start, c, there, DTYPE: tl.constexpr, BITS: tl.c
 
 
 @triton.jit
-def column_codes(data, at, place, here, seed_low, seed_high, V: tl.constexpr):
-    """Return the bytes of codes from `at` on at these places, V of which lie together, and their hashes."""
+def column_codes(
+    data, start, u, row, c, channels, here, seed_low, seed_high, BITS: tl.constexpr, R: tl.constexpr, V: tl.constexpr
+):  # fmt: skip
+    """Return the u-th R bytes of groups from `start` on, of which those of V channels lie together.
+
+    Return also the third bits of their codes, if these have three, and their hashes.
+    """
+    LENGTH: tl.constexpr = 32 if BITS == 3 else 16 * BITS
+    at = start * (16 * BITS) + u * R * channels
+    place = row * channels + c
     byte = tl.load(data + at + tl.max_contiguous(place, [1, V]), mask=here, other=0).to(tl.uint32)
-    return byte, random32(at.to(tl.uint32) + place.to(tl.uint32), seed_low, seed_high)
+    third = byte
+    if BITS == 3:
+        behind = start * (16 * BITS) + (LENGTH + u * (R // 2)) * channels
+        both = tl.load(data + behind + tl.max_contiguous(row // 2 * channels + c, [1, V]), mask=here, other=0)
+        third = both.to(tl.uint32) >> (row % 2 * 4).to(tl.uint32)
+    return byte, third, random32(at.to(tl.uint32) + place.to(tl.uint32), seed_low, seed_high)
 
 
 @triton.jit(do_not_specialize=["pixels", "tiles", "splits", "seed_low", "seed_high"])
@@ -83,7 +103,7 @@ def last_reduce_kernel(
     A tile is R pixels x CH channels, of which a thread has a piece of a row; 128 pixels make a group.
     """
     seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
-    T: tl.constexpr = 8 // BITS
+    T: tl.constexpr = 4 if BITS == 3 else 8 // BITS
     LENGTH: tl.constexpr = 128 // T
     channels = units * UNIT
     first_channel = (tl.program_id(0) % tiles) * CH
@@ -104,13 +124,12 @@ def last_reduce_kernel(
         # Groups without a level for zero, as before a ReLU, are a straight line: group by group, not value by value.
         if ROUND or tl.max(tl.max((zero > 0).to(tl.int32), 1), 0) > 0:
             for u in range(LENGTH // R):
-                at = start * LENGTH + u * R * channels
-                byte, h = column_codes(data, at, place, here, seed_low, seed_high, V)
+                byte, third, h = column_codes(data, start, u, row, c, channels, here, seed_low, seed_high, BITS, R, V)
                 for s in tl.static_range(T):
                     pixel = s * LENGTH + u * R
                     there = (row + pixel < left) & here
                     v = widen(tl.load(grad + start * 128 + pixel * channels + place, mask=there, other=0), DTYPE)
-                    mark = code_as_mantissa(byte, h, s, BITS)
+                    mark = code_as_mantissa(byte, third, h, s, BITS)
                     x = tl.where(mark < zero, 0.0, tl.fma(mark, step, base))
                     sum_g += v
                     sum_gx = tl.fma(v, rounded(x, DTYPE, ROUND) - middle, sum_gx)
@@ -118,14 +137,13 @@ def last_reduce_kernel(
             block_g = tl.zeros((R, CH), tl.float32)
             block_gm = tl.zeros((R, CH), tl.float32)
             for u in range(LENGTH // R):
-                at = start * LENGTH + u * R * channels
-                byte, h = column_codes(data, at, place, here, seed_low, seed_high, V)
+                byte, third, h = column_codes(data, start, u, row, c, channels, here, seed_low, seed_high, BITS, R, V)
                 for s in tl.static_range(T):
                     pixel = s * LENGTH + u * R
                     there = (row + pixel < left) & here
                     v = widen(tl.load(grad + start * 128 + pixel * channels + place, mask=there, other=0), DTYPE)
                     block_g += v
-                    block_gm = tl.fma(v, code_as_mantissa(byte, h, s, BITS), block_gm)
+                    block_gm = tl.fma(v, code_as_mantissa(byte, third, h, s, BITS), block_gm)
             sum_g += block_g
             sum_gx = tl.fma(block_gm, step, tl.fma(block_g, base - middle, sum_gx))
         block += splits
@@ -143,7 +161,7 @@ def last_apply_kernel(
 ):  # fmt: skip
     """Write g * k1 + x * k2 + k3 for one block of 128 pixels and CH channels."""
     seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
-    T: tl.constexpr = 8 // BITS
+    T: tl.constexpr = 4 if BITS == 3 else 8 // BITS
     LENGTH: tl.constexpr = 128 // T
     channels = units * UNIT
     row = tl.arange(0, R)[:, None]
@@ -159,13 +177,12 @@ def last_apply_kernel(
     slope, shift = step * k2, tl.fma(base, k2, k3)
     left = tl.minimum(pixels - block * 128, 128).to(tl.int32)
     for u in range(LENGTH // R):
-        at = start * LENGTH + u * R * channels
-        byte, h = column_codes(data, at, place, here, seed_low, seed_high, V)
+        byte, third, h = column_codes(data, start, u, row, c, channels, here, seed_low, seed_high, BITS, R, V)
         for s in tl.static_range(T):
             pixel = s * LENGTH + u * R
             there = (row + pixel < left) & here
             v = widen(tl.load(grad + start * 128 + pixel * channels + place, mask=there, other=0), DTYPE)
-            mark = code_as_mantissa(byte, h, s, BITS)
+            mark = code_as_mantissa(byte, third, h, s, BITS)
             if ROUND:
                 x = tl.where(mark < zero, 0.0, tl.fma(mark, step, base))
                 rest = tl.fma(rounded(x, DTYPE, ROUND), k2, k3)
@@ -176,121 +193,87 @@ def last_apply_kernel(
 
 
 @triton.jit
-def times_high(a, b):
-    """Return the upper half of a product of uint64."""
-    return tl.umulhi(a.to(tl.uint64), b.to(tl.uint64))
+def of_group(v):
+    """Spread one number for each group over a tile of bytes."""
+    return v[None, :, None, None]
 
 
 @triton.jit
-def planes_of(
-    g0, channels, count, count_magic, channel_magic, G: tl.constexpr, BIG: tl.constexpr, ONCE: tl.constexpr
+def group_sum(v):
+    """Return the sum of each group of a tile of bytes."""
+    return tl.sum(tl.sum(tl.sum(v, 3), 2), 0)
+
+
+@triton.jit
+def exists(j, s, length, valid, WHOLE: tl.constexpr):
+    """Return which values of slice s there are, of groups with `valid` values."""
+    if WHOLE:
+        return s * length + j < valid
+    else:
+        return (j < length) & (s * length + j < valid)
+
+
+@triton.jit
+def group_codes(
+    data, g, j, length, seed_low, seed_high, BITS: tl.constexpr, LENGTH: tl.constexpr, WHOLE: tl.constexpr,
+    THREADS: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Return for G groups from `g0` on the plane that each lies in, its place among the plane's, and the channel.
-
-    A plane has `count` groups: more than G, if BIG. ONCE: there are no fewer channels than groups here.
-    """
-    plane = tl.where(count > 1, times_high(g0, count_magic).to(tl.int64), g0)
-    at = (g0 - plane * count).to(tl.int32) + tl.arange(0, G)
-    if BIG:
-        further = (at >= count).to(tl.int32)
-    else:
-        further = (at.to(tl.uint32) // count.to(tl.uint32)).to(tl.int32)
-    c = (plane - times_high(plane, channel_magic).to(tl.int64) * channels).to(tl.int32) + further
-    c = tl.where(c >= channels, c - channels, c) if ONCE else c % channels
-    return plane + further, at - further * count, c
-
-
-@triton.jit
-def zeros_of(like, COUNT: tl.constexpr):
-    """Return a tuple of so many tensors of zeros."""
-    zeros = ()
-    for _ in tl.static_range(COUNT):
-        zeros = zeros + (tl.zeros(like.shape, tl.float32),)  # type: ignore[assignment]
-    return zeros
-
-
-@triton.jit
-def plane_values(g0, plane, at, plane_size, length, here, T: tl.constexpr, G: tl.constexpr, FULL: tl.constexpr):
-    """Return where the values of groups begin, and the place among a group's values that these end before."""
-    if FULL:
-        return g0 * 128 + (tl.arange(0, G) * 128)[:, None], at[:, None]
-    else:
-        begin = at * (length * T)
-        left = tl.where(here, tl.minimum(plane_size - begin, length * T), 0)
-        return (plane * plane_size + begin)[:, None], left[:, None]
-
-
-@triton.jit
-def slice_values(x, start, j, s, length, left, here, FULL: tl.constexpr):
-    """Load the values of slice s of groups that begin at `start`."""
-    if FULL:
-        return tl.load(x + start + (s * length + j), mask=here[:, None], other=0)
-    else:
-        return tl.load(x + start + (s * length + j), mask=(j < length) & (s * length + j < left), other=0)
-
-
-@triton.jit
-def group_codes(data, g0, j, length, here, seed_low, seed_high, V: tl.constexpr, G: tl.constexpr, FULL: tl.constexpr):
-    """Return the code bytes of G groups from `g0` on, and their hashes."""
-    at = tl.arange(0, G)[:, None] * length + j
-    if FULL:
-        byte = tl.load(data + g0 * length + tl.max_contiguous(at, [1, V]), mask=here[:, None], other=0)
-    else:
-        byte = tl.load(data + g0 * length + at, mask=here[:, None] & (j < length), other=0)
-    return byte.to(tl.uint32), random32((g0 * length).to(tl.uint32) + at.to(tl.uint32), seed_low, seed_high)
+    """Return the bytes `j` of groups, the third bits of 3-bit codes, and the hashes of the bytes."""
+    codes = g.to(tl.int64) * group_bytes(length, BITS, UNIT)
+    byte = tl.load(data + (of_group(codes) + j), mask=(j >= 0) if WHOLE else (j < length), other=0).to(tl.uint32)
+    third = byte
+    if BITS == 3:
+        both = tl.load(data + (of_group(codes) + pair_places(length, LENGTH, THREADS, LANES)))
+        third = split_thirds(both, byte.shape)
+    return byte, third, random32(of_group(codes).to(tl.uint32) + j.to(tl.uint32), seed_low, seed_high)
 
 
 @triton.jit(do_not_specialize=[
-    "groups", "channels", "count", "count_magic", "channel_magic", "seed_low", "seed_high",
+    "full", "rest", "rows", "magic", "shift", "length", "channels", "channel_magic", "channel_shift", "seed_low",
+    "seed_high",
 ])  # fmt: skip
 def plane_reduce_kernel(
-    grad, data, mean, sums, seeds, plane_size: tl.int32, length: tl.int32, groups: tl.int64, channels: tl.int32,
-    count: tl.int32, count_magic: tl.int64, channel_magic: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
-    DTYPE: tl.constexpr, BITS: tl.constexpr, LENGTH: tl.constexpr, FULL: tl.constexpr, BIG: tl.constexpr,
-    ONCE: tl.constexpr, ROUND: tl.constexpr, V: tl.constexpr, G: tl.constexpr, TILES: tl.constexpr,
-    TABLE: tl.constexpr,
+    grad, data, mean, sums, seeds, full: tl.int32, rest: tl.int32, rows: tl.int32, magic: tl.int32, shift: tl.int32,
+    length: tl.int32, channels: tl.int32, channel_magic: tl.int32, channel_shift: tl.int32, seed_low: tl.int32,
+    seed_high: tl.int32,
+    DTYPE: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, LENGTH: tl.constexpr, WHOLE: tl.constexpr,
+    THREADS: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, ROUND: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
-    """Sum g and g * (x - mean) for each group in NCHW memory, where groups stay within planes.
-
-    A tile is a few groups x their bytes, of which there are LENGTH at most. FULL: all groups have 128 values.
-    """
+    """Sum g and g * (x - mean) for each of G groups in NCHW memory, where groups stay within planes; see places.py."""
     seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
-    T: tl.constexpr = 8 // BITS
-    if FULL:
-        length = LENGTH
-    j = tl.arange(0, LENGTH)[None, :]
-    for tile in range(TILES):
-        g0 = (tl.program_id(0).to(tl.int64) * TILES + tile) * G
-        g = g0 + tl.arange(0, G)
-        here = g < groups
-        plane, at, c = planes_of(g0, channels, count, count_magic, channel_magic, G, BIG, ONCE)
-        start, left = plane_values(g0, plane, at, plane_size, length, here, T, G, FULL)
-        byte, h = group_codes(data, g0, j, length, here, seed_low, seed_high, V, G, FULL)
-        lo, step = load_group(
-            data + g0 * length, tl.arange(0, G) * length, scales_at(data, groups, length), groups, g, here, DTYPE
-        )
-        base, zero = group_line(lo, step, BITS)
-        sum_g = tl.zeros(byte.shape, tl.float32)
-        sum_gx = tl.zeros(byte.shape, tl.float32)
-        if ROUND or tl.max((zero > 0).to(tl.int32), 0) > 0:
-            for s in tl.static_range(T):
-                v = widen(slice_values(grad, start, j, s, length, left, here, FULL), DTYPE)
-                mark = code_as_mantissa(byte, h, s, BITS)
-                x = tl.where(mark < zero[:, None], 0.0, tl.fma(mark, step[:, None], base[:, None]))
-                sum_g += v
-                sum_gx = tl.fma(v, rounded(x, DTYPE, ROUND), sum_gx)
-            group_g, group_gx = tl.sum(sum_g, 1), tl.sum(sum_gx, 1)
-        else:
-            # Groups without a level for zero are a straight line: group by group, not value by value.
-            for s in tl.static_range(T):
-                v = widen(slice_values(grad, start, j, s, length, left, here, FULL), DTYPE)
-                sum_g += v
-                sum_gx = tl.fma(v, code_as_mantissa(byte, h, s, BITS), sum_gx)
-            group_g = tl.sum(sum_g, 1)
-            group_gx = tl.fma(tl.sum(sum_gx, 1), step, group_g * base)
-        middle = tl.load(mean + c)
-        tl.store(sums + g, group_g, mask=here)
-        tl.store(sums + groups + g, tl.fma(group_g, -middle, group_gx), mask=here)
+    T: tl.constexpr = 4 if BITS == 3 else 8 // BITS
+    length = LENGTH if WHOLE else length // UNIT * UNIT
+    plane, g, start, valid = group_places(full, rest, rows, magic, shift, length, T, G, UNIT)
+    valid = valid // UNIT * UNIT  # which it is: there are several planes
+    c = plane - quotient(plane, channel_magic, channel_shift) * channels
+    j = byte_range(LENGTH, THREADS, LANES)
+    groups, here = all_groups(full, rest, rows), tl.full((G,), True, tl.int1)
+    byte, third, h = group_codes(data, g, j, length, seed_low, seed_high, BITS, LENGTH, WHOLE, THREADS, LANES, UNIT)
+    at_lo = scales_at(data, groups, group_bytes(length, BITS, UNIT))
+    lo, step = load_group(data, g.to(tl.int64) * group_bytes(length, BITS, UNIT), at_lo, groups, g, here, DTYPE)
+    base, zero = group_line(lo, step, BITS)
+    sum_g = tl.zeros(byte.shape, tl.float32)
+    sum_gx = tl.zeros(byte.shape, tl.float32)
+    at = grad + (of_group(start) + j)
+    if ROUND or tl.max((zero > 0).to(tl.int32), 0) > 0:
+        for s in tl.static_range(T):
+            v = widen(tl.load(at + s * length, mask=exists(j, s, length, valid, WHOLE), other=0), DTYPE)
+            mark = code_as_mantissa(byte, third, h, s, BITS)
+            x = tl.where(mark < of_group(zero), 0.0, tl.fma(mark, of_group(step), of_group(base)))
+            sum_g += v
+            sum_gx = tl.fma(v, rounded(x, DTYPE, ROUND), sum_gx)
+        group_g, group_gx = group_sum(sum_g), group_sum(sum_gx)
+    else:
+        # Groups without a level for zero are a straight line: group by group, not value by value.
+        for s in tl.static_range(T):
+            v = widen(tl.load(at + s * length, mask=exists(j, s, length, valid, WHOLE), other=0), DTYPE)
+            sum_g += v
+            sum_gx = tl.fma(v, code_as_mantissa(byte, third, h, s, BITS), sum_gx)
+        group_g = group_sum(sum_g)
+        group_gx = tl.fma(group_sum(sum_gx), step, group_g * base)
+    middle = tl.load(mean + c)
+    tl.store(sums + g, group_g)
+    tl.store(sums + groups + g, tl.fma(group_g, -middle, group_gx))
 
 
 @triton.jit(do_not_specialize=["samples", "channels", "count", "groups", "splits"])
@@ -321,41 +304,39 @@ def gather_kernel(
 
 
 @triton.jit(do_not_specialize=[
-    "groups", "channels", "count", "count_magic", "channel_magic", "seed_low", "seed_high",
+    "full", "rest", "rows", "magic", "shift", "length", "channels", "channel_magic", "channel_shift", "seed_low",
+    "seed_high",
 ])  # fmt: skip
 def plane_apply_kernel(
-    grad, data, line, out, seeds, plane_size: tl.int32, length: tl.int32, groups: tl.int64, channels: tl.int32,
-    count: tl.int32, count_magic: tl.int64, channel_magic: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
-    DTYPE: tl.constexpr, BITS: tl.constexpr, LENGTH: tl.constexpr, FULL: tl.constexpr, BIG: tl.constexpr,
-    ONCE: tl.constexpr, ROUND: tl.constexpr, V: tl.constexpr, G: tl.constexpr, TABLE: tl.constexpr,
+    grad, data, line, out, seeds, full: tl.int32, rest: tl.int32, rows: tl.int32, magic: tl.int32, shift: tl.int32,
+    length: tl.int32, channels: tl.int32, channel_magic: tl.int32, channel_shift: tl.int32, seed_low: tl.int32,
+    seed_high: tl.int32,
+    DTYPE: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, LENGTH: tl.constexpr, WHOLE: tl.constexpr,
+    THREADS: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, ROUND: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
     """Write g * k1 + x * k2 + k3 for G groups."""
     seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
-    T: tl.constexpr = 8 // BITS
-    if FULL:
-        length = LENGTH
-    g0 = tl.program_id(0).to(tl.int64) * G
-    g = g0 + tl.arange(0, G)
-    here = g < groups
-    j = tl.arange(0, LENGTH)[None, :]
-    plane, at, c = planes_of(g0, channels, count, count_magic, channel_magic, G, BIG, ONCE)
-    start, left = plane_values(g0, plane, at, plane_size, length, here, T, G, FULL)
-    byte, h = group_codes(data, g0, j, length, here, seed_low, seed_high, V, G, FULL)
-    lo, step = load_group(
-        data + g0 * length, tl.arange(0, G) * length, scales_at(data, groups, length), groups, g, here, DTYPE
-    )
+    T: tl.constexpr = 4 if BITS == 3 else 8 // BITS
+    length = LENGTH if WHOLE else length // UNIT * UNIT
+    plane, g, start, valid = group_places(full, rest, rows, magic, shift, length, T, G, UNIT)
+    valid = valid // UNIT * UNIT  # which it is: there are several planes
+    c = plane - quotient(plane, channel_magic, channel_shift) * channels
+    j = byte_range(LENGTH, THREADS, LANES)
+    groups, here = all_groups(full, rest, rows), tl.full((G,), True, tl.int1)
+    byte, third, h = group_codes(data, g, j, length, seed_low, seed_high, BITS, LENGTH, WHOLE, THREADS, LANES, UNIT)
+    at_lo = scales_at(data, groups, group_bytes(length, BITS, UNIT))
+    lo, step = load_group(data, g.to(tl.int64) * group_bytes(length, BITS, UNIT), at_lo, groups, g, here, DTYPE)
     base, zero = group_line(lo, step, BITS)
-    k1, k2 = tl.load(line + c)[:, None], tl.load(line + channels + c)[:, None]
-    k3 = tl.load(line + 2 * channels + c)[:, None]
+    k1, k2 = of_group(tl.load(line + c)), of_group(tl.load(line + channels + c))
+    k3 = of_group(tl.load(line + 2 * channels + c))
+    at = of_group(start) + j
     for s in tl.static_range(T):
-        v = widen(slice_values(grad, start, j, s, length, left, here, FULL), DTYPE)
-        mark = code_as_mantissa(byte, h, s, BITS)
-        x = tl.where(mark < zero[:, None], 0.0, tl.fma(mark, step[:, None], base[:, None]))
+        there = exists(j, s, length, valid, WHOLE)
+        v = widen(tl.load(grad + at + s * length, mask=there, other=0), DTYPE)
+        mark = code_as_mantissa(byte, third, h, s, BITS)
+        x = tl.where(mark < of_group(zero), 0.0, tl.fma(mark, of_group(step), of_group(base)))
         value = narrow(tl.fma(v, k1, tl.fma(rounded(x, DTYPE, ROUND), k2, k3)), DTYPE)
-        if FULL:
-            tl.store(out + start + (s * length + j), value, mask=here[:, None])
-        else:
-            tl.store(out + start + (s * length + j), value, mask=(j < length) & (s * length + j < left))
+        tl.store(out + at + s * length, value, mask=there)
 
 
 @triton.jit(do_not_specialize=["splits", "channels"])

@@ -14,10 +14,12 @@ from encke.kernels.gpu.codes import (
     fixed_point,
     inverted_random32,
     of_group,
+    scales_at,
     scales_of,
     store_scales,
 )
 from encke.kernels.gpu.common import INTERPRETED, seed_of
+from encke.kernels.gpu.places import all_groups, byte_places, group_bytes, group_places
 
 # Kinds of reductions of the halves of words.
 LARGEST = tl.constexpr(0)
@@ -164,12 +166,13 @@ def raised_codes(v, h, lo, inverse, steps, extra, t, BITS: tl.constexpr, SIGNS: 
     """Return the code of each value in the highest byte, its fraction below; `extra` is the lowest value's code."""
     from_lo = tl.abs(v) if SIGNS else v
     scaled = (from_lo - lo) * inverse
+    FIELD: tl.constexpr = 2 if BITS == 3 else BITS
     if BITS == 8:
         return fixed_point(tl.minimum(scaled, steps)) + below_code(extra, h, t, BITS)
     else:
         # A value may come out above the highest one, by a rounding error or where the spread is beyond fp32's largest.
         most = (steps.to(tl.uint32) + (extra << 24)) | 0xFFFFFF
-        return tl.minimum(signed_point(scaled) + below_code(extra, h, t, BITS), most)
+        return tl.minimum(signed_point(scaled) + below_code(extra, h, t, FIELD), most)
 
 
 @triton.jit
@@ -235,59 +238,45 @@ def group16(words, KIND: tl.constexpr):
     return larger16(halves, swap16(halves), KIND)
 
 
-@triton.jit
-def word_index(
-    ROWS: tl.constexpr, LENGTH: tl.constexpr, T: tl.constexpr, THREADS: tl.constexpr, MIXED: tl.constexpr
-):  # fmt: skip
-    """Return the place of each pair of values in a tile: [thread, group, further words, slice, lane]."""
-    w = tl.arange(0, THREADS)[:, None, None, None, None]
-    g = tl.arange(0, ROWS)[None, :, None, None, None]
-    u = tl.arange(0, LENGTH // (8 * THREADS))[None, None, :, None, None]
-    t = tl.arange(0, T)[None, None, None, :, None]
-    lane = tl.arange(0, 4)[None, None, None, None, :]
-    if MIXED:
-        # They share no bit, and the compiler finds a seed among them.
-        return (g * (LENGTH * T // 2)) ^ (u * (4 * THREADS)) ^ (w * 4) ^ (t * (LENGTH // 2)) ^ lane
-    else:
-        return g * (LENGTH * T // 2) + t * (LENGTH // 2) + u * (4 * THREADS) + w * 4 + lane
-
-
-@triton.jit(do_not_specialize=["numel", "groups", "seed_low", "seed_high"])
+@triton.jit(do_not_specialize=["full", "rest", "rows", "magic", "shift", "length", "seed_low", "seed_high"])
 def gq_encode_pairs_kernel(
-    x, data, seeds, numel: tl.int64, groups: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
-    DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIGNS: tl.constexpr,
-    THREADS: tl.constexpr, TABLE: tl.constexpr,
+    x, data, seeds, full: tl.int32, rest: tl.int32, rows: tl.int32, magic: tl.int32, shift: tl.int32, length: tl.int32,
+    seed_low: tl.int32, seed_high: tl.int32,
+    DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr, G: tl.constexpr, LENGTH: tl.constexpr,
+    WHOLE: tl.constexpr, THREADS: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr,
+    TABLE: tl.constexpr,
 ):  # fmt: skip
-    """Do what gq_encode_kernel does with two 16-bit values in a word. THREADS share a group.
+    """Do what gq_encode_kernel does with two 16-bit values in a word. x lies at a multiple of 4 bytes.
 
-    x lies at a multiple of 4 bytes.
+    UNIT is even, so that the codes of a group begin at an even byte; with 3-bit codes a multiple of four.
     """
     seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
-    T: tl.constexpr = 8 // BITS
-    LENGTH: tl.constexpr = GROUP // T
-    g0 = tl.program_id(0).to(tl.int64) * ROWS
-    first = g0 * GROUP
-    i = word_index(ROWS, LENGTH, T, THREADS, False)
-    if first + ROWS * GROUP <= numel:
-        words = tl.load((x + first).to(tl.pointer_type(tl.uint32)) + i)
+    FIELD: tl.constexpr = 2 if BITS == 3 else BITS
+    T: tl.constexpr = 8 // FIELD
+    length = LENGTH if WHOLE else length // UNIT * UNIT
+    _, g, start, valid = group_places(full, rest, rows, magic, shift, length, T, G, UNIT)
+    pair = byte_places(length // 2, LENGTH // 2, THREADS, LANES // 2)
+    t = tl.arange(0, T)[None, None, None, :, None]
+    if valid == length * T:
+        i = t * (length // 2) + pair[:, :, :, None, :]
+        at = tl.multiple_of(start // 2, UNIT // 2)
+        words = tl.load(x.to(tl.pointer_type(tl.uint32)) + (of_group(at) + i))
     else:
-        left = (numel - first).to(tl.int32)
-        halves = (x + first).to(tl.pointer_type(tl.uint16))
-        low = tl.load(halves + tl.minimum(i * 2, left - 1)).to(tl.uint32)
-        words = low | (tl.load(halves + tl.minimum(i * 2 + 1, left - 1)).to(tl.uint32) << 16)
-    g = g0 + tl.arange(0, ROWS)
-    here = g < groups
+        i = t * length + pair[:, :, :, None, :] * 2
+        halves = x.to(tl.pointer_type(tl.uint16)) + of_group(start)
+        low = tl.load(halves + tl.minimum(i, valid - 1)).to(tl.uint32)
+        words = low | (tl.load(halves + tl.minimum(i + 1, valid - 1)).to(tl.uint32) << 16)
     size = words & 0x7FFF7FFF if SIGNS else words
+    here = tl.full((G,), True, tl.int1)
     lo, step, inverse, steps, signed, extra = half_steps(
         group16(words, LARGEST), group16(size, HIGHEST), add_one16(group16(less_one16(size), LEAST)),
-        first_values(x + first, tl.arange(0, ROWS) * GROUP, here, DTYPE), False, DTYPE, BITS, SIGNS,
+        first_values(x, start, here, DTYPE), False, DTYPE, BITS, SIGNS,
     )  # fmt: skip
-    pair = word_index(ROWS, LENGTH, 1, THREADS, False)
-    # The first byte of a tile is a multiple of their number, so that nothing is carried.
-    seed = (g0 * LENGTH).to(tl.uint32) ^ seed_low.to(tl.uint32)
-    byte = (word_index(ROWS, LENGTH, 1, THREADS, True) * 2).to(tl.uint32)
-    h_low, h_high = inverted_random32(byte, seed, seed_high), inverted_random32(byte, seed ^ 1, seed_high)
-    t = tl.arange(0, T)[None, None, None, :, None]
+    codes = g.to(tl.int64) * group_bytes(length, BITS, UNIT)
+    byte = codes.to(tl.uint32)[None, :, None, None] + (pair * 2).to(tl.uint32)
+    h_low = inverted_random32(byte, seed_low, seed_high)[:, :, :, None, :]
+    # The byte after an even one.
+    h_high = inverted_random32(byte, seed_low ^ 1, seed_high)[:, :, :, None, :]
     exact = of_group(tl.where(signed, 0, 0xFFFFFFFF).to(tl.uint32))
     at, per, most, one = of_group(lo), of_group(inverse), of_group(steps), of_group(extra)
     code = upper_bytes(
@@ -296,13 +285,28 @@ def gq_encode_pairs_kernel(
         BITS,
     )
     code = masked_codes(code, words, exact, DTYPE, BITS, SIGNS)
-    packed = bytes_of(tl.sum(code << (t * BITS).to(tl.uint32), 3))
-    to = (data + g0 * LENGTH).to(tl.pointer_type(tl.uint16)) + tl.reshape(pair, packed.shape)
-    if g0 + ROWS <= groups:
-        tl.store(to, packed)
-    else:
-        tl.store(to, packed, mask=here[None, :, None, None])
-    store_scales(data + groups * LENGTH, g, here, groups, lo, step, signed, SIGNS)
+    field = code & 0x30003 if BITS == 3 else code
+    packed = bytes_of(tl.sum(field << (t * FIELD).to(tl.uint32), 3))
+    tl.store(data.to(tl.pointer_type(tl.uint16)) + ((codes // 2)[None, :, None, None] + pair), packed)
+    if BITS == 3:
+        # The third bits of a pair of bytes share a byte.
+        both = tl.sum(((code >> 2) & 0x10001) << t.to(tl.uint32), 3)
+        tl.store(data + (codes[None, :, None, None] + length + pair), (both | (both >> 12)).to(tl.uint8))
+    groups = all_groups(full, rest, rows)
+    at_lo = scales_at(data, groups, group_bytes(length, BITS, UNIT))
+    store_scales(at_lo, g, here, groups, lo, step, signed, SIGNS)
+
+
+@triton.jit
+def of_word(v):
+    """Spread one number for each word of channels over a tile."""
+    return v[:, None, None, None]
+
+
+@triton.jit
+def word16(words, KIND: tl.constexpr):
+    """Return the largest, highest or least of the values of each channel, two in a word."""
+    return reduce16(reduce16(reduce16(words, 3, KIND), 2, KIND), 1, KIND)
 
 
 @triton.jit
@@ -311,34 +315,38 @@ def spread_of(v, k, count, FULL: tl.constexpr):
     share = tl.div_rn(1.0, count.to(tl.float32))
     if not FULL:
         v = tl.where(k < count, v, 0.0)
-    mean = tl.sum(tl.sum(v, 2), 1) * share
-    apart = v - mean[:, None, None]
+    mean = tl.sum(tl.sum(tl.sum(v, 3), 2), 1) * share
+    apart = v - of_word(mean)
     if not FULL:
         apart = tl.where(k < count, apart, 0.0)
-    return mean, tl.sum(tl.sum(apart * apart, 2), 1)
+    return mean, tl.sum(tl.sum(tl.sum(apart * apart, 3), 2), 1)
 
 
 @triton.jit(do_not_specialize=["stride", "pixels", "seed_low", "seed_high"])
 def gq_encode_channels_pairs_kernel(
     x, data, beside, seeds, stride: tl.int64, pixels: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
-    DTYPE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SIGNS: tl.constexpr, CHANNELS: tl.constexpr,
+    DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr,
     WITH: tl.constexpr, FULL: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
     """Do what gq_encode_channels_kernel does, two channels of 16 bits in a word: an even stride, and x as above.
 
-    [word of channels, byte, slice]. Each thread takes one word of each of its pixels, and a warp 32 words of them:
-    little passes between threads, and the scales of a group are computed once a warp. GROUP * stride < 2^30.
+    [word of channels, pair of bytes, byte of a pair, slice]. Each thread takes one word of each of its pixels, and a
+    warp 32 words of them: little passes between threads, and the scales of a group are computed once a warp.
+    GROUP * stride < 2^30.
 
     With RELU it encodes x's ReLU, which it writes to `beside`. With MOMENTS it writes to `beside`, [2, blocks,
     stride], the mean of each group and the sum of the squared deviations from it. FULL: pixels are a multiple of
     GROUP, and channels of CHANNELS.
     """
     seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
-    T: tl.constexpr = 8 // BITS
+    FIELD: tl.constexpr = 2 if BITS == 3 else BITS
+    T: tl.constexpr = 8 // FIELD
     LENGTH: tl.constexpr = GROUP // T
+    ALL: tl.constexpr = LENGTH // 2 * 3 if BITS == 3 else LENGTH
     row = (stride >> 1).to(tl.int32)
     block, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * (CHANNELS // 2) + tl.arange(0, CHANNELS // 2)
-    t, j = tl.arange(0, T)[None, None, :], tl.arange(0, LENGTH)[None, :, None]
+    t, k = tl.arange(0, T)[None, None, None, :], tl.arange(0, 2)[None, None, :, None]
+    j = tl.arange(0, LENGTH // 2)[None, :, None, None] * 2 + k
     there = c < row
     # In bytes, which the compiler adds with fewer instructions.
     first = (x + block * GROUP * stride).to(tl.pointer_type(tl.uint8))
@@ -346,21 +354,19 @@ def gq_encode_channels_pairs_kernel(
     if not FULL:
         # The last group is filled with copies of its last value.
         pixel = tl.minimum(pixel, (pixels - block * GROUP).to(tl.int32) - 1)
-    i = (pixel.to(tl.uint32) * row.to(tl.uint32) + c[:, None, None].to(tl.uint32)) * 4
+    i = (pixel.to(tl.uint32) * row.to(tl.uint32) + of_word(c).to(tl.uint32)) * 4
     at_word = (first + i.to(tl.int64)).to(tl.pointer_type(tl.uint32))
     if FULL:
         words = tl.load(at_word)
     else:
-        words = tl.load(at_word, mask=there[:, None, None], other=0)
+        words = tl.load(at_word, mask=of_word(there), other=0)
     if WITH == RELU:
         words = relu16(words, DTYPE)
         to_word = (beside + block * GROUP * stride).to(tl.pointer_type(tl.uint8)) + i.to(tl.int64)
         if FULL:
             tl.store(to_word.to(tl.pointer_type(tl.uint32)), words)
         else:
-            tl.store(
-                to_word.to(tl.pointer_type(tl.uint32)), words, mask=there[:, None, None] & (t * LENGTH + j == pixel)
-            )
+            tl.store(to_word.to(tl.pointer_type(tl.uint32)), words, mask=of_word(there) & (t * LENGTH + j == pixel))
     elif WITH == MOMENTS:
         count = tl.minimum(pixels - block * GROUP, GROUP).to(tl.int32)
         to = beside + block * stride + c * 2
@@ -372,9 +378,8 @@ def gq_encode_channels_pairs_kernel(
         tl.store(to + 1, mean, mask=there)
         tl.store(to + 1 + apart, square, mask=there)
     size = words & 0x7FFF7FFF if SIGNS else words
-    largest = reduce16(reduce16(words, 2, LARGEST), 1, LARGEST)
-    highest = reduce16(reduce16(size, 2, HIGHEST), 1, HIGHEST)
-    least = add_one16(reduce16(reduce16(less_one16(size), 2, LEAST), 1, LEAST))
+    largest, highest = word16(words, LARGEST), word16(size, HIGHEST)
+    least = add_one16(word16(less_one16(size), LEAST))
     first_low, first_high = c, c
     if DTYPE == tl.float16:
         word = tl.load(first.to(tl.pointer_type(tl.uint32)) + c, mask=there, other=0)
@@ -386,27 +391,33 @@ def gq_encode_channels_pairs_kernel(
         largest, highest, least, first_high, True, DTYPE, BITS, SIGNS
     )
     exact = tl.where(signed, 0, 0xFFFF).to(tl.uint32) | tl.where(signed2, 0, 0xFFFF0000).to(tl.uint32)
-    at = block * LENGTH * stride
-    pair = tl.arange(0, LENGTH)[None, :] * row + c[:, None]
+    at = block * ALL * stride
+    pair = j * row + of_word(c)
     byte = at.to(tl.uint32) + pair.to(tl.uint32) * 2
     h = inverted_random32(byte, seed_low, seed_high)
     # The byte after an even one.
     h2 = inverted_random32(byte, seed_low ^ 1, seed_high)
     code = upper_bytes(
         raised_codes(
-            half_of(words, False, DTYPE), h[:, :, None], lo[:, None, None], inverse[:, None, None],
-            steps[:, None, None], extra[:, None, None], t, BITS, SIGNS,
+            half_of(words, False, DTYPE), h, of_word(lo), of_word(inverse), of_word(steps), of_word(extra), t, BITS,
+            SIGNS,
         ),
         raised_codes(
-            half_of(words, True, DTYPE), h2[:, :, None], lo2[:, None, None], inverse2[:, None, None],
-            steps2[:, None, None], extra2[:, None, None], t, BITS, SIGNS,
+            half_of(words, True, DTYPE), h2, of_word(lo2), of_word(inverse2), of_word(steps2), of_word(extra2), t,
+            BITS, SIGNS,
         ),
         BITS,
     )  # fmt: skip
-    code = masked_codes(code, words, exact[:, None, None], DTYPE, BITS, SIGNS)
-    packed = bytes_of(tl.sum(code << (t * BITS).to(tl.uint32), 2))
-    tl.store((data + at).to(tl.pointer_type(tl.uint16)) + pair, packed, mask=there[:, None])
+    code = masked_codes(code, words, of_word(exact), DTYPE, BITS, SIGNS)
+    field = code & 0x30003 if BITS == 3 else code
+    packed = bytes_of(tl.sum(field << (t * FIELD).to(tl.uint32), 3))
+    to_codes = (data + at).to(tl.pointer_type(tl.uint16))
+    tl.store(to_codes + pair.reshape(packed.shape), packed, mask=there[:, None, None])
+    if BITS == 3:
+        both = bytes_of(tl.sum(tl.sum(((code >> 2) & 0x10001) << (k * 4 + t).to(tl.uint32), 3), 2))
+        behind = (LENGTH + tl.arange(0, LENGTH // 2)[None, :]) * row + c[:, None]
+        tl.store(to_codes + behind, both, mask=there[:, None])
     groups = tl.cdiv(pixels, GROUP) * stride
     g = block * stride + c * 2
-    store_scales(data + groups * LENGTH, g, there, groups, lo, step, signed, SIGNS)
-    store_scales(data + groups * LENGTH, g + 1, there, groups, lo2, step2, signed2, SIGNS)
+    store_scales(scales_at(data, groups, ALL), g, there, groups, lo, step, signed, SIGNS)
+    store_scales(scales_at(data, groups, ALL), g + 1, there, groups, lo2, step2, signed2, SIGNS)

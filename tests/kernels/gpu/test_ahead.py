@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ def test_kernels_of_every_rate_are_launched_on_tensors_without_memory():
     found = ahead.launches((2, 4))
     names = {function.fn.__name__ if hasattr(function, "fn") else function.__name__ for function, *_ in found}
     assert {"gq_encode_channels_kernel", "gq_decode_kernel", "last_reduce_kernel", "statistics_kernel"} <= names
+    assert {"plane_reduce_kernel", "plane_apply_kernel", "gather_kernel"} <= names
     assert len(found) > len(ahead.launches((2,))) > 20
     assert {t.device.type for _, tensors, *_ in found for t in tensors} == {"meta"}
 
@@ -37,6 +40,23 @@ def test_nothing_is_started_without_reason(reason, monkeypatch):
     monkeypatch.setenv(ahead.VARIABLE, "0" if reason == "turned off" else "1")
     ahead.start()
     ahead.wait()
+
+
+def test_processes_that_cannot_be_started_stop_nothing(monkeypatch, tmp_path):
+    def fails(*arguments, **settings):
+        raise BlockingIOError("no more processes")
+
+    target = types.SimpleNamespace(backend="cuda", arch=90, warp_size=32)
+    active = types.SimpleNamespace(get_current_target=lambda: target)
+    monkeypatch.setattr(ahead.subprocess, "Popen", fails)
+    monkeypatch.setattr(ahead.triton.runtime, "driver", types.SimpleNamespace(active=active))
+    monkeypatch.setattr(ahead, "marker", lambda target: tmp_path / "none")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(ahead, "core_count", lambda: 8)
+    for name in ("TRITON_INTERPRET", "LOCAL_RANK", ahead.VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    ahead.start()
+    assert not ahead._started
 
 
 WORK = """

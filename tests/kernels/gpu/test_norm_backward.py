@@ -53,13 +53,16 @@ def decoded(data: torch.Tensor, format: GroupFormat, numel: int) -> torch.Tensor
     row = format.row or numel // stride
     place, c = i // stride, i % stride
     block = place // row * format.groups_in_row(numel) + place % row // format.extent
-    k = place % row % format.extent
-    group, byte = block * stride + c, (block * length + k % length) * stride + c
+    k, field = place % row % format.extent, format.field_length
+    group, byte = block * stride + c, (block * length + k % field) * stride + c
     codes = format.places(numel)[0]
     lo = data[codes : codes + 2 * groups].clone().view(torch.bfloat16).double()[group]
     step = data[codes + 2 * groups :].clone().view(torch.bfloat16).double()[group]
-    code = (data[byte].long() >> k // length * bits) & ((1 << bits) - 1)
-    hash = hash24(byte, k // length * (4 * bits), SEED)
+    code = (data[byte].long() >> k // field * format.field) & ((1 << format.field) - 1)
+    if bits == 3:
+        third = data[(block * length + field + k % field // 2) * stride + c].long()
+        code |= (third >> k % field % 2 * 4 + k // field & 1) << 2
+    hash = hash24(byte, k // field * (4 * format.field), SEED)
     value = lo + (code - (lo >= 0).long() + hash * 2.0**-24 - 0.5) * step
     return torch.where((code == 0) & (lo >= 0) & ~step.isnan(), 0.0, value)
 
@@ -123,7 +126,7 @@ def check(size, last, dtype, bits, affine=torch.float32, positive=True) -> None:
         assert (got - want).abs().max() <= narrow * (want.abs().max() + numel**0.5 / size[1])
 
 
-SIZES = [(2, 3, 7, 7), (1, 7, 14, 14), (3, 64, 7, 7), (2, 5, 8, 16), (1, 2, 80, 64), (1, 2, 80, 65), (5, 2, 6, 7)]
+SIZES = [(2, 3, 7, 7), (1, 7, 14, 14), (3, 64, 7, 7), (2, 5, 8, 16), (1, 2, 56, 56), (1, 2, 3137, 1), (5, 2, 6, 7)]
 
 
 @pytest.mark.slow
@@ -141,18 +144,24 @@ def test_channels_last(size, positive):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("last", [False, True])
 def test_dtypes_and_bits(last, dtype, bits):
-    affine = {2: torch.float32, 4: None, 8: torch.bfloat16}[bits]
+    affine = {2: torch.float32, 3: torch.float32, 4: None, 8: torch.bfloat16}[bits]
     check((2, 8, 14, 14), last, dtype, bits, affine, positive=last)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("size", [(2, 3, 7, 7), (2, 2, 14, 14), (1, 2, 16, 16)], ids=str)
+def test_three_bits(size, last):
+    check(size, last, torch.float32, 3)
 
 
 @pytest.mark.parametrize("last", [False, True])
 def test_work_that_is_shared_out(last, monkeypatch):
     """Programs with several tiles, sums with several parts."""
-    for name, value in {"PROGRAMS": 6, "GATHER": 32, "TILES": 3}.items():
+    for name, value in {"PROGRAMS": 6, "GATHER": 32}.items():
         monkeypatch.setattr(norm_backward, name, value)
     norm_backward.norm_plan.cache_clear()
     check((9, 3, 12, 12), last, torch.float32, 2)
@@ -173,7 +182,7 @@ def test_volumes():
 @pytest.mark.parametrize("last", [False, True])
 def test_decoded_as_the_reference_decodes(last):
     """The format in this file is that of the kernels: the same values up to the bits of the hash that are dropped."""
-    for bits in (2, 4, 8):
+    for bits in (2, 3, 4, 8):
         format = format_for((4, 8, 10, 16), torch.float32, bits, last)
         data = packed(format, 8 * 640, True)
         expected = reference.group_plan(format, 8 * 640, torch.device(DEVICE)).decode(data, SEED)
@@ -247,7 +256,7 @@ def test_what_is_left_to_others():
     assert not any(map(takes, ((2, 8, 14, 14), (2, 1, 16, 16), (0, 8, 16, 16), (8, 32))))
     assert not takes((2, 8, 5, 5), row=25) and not takes(row=128) and not takes(last=True, stride=8, row=512)
     assert not takes(last=True) and not takes(stride=8) and not takes(group=256) and not takes(dtype=torch.float64)
-    assert not takes(bits=4, signs=True) and not takes(bits=3)
+    assert not takes(bits=4, signs=True) and takes(bits=3)
 
 
 COMPILE = """
@@ -257,11 +266,15 @@ for dtype, name in (TYPES[each] for each in ("float32", "float16", "bfloat16")):
     pointers = dict.fromkeys(floats, "*fp32") | {"data": "*u8", "seeds": "*i64", "grad": name, "out": name}
     common = {"DTYPE": dtype, "BITS": 2, "ROUND": False, "TABLE": dtype == tl.bfloat16}
     last = common | {"UNIT": 8, "V": 8, "R": 4, "CH": 64}
-    planes = common | {"LENGTH": 32, "FULL": dtype == tl.float32, "BIG": False, "ONCE": True, "V": 8, "G": 8}
-    build(norm_kernels.last_reduce_kernel, pointers, last, num_warps=1)
-    build(norm_kernels.last_apply_kernel, pointers, last, num_warps=1)
-    build(norm_kernels.plane_reduce_kernel, pointers, planes | {"TILES": 1}, num_warps=1)
-    build(norm_kernels.plane_apply_kernel, pointers, planes | {"ONCE": False, "BIG": True})
+    planes = common | {"G": 8, "LENGTH": 32, "WHOLE": dtype == tl.float32, "THREADS": 4, "LANES": 8, "UNIT": 8}
+    ragged = planes | {"BITS": 3, "WHOLE": False, "LANES": 2, "UNIT": 1}
+    for bits in (2, 3):
+        build(norm_kernels.last_reduce_kernel, pointers, last | {"BITS": bits}, num_warps=1)
+        build(norm_kernels.last_apply_kernel, pointers, last | {"BITS": bits}, num_warps=1)
+    build(norm_kernels.plane_reduce_kernel, pointers, planes, num_warps=1)
+    build(norm_kernels.plane_reduce_kernel, pointers, ragged, num_warps=1)
+    build(norm_kernels.plane_apply_kernel, pointers, planes | {"BITS": 3})
+    build(norm_kernels.plane_apply_kernel, pointers, ragged)
 build(norm_kernels.gather_kernel, pointers, {"ROWS": 32, "WIDTH": 32})
 for together, below in ((False, False), (False, True), (True, False)):
     constants = {"AFFINE": True, "WEIGHT": tl.float32, "ROWS": 256, "CH": 8, "TOGETHER": together, "BELOW": below}

@@ -38,7 +38,9 @@ def poisoned():
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("dtype", "bits", "offset"), [(torch.bfloat16, 2, 0.0), (torch.float16, 4, 30.0)])
+@pytest.mark.parametrize(("dtype", "bits", "offset"), [
+    (torch.bfloat16, 2, 0.0), (torch.bfloat16, 3, 0.0), (torch.float16, 4, 30.0),
+])  # fmt: skip
 def test_norm(size, dtype, bits, offset):
     x = values(size, dtype, offset)
     channels = size[1]

@@ -53,10 +53,10 @@ def test_gate(dtype, bits, signs, group, channels):
     assert same(theirs.gate(data, gradient), torch.where(mask, gradient, 0))
 
 
-@pytest.mark.parametrize("group", [128, 512, 200])
+@pytest.mark.parametrize("group", [128, 512, 200, 8192])
 def test_groups(group):
-    x, (ours, theirs) = content("normal", 3000, torch.float32), plans(GroupFormat(4, group, torch.float32), 3000)
-    assert (type(ours) is type(theirs)) == (group == 200)  # no power of two is left to the reference
+    x, (ours, theirs) = content("normal", 3200, torch.float32), plans(GroupFormat(4, group, torch.float32), 3200)
+    assert (type(ours) is type(theirs)) == (group == 8192)  # long groups are left to the reference
     data = ours.encode(x, SEED)
     assert torch.equal(data, theirs.encode(x, SEED))
     assert same(ours.decode(data, SEED), theirs.decode(data, SEED))
@@ -91,6 +91,30 @@ def test_groups_within_rows(dtype, row, stride, bits, signs):
     assert same(ours.gate(data, x), torch.where(theirs.mask(expected), x, 0))
     back, given = (t.view(-1, row, stride) for t in (decoded, x))
     assert torch.equal(back[2], given[2]) and torch.equal(back[4], given[4])
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(("row", "stride", "rows"), [
+    (49, 1, 70), (196, 1, 35), (784, 1, 3), (3136, 1, 3), (3137, 1, 2), (259, 3, 2), (98, 66, 1),
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
+def test_planes(dtype, row, stride, rows, bits):
+    """Planes that do not fill groups: bytes and values of the reference, from aligned memory and from any other."""
+    numel = row * stride * rows
+    x = content("normal", numel + 1, dtype)
+    x[: numel // 2] = x[: numel // 2].relu()
+    format = GroupFormat.in_rows(bits, 128, dtype, False, numel, row, stride)
+    assert format.row == row
+    ours, theirs = plans(format, numel)
+    codes, places = format.groups(numel) * format.length, format.places(numel)
+    for values in (x[:-1], x[1:]):
+        data, expected = ours.encode(values, SEED), theirs.encode(values, SEED)
+        assert torch.equal(data[:codes], expected[:codes]) and torch.equal(data[places[0] :], expected[places[0] :])
+        mask = theirs.mask(data)
+        assert same(ours.decode(data, SEED), theirs.decode(data, SEED)) and torch.equal(ours.mask(data), mask)
+        out = torch.empty(numel + 1, dtype=dtype, device=DEVICE)[1:]
+        ours.gate_into(data, values, out)
+        assert same(out, torch.where(mask, values, 0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -131,32 +155,29 @@ def test_seeds_on_the_device_are_those_given_as_numbers(dtype, stride):
 
 
 COMPILE = """
-from encke.kernels.gpu import group, pairs, rows as rows_
-dtype, name = TYPES[sys.argv[1]]
-half = dtype in (tl.float16, tl.bfloat16)
-pointers = {"data": "*u8", "x": name, "out": name, "seeds": "*i64"}
-flags = pointers | {"out": "*u8"}
-for bits, signs, table in ((2, False, False), (4, True, True)):
-    seeded = {"TABLE": table}
-    rated = {"DTYPE": dtype, "BITS": bits, "GROUP": 128, "SIGNS": signs}
-    rows, channels = rated | {"ROWS": 16, "LANES": 8 if half else 4}, rated | {"CHANNELS": 16}
-    build(group.gq_encode_kernel, pointers, rows | seeded)
-    build(group.gq_decode_kernel, pointers, rows | {"MASK": False} | seeded)
-    build(group.gq_decode_kernel, flags, rows | {"MASK": True} | seeded)
-    build(group.gq_gate_kernel, pointers, rows)
-    build(group.gq_encode_channels_kernel, pointers, channels | seeded)
-    build(group.gq_decode_channels_kernel, pointers, channels | {"BYTES": 8, "MASK": False} | seeded)
-    build(group.gq_gate_channels_kernel, pointers, channels | {"BYTES": 8})
-    for side in (False, True):
-        ragged = {"DTYPE": dtype, "BITS": bits, "SIGNS": signs, "GROUPS": 32, "LENGTH": 32, "SIDE": side}
-        build(rows_.gq_encode_rows_kernel, pointers, ragged | seeded)
-        build(rows_.gq_decode_rows_kernel, pointers, ragged | {"MASK": False} | seeded)
-        build(rows_.gq_gate_rows_kernel, pointers, ragged)
-        if bits == 2:
-            build(rows_.gq_encode_rows_kernel, pointers, ragged | seeded | {"BITS": 3})
-            build(rows_.gq_decode_rows_kernel, pointers, ragged | seeded | {"BITS": 3, "MASK": False})
-    if half:
-        build(pairs.gq_encode_pairs_kernel, pointers, rated | {"ROWS": 16, "THREADS": 2} | seeded)
+import torch
+from encke.kernels import GroupFormat
+from encke.kernels.gpu import ahead, launch, plans
+
+def record(function, programs, tensors, numbers, constants, warps, registers=0, specialised=2):
+    arguments = (*[launch.typed(t) for t in tensors], *numbers, *constants)
+    function.warmup(*arguments, grid=(1, 1, 1), **launch.compile_options(warps, registers))
+
+triton.runtime.driver.set_active(ahead.OtherTarget(GPUTarget("cuda", 90, 32)))
+launch.launch_kernel, dtype = record, getattr(torch, sys.argv[1])
+for bits, signs, table in ((2, False, False), (3, False, False), (4, True, True)):
+    seed = (torch.empty(8, dtype=torch.int64, device="meta"), 0) if table else 0
+    for row, stride in ((3136, 1), (49, 1), (1024, 16)) if bits == 3 else ((196, 1), (49, 6)):
+        format = GroupFormat.in_rows(bits, 128, dtype, signs, 4 * row * stride, row, stride)
+        x = torch.empty(4 * row * stride, dtype=dtype, device="meta")
+        plan = plans.GpuPlan(format, x.numel(), ahead.META, table)
+        data = plan.encode(x, seed)
+        plan.decode(data, seed), plan.gate(data, x), plan.mask(data)
+        if plan.pairs is not None:
+            plan.pairs = None
+            plan.encode(x, seed)
+        if plan.fuses_forward:
+            plan.encode_relu(x, x, seed), plan.encode_moments(x, torch.empty(1000, device="meta"), seed)
 """
 
 
