@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import pytest
 import torch
@@ -110,19 +111,21 @@ def test_a_reader_of_signs_is_not_served_by_dithered_values() -> None:
     assert ErrorBounded(0.0, rounding="dithered").covers(Sign())
 
 
+@pytest.mark.parametrize("rounding", ["nearest", "dithered"])
 @pytest.mark.parametrize(
     ("name", "entropy", "bounds"),
     # Values of 2^20 bounds and more are stored as they are: 100,000 under a bound of 0.02.
     [("relu", 1.15, (0.1, 0.02)), ("normal", 1.1, (0.1, 0.02)), ("offset", 1.4, (0.2, 0.1))],
     ids=["relu", "normal", "offset"],
 )
-def test_dithered_size_is_near_the_entropy_of_the_levels(
-    name: str, entropy: float, bounds: tuple[float, float]
+def test_size_is_near_the_entropy_of_the_levels(
+    name: str, entropy: float, bounds: tuple[float, float], rounding: Literal["nearest", "dithered"]
 ) -> None:
     x = CONTENT[name](1 << 18, torch.Generator().manual_seed(0))
     for bound in bounds:
-        packed = ErrorBounded(bound, rounding="dithered").encode(x)
-        levels = torch.where(x == 0, torch.inf, (x / (2 * bound) + torch.rand(x.shape)).floor())
+        packed = ErrorBounded(bound, rounding=rounding).encode(x)
+        dither = torch.rand(x.shape) if rounding == "dithered" else 0
+        levels = torch.where(x == 0, torch.inf, (x / (2 * bound) + dither).floor())
         counts = torch.unique(levels, return_counts=True)[1].double()
         assert packed.nbytes <= entropy * float((counts * -(counts / counts.sum()).log2()).sum()) / 8
 
