@@ -45,11 +45,8 @@ def module(manual: bool = False, compiled: bool = False) -> Any:
             self.automatic_optimization = not manual
             self.losses: list[float] = []
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.body(x))
-
         def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-            loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+            loss = nn.functional.cross_entropy(self.head(self.body(batch[0])), batch[1])
             self.losses.append(loss.item())
             if manual:
                 optimizer = self.optimizers()
@@ -92,7 +89,8 @@ def test_bound_0_gives_the_losses_of_plain(manual: bool, tmp_path: Path) -> None
     fit(plain, tmp_path)
     fit(exact, tmp_path, ours)
     assert plain.losses == exact.losses and len(plain.losses) == 12
-    assert ours.handle.report().forwards == 12
+    # Under manual optimization each of the two networks is a forward pass of its own.
+    assert ours.handle.report().forwards == (24 if manual else 12)
 
 
 def test_default_follows_plain_and_covers_all_of_training_step(tmp_path: Path) -> None:
