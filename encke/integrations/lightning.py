@@ -13,7 +13,7 @@ from encke.policies.overrides import Override
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
 except ModuleNotFoundError as error:
-    if error.name != "lightning":
+    if error.name not in ("lightning", "lightning.pytorch"):
         raise
     raise ImportError("this callback is for Lightning: pip install lightning") from error
 
