@@ -11,7 +11,8 @@ import pytest
 
 @pytest.mark.parametrize("library", ["transformers", "lightning"])
 def test_missing_library_is_named_with_the_way_to_install_it(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, library, None)
+    for module in (library, f"{library}.pytorch"):
+        monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.delitem(sys.modules, f"encke.integrations.{library}", raising=False)
     with pytest.raises(ImportError, match=f"pip install {library}"):
         importlib.import_module(f"encke.integrations.{library}")
