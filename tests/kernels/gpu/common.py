@@ -21,6 +21,13 @@ DTYPES = [
     pytest.param(torch.float16, marks=pytest.mark.slow),
     pytest.param(torch.float64, marks=pytest.mark.slow),
 ]
+# Compiling takes ten seconds for a dtype: the others are compiled at length.
+COMPILED_DTYPES = [
+    "float32",
+    "bfloat16",
+    pytest.param("float64", marks=pytest.mark.soak),
+    pytest.param("float16", marks=pytest.mark.soak),
+]
 
 
 def content(name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:

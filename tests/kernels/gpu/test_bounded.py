@@ -7,7 +7,7 @@ import torch
 
 from encke.kernels import BoundedFormat, reference
 from encke.kernels.formats import DITHERED, NEAREST, PLANE_GROUP, PLANE_HEADER, STOCHASTIC
-from tests.kernels.gpu.common import DEVICE, DTYPES, INF, SEED, compile_for_hopper, content, same
+from tests.kernels.gpu.common import COMPILED_DTYPES, DEVICE, DTYPES, INF, SEED, compile_for_hopper, content, same
 
 gpu = pytest.importorskip("encke.kernels.gpu", reason="needs triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -108,6 +108,6 @@ build(planes_decode.decode_kernel, pointers | {"out": "*u8"}, {"DTYPE": dtype, "
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", COMPILED_DTYPES)
 def test_compiles_for_hopper(dtype):
     compile_for_hopper(COMPILE, dtype)

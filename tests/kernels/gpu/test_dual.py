@@ -24,10 +24,12 @@ def test_decodes_to_the_values_of_the_reference(content: str, dtype: torch.dtype
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_equals_reference_on_every_content_and_shape(dtype: torch.dtype) -> None:
+    """All pairs on a GPU. In the interpreter a third of them, with every content, shape and setting among them."""
     torch.manual_seed(3)
     for i, content in enumerate(CONTENTS):
         for j, shape in enumerate(SHAPES):
-            check(gpu, DEVICE, CONTENTS[content](shape).to(dtype), *SETTINGS[(i + j) % 4])
+            if DEVICE == "cuda" or (i + j) % 3 == 0:
+                check(gpu, DEVICE, CONTENTS[content](shape).to(dtype), *SETTINGS[(i // 3 + j) % 4])
 
 
 def test_dividing_by_multiplication_is_exact_wherever_it_is_used() -> None:

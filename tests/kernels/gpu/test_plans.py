@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from encke.kernels import GroupFormat, GroupPlan, reference
-from tests.kernels.gpu.common import DEVICE, DTYPES, SEED, compile_for_hopper, content, same
+from tests.kernels.gpu.common import COMPILED_DTYPES, DEVICE, DTYPES, SEED, compile_for_hopper, content, same
 
 gpu = pytest.importorskip("encke.kernels.gpu", reason="needs triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -182,6 +182,6 @@ for bits, signs, table in ((2, False, False), (3, False, False), (4, True, True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", COMPILED_DTYPES)
 def test_compiles_for_hopper(dtype):
     compile_for_hopper(COMPILE, dtype)
