@@ -224,6 +224,7 @@ def test_cifar_writes_a_table_and_continues_it(monkeypatch, tmp_path, pack, caps
     assert "this call has 15" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_gpt_pairs_runs_by_seed(gpt, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question. " * 60)

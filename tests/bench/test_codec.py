@@ -41,6 +41,7 @@ def rows_of(path):
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_generated_data_give_a_table_a_csv_and_a_plot(tmp_path, capsys):
     main(["bench", "codec", "--size", "0.1", "--repeat", "1", "--out", str(tmp_path)])
     rows = rows_of(tmp_path / "codec.csv")

@@ -45,6 +45,7 @@ def test_a_method_without_collection_steps_has_no_time_for_them():
     assert found["slowest_ms"] is None and found["thousand_seconds"] == pytest.approx(20.0)
 
 
+@pytest.mark.slow
 def test_each_of_the_first_steps_is_told():
     task = Task("cnn", "default", "fp32", batch=4, size=32, steps=1, device="cpu")
     answer = measured_steps(task, 11)

@@ -99,6 +99,7 @@ def test_a_cap_that_is_too_small_is_out_of_memory():
     assert answer["failed"] == "out of memory"
 
 
+@pytest.mark.slow
 def test_rounds_are_measured_in_turn_and_their_median_is_shown(tmp_path, capsys):
     options = ["--models", "cnn", "--image", "16", "--batch", "4", "--steps", "1", "--methods", "plain", "group2"]
     main(["bench", "speed", *options, "--rounds", "2", "--out", str(tmp_path)])

@@ -363,6 +363,7 @@ def read_all(folder: Path) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.slow
 def test_a_damaged_lmdb_is_one_line_and_not_a_bus_error(packed, tmp_path):
     rng = random.Random(0)
     file = tmp_path / "data.mdb"
