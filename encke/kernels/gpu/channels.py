@@ -35,7 +35,7 @@ from encke.kernels.gpu.places import group_bytes
 def columns_of(stride, programs, CHANNELS: tl.constexpr):
     """Return the number of a program among the `programs` that take its channels, these channels, and which exist."""
     column = tl.program_id(0) // programs
-    c = column.to(tl.int64) * CHANNELS + tl.arange(0, CHANNELS)
+    c = column * CHANNELS + tl.arange(0, CHANNELS)
     return tl.program_id(0) - column * programs, c, c < stride
 
 
@@ -99,7 +99,8 @@ def gq_encode_channels_kernel(
     )  # fmt: skip
     field = code & 3 if BITS == 3 else code
     packed = tl.sum(field << (t * FIELD).to(tl.uint32), 2).to(tl.uint8)
-    tl.store(data + byte.reshape(packed.shape), packed, mask=here[None, None, :])
+    j = tl.minimum(tl.arange(0, LENGTH // 2)[:, None, None] * 2 + tl.arange(0, 2)[None, :, None], length - 1)
+    tl.store(data + codes + (j * stride + c[None, None, :]), packed, mask=here[None, None, :])
     if BITS == 3:
         third = tl.where(pair * 2 + half < length, (code >> 2) << (half * 4 + t).to(tl.uint32), 0)
         both = tl.sum(tl.sum(third, 2), 1).to(tl.uint8)
@@ -107,7 +108,7 @@ def gq_encode_channels_kernel(
         to = data + codes + ((length + at) * stride + c[None, :])
         tl.store(to, both, mask=here[None, :] & (at * 2 < length))
     groups = blocks * stride
-    at_lo = scales_at(data, groups, group_bytes(length, BITS, 1))
+    at_lo = scales_at(data, groups, group_bytes(length, BITS, 1), WHOLE and LENGTH % 16 == 0)
     store_scales(at_lo, block * stride + c, here, groups, lo, step, signed, SIGNS)
 
 
@@ -147,7 +148,7 @@ def gq_decode_channels_kernel(
     block, part = program // PARTS, program % PARTS
     start, valid = block_places(block, stride, row, count, length, T)
     groups, codes = blocks * stride, block * group_bytes(length, BITS, 1) * stride
-    at_lo = scales_at(data, groups, group_bytes(length, BITS, 1))
+    at_lo = scales_at(data, groups, group_bytes(length, BITS, 1), WHOLE and LENGTH % 16 == 0)
     lo, step = load_scales(at_lo, data + codes + c, block * stride + c, here, groups, DTYPE, SIGNS)
     origin, unit = origin_of(lo, step)
     j, packed, third = load_channels(data, codes, part * BYTES, stride, length, c, here, BITS, BYTES)
@@ -187,11 +188,13 @@ def gq_gate_channels_kernel(
     block, part = program // PARTS, program % PARTS
     start, valid = block_places(block, stride, row, count, length, T)
     groups, codes = blocks * stride, block * group_bytes(length, BITS, 1) * stride
-    at_lo = scales_at(data, groups, group_bytes(length, BITS, 1))
+    at_lo = scales_at(data, groups, group_bytes(length, BITS, 1), WHOLE and LENGTH % 16 == 0)
     lo, step = load_scales(at_lo, data + codes + c, block * stride + c, here, groups, DTYPE, SIGNS)
     j, packed, third = load_channels(data, codes, part * BYTES, stride, length, c, here, BITS, BYTES)
     t = tl.arange(0, T)[None, None, :, None]
     flag = flags_of(slices_of(packed, third, t, BITS), of_channel(lo), of_channel(step), BITS, SIGNS)
     at = start + ((t * length + j) * stride + of_channel(c))
-    inside = of_channel(here) & (j < length) & (t * length + j < valid)
+    inside = of_channel(here) & (t * length + j < valid)
+    if not WHOLE:
+        inside = inside & (j < length)
     tl.store(out + at, tl.where(flag != 0, tl.load(x + at, mask=inside, other=0), 0), mask=inside)

@@ -287,9 +287,12 @@ def flags_of(code, lo, step, BITS: tl.constexpr, SIGNS: tl.constexpr):
 
 
 @triton.jit
-def scales_at(data, groups, length):
-    """Return where the scales begin: behind the codes of all groups, at a multiple of eight bytes."""
-    return data + (groups.to(tl.int64) * length + 7) // 8 * 8
+def scales_at(data, groups, length, EIGHT: tl.constexpr = False):
+    """Return where the scales begin: behind the codes, at a multiple of eight bytes. EIGHT: `length` is one."""
+    if EIGHT:
+        return data + groups.to(tl.int64) * length
+    else:
+        return data + (groups.to(tl.int64) * length + 7) // 8 * 8
 
 
 @triton.jit

@@ -88,7 +88,7 @@ class NormPlan:
         self.reduce, self.write = (
             Launch(kernel, grid, (TYPES[format.dtype], format.bits, *shape, ROUND, seed_table), warps, 0)
             for kernel, warps, (grid, shape) in (
-                (plane_reduce_kernel, 1, rows.tiles(REDUCED, 8, 32)),
+                (plane_reduce_kernel, 1, rows.tiles(REDUCED, 8, 32 if rows.unit == 1 else 16)),
                 (plane_apply_kernel, 4, rows.tiles(WRITTEN * vector, vector)),
             )
         )  # fmt: skip
