@@ -65,14 +65,14 @@ def check(dtype: torch.dtype) -> Iterator[str]:
     formats = [GroupFormat(b, 128, dtype, s) for b in (2, 4, 8) for s in (1, 3, 24, 192)]
     formats += [GroupFormat(3, 128, dtype, 1), GroupFormat(3, 128, dtype, 24), GroupFormat(3, 128, dtype, 6, row=49)]
     formats += [GroupFormat(b, 128, dtype, row=r) for b in (2, 3, 4) for r in (3136, 3137, 49)]
-    for format in formats:
-        part = x[: numel - numel % (format.stride * (format.row or 1))]
-        theirs, ours = (backend.group_plan(format, len(part), x.device) for backend in (reference, gpu))
+    for grouped in formats:
+        part = x[: numel - numel % (grouped.stride * (grouped.row or 1))]
+        theirs, ours = (backend.group_plan(grouped, len(part), x.device) for backend in (reference, gpu))
         data = theirs.encode(part, SEED)
         expected = theirs.decode(data, SEED)
         for kept in (data, ours.encode(part, SEED)):
             if not torch.equal(ours.decode(kept, SEED).nan_to_num(7.0), expected.nan_to_num(7.0)):
-                yield f"gq {dtype} {format.bits} bits, stride {format.stride}, row {format.row}"
+                yield f"gq {dtype} {grouped.bits} bits, stride {grouped.stride}, row {grouped.row}"
     for bits in (1, 2, 4):
         small = torch.randint(0, 1 << bits, (numel,), dtype=torch.uint8, device="cuda")
         data = gpu.bits_encode(small, bits)
@@ -139,13 +139,13 @@ def planes_rows(x: torch.Tensor) -> Iterator[tuple[str, float, int, Callable, Ca
         norm = norm_backward.norm_plan(tuple(part.shape), format, False, torch.float32, x.device)
         assert norm is not None
         data, out = plan.encode(part, SEED), torch.empty_like(part)
-        seeds, *halves = seed_arguments(SEED, data)
+        seeds, low, high = seed_arguments(SEED, data)
         ratio, read = part.nbytes / len(data), part.nbytes + len(data)
         name = f"planes {plane}, {bits} bits"
         yield name, ratio, read, partial(plan.encode, part, SEED), partial(plan.decode, data, SEED)
         gate = partial(plan.gate_into, data, part, out)
-        reduce = partial(norm.sum_up, part, data, ones, (seeds, *halves))
-        write = partial(norm.write, (part, data, sums, out, seeds), (*norm.numbers[1], *halves))
+        reduce = partial(norm.sum_up, part, data, ones, (seeds, low, high))
+        write = partial(norm.write, (part, data, sums, out, seeds), (*norm.numbers[1], low, high))
         yield f"{name}, gate", ratio, read + part.nbytes, gate, gate
         yield f"{name}, norm's sums", ratio, read, reduce, reduce
         yield f"{name}, norm's gradient", ratio, read + part.nbytes, write, write

@@ -52,7 +52,7 @@ class GpuPlan(GroupPlan):
         channels = min(power_of_two(stride), CHANNELS)
         piece = min(room, DECODED * format.field // 8 // channels)
         blocks, across = format.groups(self.numel) // stride, -(-stride // channels)
-        constants = (TYPES[dtype], format.bits, format.signs)
+        constants: tuple = (TYPES[dtype], format.bits, format.signs)
         whole = length == room and not format.row
         if whole and stride % 2 == 0 and stride * format.group < 1 << 30 and dtype.itemsize == 2:
             full = pixels % format.group == 0 and stride % channels == 0
@@ -84,9 +84,9 @@ class GpuPlan(GroupPlan):
         self.encoder = Launch(gq_encode_kernel, grid, (*rated, *shape, seed_table), 4, 0, 128)
         if format.dtype.itemsize == 2 and rows.unit % (4 if format.bits == 3 else 2) == 0:
             half = 2 if format.bits == 8 else 1  # more values need more registers
-            grid, (*shape, threads, lanes, unit) = rows.tiles(ENCODED // half, lanes)
+            grid, (*tile, threads, lanes, unit) = rows.tiles(ENCODED // half, lanes)
             threads = min(16 * half // lanes, threads)  # they load 32 bytes at a time
-            constants = (*rated, *shape, threads, lanes, unit, seed_table)
+            constants = (*rated, *tile, threads, lanes, unit, seed_table)
             self.pairs = Launch(gq_encode_pairs_kernel, grid, constants, 4, 0, 96)
         grid, shape = rows.tiles(DECODED, lanes)
         self.decoder, self.masker = (
