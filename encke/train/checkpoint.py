@@ -26,7 +26,7 @@ from encke.tools import units
 from encke.tools.errors import UsageError
 from encke.tools.files import finite_json, write_json, write_whole
 from encke.tools.provenance import cpu_name
-from encke.train.settings import SETTINGS, Settings, fields, read, to_yaml
+from encke.train.settings import SETTINGS, Settings, check, code_options, fields, read_file, to_yaml
 
 CHECKPOINT, RESULT, ENVIRONMENT = "checkpoint.pt", "result.json", "environment.json"
 METRICS, SITES = "metrics.jsonl", "sites.jsonl"
@@ -40,7 +40,7 @@ class RunFolder:
     """The folder of a run, locked for this process. Until `begin` nothing in it changes."""
 
     def __init__(self, settings: Settings, resume: bool, overwrite: bool) -> None:
-        self.path = Path(settings.out)
+        self.path, self.code_options = Path(settings.out), code_options(settings)
         if resume and not (self.path / SETTINGS).exists():
             raise UsageError(f"there is no run to resume in {self.path}")
         self.is_new = not self.path.exists()
@@ -97,7 +97,7 @@ class RunFolder:
 
     def check_same(self, settings: Settings) -> None:
         """Raise an error if the run was trained with other settings: resuming it would be another training."""
-        before = read(str(self.path))
+        before = check(read_file(Settings, str(self.path)))
         for name in fields():
             old, new = attrgetter(name)(before), attrgetter(name)(settings)
             if name not in MAY_CHANGE and old != new:
@@ -154,7 +154,8 @@ class RunFolder:
         words = getattr(error, "strerror", None) or first_line(error)
         free = units.size(shutil.disk_usage(self.path).free)
         way_on = "the checkpoint before is kept: " if self.checkpoint.exists() else ""
-        way_on += f"when that is mended, encke train {shlex.quote(str(self.path))} --resume goes on"
+        command = f"encke train {shlex.quote(str(self.path))} --resume {self.code_options}".rstrip()
+        way_on += f"when that is mended, {command} goes on"
         return UsageError(f"cannot write {self.path / name} ({words}; {free} are free); {way_on}")
 
     def sizes(self) -> dict[str, int]:

@@ -132,11 +132,9 @@ def rehearse(run: Run) -> None:
     model = copy.deepcopy(run.model)
     policy = policy_for(run.settings.policy, run.settings.seed)
     handle = encke.attach(model, policy) if policy is not None else None
-    inputs = torch.randn(2, *run.data.shape) if run.images else torch.zeros(2, *run.data.shape, dtype=torch.long)
-    targets = torch.zeros(2, dtype=torch.long) if run.images else inputs
-    with autocast(run):
-        loss = cross_entropy(model(inputs), targets)
-    loss.backward()
+    shape, dtype = (2, *run.data.shape), run.data.dtype
+    inputs = torch.randn(shape) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
+    forward(run, model, inputs, torch.zeros(2, dtype=torch.long) if run.images else inputs)[1].backward()
     if handle is not None:
         handle.detach()
     torch.set_rng_state(generator)
@@ -151,9 +149,7 @@ def step(run: Run, inputs: Tensor, targets: Tensor, measured: bool) -> None:
         before = memory_held(run.world.device) if measured else None
         # The gradients of the processes are averaged with the last micro-batch.
         with nullcontext() if index == count - 1 or run.world.size == 1 else run.wrapped.no_sync():  # type: ignore
-            with autocast(run):
-                output = run.wrapped(chunk)
-                loss = cross_entropy(output, target, settings.label_smoothing)
+            output, loss = forward(run, run.wrapped, chunk, target, settings.label_smoothing)
             if before is not None:
                 run.progress.held_bytes = (memory_held(run.world.device) or before) - before
             run.scaler.scale(loss / count).backward()
@@ -165,6 +161,21 @@ def step(run: Run, inputs: Tensor, targets: Tensor, measured: bool) -> None:
     run.scaler.step(run.optimizer)
     run.scaler.update()
     run.optimizer.zero_grad(set_to_none=True)
+
+
+def forward(
+    run: Run, model: nn.Module, inputs: Tensor, targets: Tensor, smoothing: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Return output and loss; an output that is not logits of all classes is an error."""
+    with autocast(run):
+        output, shape = model(inputs), tuple(targets.shape)
+        got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        if not isinstance(got, tuple) or got[:-1] != shape or got[-1] < run.data.classes:
+            raise UsageError(
+                f"model.name {run.settings.model.name} must return logits of shape {(*shape, run.data.classes)}, "
+                f"got {got}"
+            )
+        return output, cross_entropy(output, targets, smoothing)
 
 
 def autocast(run: Run) -> AbstractContextManager[Any]:
@@ -188,9 +199,7 @@ def validate(run: Run) -> tuple[float | None, float | None]:
     meter = Meter(run.world.device, run.images)
     run.model.eval()
     for inputs, targets in read(run, run.data.validation, epoch=0, train=False):
-        with autocast(run):
-            output = run.model(inputs)
-            loss = cross_entropy(output, targets)
+        output, loss = forward(run, run.model, inputs, targets)
         meter.add(loss, output, targets)
     run.model.train()
     return meter.mean(run.world.sum(meter.take()))

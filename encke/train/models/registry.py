@@ -10,13 +10,14 @@ from torch import nn
 
 from encke.tools.errors import UsageError
 from encke.tools.suggest import suggestion
+from encke.train import own_code
 from encke.train.models.gpt import Gpt
 from encke.train.models.repvgg import RepVgg
 from encke.train.models.resnet164 import ResNet164
 from encke.train.models.small import cnn, digits
 from encke.train.models.unet import UNet
 from encke.train.models.vision import other_channels, small_stem, torchvision_models
-from encke.train.settings import Model
+from encke.train.settings import Model, is_python_path
 
 OURS: dict[str, Callable[[int, int], nn.Module]] = {
     "resnet164": ResNet164, "repvgg_a0": RepVgg, "digits": digits, "cnn": cnn,
@@ -84,6 +85,8 @@ def build(model: Model, classes: int, channels: int = 3, side: int | None = None
         side: Pixels along a side of the images, for transformers that are built for one size.
         tokens: Whether the data are tokens.
     """
+    if is_python_path(model.name):
+        return own_network(model, classes)
     if tokens != (model.name == "gpt"):
         raise UsageError(
             f"model.name {model.name} is for images, and these data are tokens; gpt is for tokens"
@@ -102,6 +105,20 @@ def build(model: Model, classes: int, channels: int = 3, side: int | None = None
     if model.dropout is not None:
         raise UsageError(f"model.dropout: {model.name} has no dropout")
     return OURS[model.name](classes, channels)
+
+
+def own_network(model: Model, classes: int) -> nn.Module:
+    """Build a network with the user's own function or class."""
+    where = f"model.name {model.name}"
+    if model.stem == "cifar" or model.dropout is not None:
+        name = "stem" if model.stem == "cifar" else "dropout"
+        raise UsageError(f"{where}: model.{name} does not change a model of your own; do that where it is built")
+    network = own_code.call(own_code.load(model.name, where), where, classes=classes, num_classes=classes)
+    if not isinstance(network, nn.Module):
+        raise UsageError(f"{where} must return a torch.nn.Module, got a {type(network).__name__}")
+    if not any(parameter.requires_grad for parameter in network.parameters()):
+        raise UsageError(f"{where}: the model has no parameters to train")
+    return network
 
 
 def vision_network(model: Model, classes: int, channels: int, side: int | None) -> nn.Module:

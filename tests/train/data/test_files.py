@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from encke.tools.errors import UsageError
-from encke.train.data import files
+from encke.train.data import workers
 from encke.train.data.readers import list_images
 from encke.train.data.sources import batches, load
 from encke.train.settings import Data
@@ -118,12 +118,12 @@ def test_workers_end_with_their_source_also_as_part_of_a_cycle(tmp_path):
     """Collected together with their queues, these would be closed before the workers are told to end."""
     source = folder_sets(image_folder(tmp_path / "f"), size=16, workers=2).train
     next(batches(source, 2, seed=0))
-    workers = source.loader._iterator._workers
+    started = source.loader._iterator._workers
     cycle = [source, source.loader._iterator]
     cycle.append(cycle)
     del source, cycle
     gc.collect()
-    assert len(workers) == 2 and not any(worker.is_alive() for worker in workers)
+    assert len(started) == 2 and not any(worker.is_alive() for worker in started)
 
 
 @pytest.mark.slow
@@ -203,8 +203,8 @@ def test_images_of_other_sizes_that_the_start_did_not_see_are_named_later(tmp_pa
 
 def test_default_workers_leave_a_core_and_are_at_most_eight(monkeypatch):
     for cores, expected in ((1, 0), (2, 1), (9, 8), (64, 8)):
-        monkeypatch.setattr(files.os, "sched_getaffinity", lambda _, cores=cores: range(cores))
-        assert files.default_workers() == expected
+        monkeypatch.setattr(workers.os, "sched_getaffinity", lambda _, cores=cores: range(cores))
+        assert workers.default_workers() == expected
 
 
 @pytest.mark.slow
