@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import statistics
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -37,6 +38,8 @@ from encke.train.models.vision import torchvision_models  # noqa: E402
 LIBRARIES = ("transformers", "timm", "diffusers", "torch_geometric")
 LARGEST = 40_000_000
 """Parameters of a model that is still called small."""
+WIDTH = 120
+"""Characters in a line of the page."""
 SECONDS = 180
 """Time that a model may take plain, and again with Encke."""
 
@@ -399,10 +402,14 @@ def page(rows: list[dict[str, Any]], left_out: dict[str, int]) -> str:
         "",
         "<!-- written by: python3 benchmarks/compatibility.py --page docs/compatibility.md -->",
         "",
-        f"{len(judged)} small models with random weights, one training step on the CPU; {len(works)} work: at error",
-        "bound 0 the gradient is that of plain training bit for bit, and with the default policy it is finite. Every",
-        "saved tensor is compressed (`min_bytes=1`), however small. *Ratio* is what autograd saves over what is kept;",
-        "*error* is that of the whole gradient, |g - plain| / |plain|, in the second step on the same batch.",
+        textwrap.fill(
+            f"{len(judged)} small models with random weights, one training step on the CPU. {len(works)} of them work: "
+            "at error bound 0 the gradient is that of plain training bit for bit, and with the default policy it is "
+            "finite. Every saved tensor is compressed (`min_bytes=1`), however small. *Ratio* is what autograd saves "
+            "over what is kept; *error* is that of the whole gradient, |g - plain| / |plain|, in the second step on "
+            "the same batch. Trained models and larger batches have other errors.",
+            WIDTH,
+        ),
         "",
         "| library | version | models | work | median ratio | median error | largest error |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -416,8 +423,9 @@ def page(rows: list[dict[str, Any]], left_out: dict[str, int]) -> str:
             f"| {statistics.median(row['ratio'] for row in some):.1f} | {statistics.median(errors):.2f} "
             f"| {max(errors):.2f} |"
         )
-    lines += ["", "Models that do not build or train in this small form without Encke are not counted: "]
-    lines[-1] += ", ".join(f"{names.get(key, key)} {count}" for key, count in left_out.items()) + "."
+    counts = ", ".join(f"{names.get(key, key)} {count}" for key, count in left_out.items())
+    words = f"Models that do not build or train in this small form without Encke are not counted: {counts}."
+    lines += ["", textwrap.fill(words, WIDTH)]
     for library in dict.fromkeys(row["library"] for row in judged):
         lines += ["", f"## {names.get(library, library)}", "", "| model | ratio | error | verdict |"]
         lines += ["| --- | --- | --- | --- |"]

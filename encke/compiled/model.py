@@ -80,6 +80,8 @@ class CompiledModel:
         """Constant codecs of earlier graphs, by site: a later graph keeps at least as many bits."""
         self.renewals = -1
         self.calling = False
+        self.exact = False
+        """Whether the policy asked for exact values of something that could be packed."""
         self.measured = False
         """Whether queries and keys have been measured, under a policy without collection steps."""
         self.stale = False
@@ -143,7 +145,7 @@ class CompiledModel:
         finally:
             pop_saved_tensors_hooks()
         settle_all(wait=False)
-        if not self.ran:
+        if not self.ran and not self.exact:
             raise RuntimeError(ERROR_NOTHING_PACKED)
         capture.ledger.add("", [packing.record for graph in self.ran for packing in self.packings[graph]])
         return output
@@ -232,7 +234,10 @@ class CompiledModel:
         if constant is None:
             packing.finite = self.finite(sites)
             packing.codec = packing.codec_now(self.capture.scores.codec, t.dtype)
-        return Packing(Form.KEPT, sites) if packing.codec is not None and packing.codec.exact else packing
+        if packing.codec is not None and packing.codec.exact:
+            self.exact = True
+            return Packing(Form.KEPT, sites)
+        return packing
 
     def finite(self, sites: list[Site]) -> bool:
         """Return whether collection steps have seen nothing but finite values at these sites."""

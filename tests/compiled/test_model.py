@@ -200,6 +200,21 @@ def test_packing_nothing_is_an_error() -> None:
         other(images())
 
 
+def test_a_policy_without_loss_packs_nothing_and_is_no_error():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8))
+    x = torch.randn(128, 64)
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(x).square().sum().backward()
+    plain = [p.grad.clone() for p in model.parameters()]
+    handle = encke.attach(compiled, Fixed(ErrorBounded(0)))
+    for _ in range(2):
+        model.zero_grad()
+        compiled(x).square().sum().backward()
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), plain, strict=True))
+    assert handle.report().ratio == 1.0
+
+
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_attaching_first_and_compiling_then_is_an_error(fullgraph: bool) -> None:
     model = net()
