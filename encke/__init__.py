@@ -10,6 +10,7 @@ from encke.api import Handle, attach, compress
 from encke.capture.needs import register_reader
 from encke.capture.sites import Site
 from encke.codecs import Codec, Packed
+from encke.estimation import Estimate, estimate
 from encke.policies.base import AdaptivePolicy, Policy
 from encke.report import Report
 
@@ -17,6 +18,7 @@ __version__ = "0.2.0"
 __all__ = [
     "AdaptivePolicy",
     "Codec",
+    "Estimate",
     "Handle",
     "Packed",
     "Policy",
@@ -25,6 +27,7 @@ __all__ = [
     "attach",
     "codecs",
     "compress",
+    "estimate",
     "policies",
     "register_reader",
 ]

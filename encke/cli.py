@@ -45,6 +45,12 @@ def _check() -> Function:
     return check
 
 
+def _estimate() -> Function:
+    from encke.bench.estimate import estimate
+
+    return estimate
+
+
 def _demo() -> Function:
     from encke.demo import demo
 
@@ -114,6 +120,7 @@ def _gradients() -> Function:
 COMMANDS = {
     "demo": Command(_demo, ("yaml", "torchvision", "mlxtend")),
     "check": Command(_check),
+    "estimate": Command(_estimate),
     "train": Command(_train, ("tyro", "yaml"), reads_arguments=True),
     "report": Command(_report, ("yaml",)),
     "data lmdb": Command(_lmdb, ("lmdb", "PIL")),

@@ -20,7 +20,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("encke.policies.base",),
     ("encke.capture",),
     ("encke.fused", "encke.compiled", "encke.policies"),
-    ("encke.api", "encke.report", "encke"),
+    ("encke.api", "encke.report", "encke.estimation", "encke"),
     ("encke.integrations", "encke.train", "encke.bench", "encke.study", "encke.check", "encke.demo"),
     ("encke.cli", "encke.__main__"),
 )

@@ -1,0 +1,75 @@
+"""`encke estimate MODEL`: memory of a training and the largest batch, from a few small steps on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import encke
+from encke.bench.children import measure as measure_task
+from encke.bench.models import MODELS, build, loss_of, synthetic_batch
+from encke.bench.options import Options, parse_bytes
+from encke.bench.rows import blank_row, title
+from encke.bench.steps import Task
+from encke.tools.errors import UsageError
+from encke.tools.suggest import pick
+from encke.tools.terminal import note, table
+from encke.tools.units import size
+
+SIZES = {"images": 224, "volumes": 64, "tokens": 1024}
+
+
+def estimate(
+    model: str,
+    batch: int | None = None,
+    memory: str = "16GiB",
+    image: int | None = None,
+    tokens: int | None = None,
+    measure: bool = False,
+) -> None:
+    """Estimate the memory of a training and its largest batch, plain and with Encke, without training.
+
+    Runs three steps at a batch of 4 and three at 8 on the CPU, in fp32, and extrapolates to the batch.
+    `encke.estimate(model, example)` does the same for a model of your own.
+
+    Args:
+        model: A model that `encke bench` knows, such as resnet50, vit_b_16 or gpt.
+        batch: Images, volumes or sequences in a step; by default the batch of `encke bench` on a GPU.
+        memory: The memory into which the largest batch has to fit, such as 16GiB.
+        image: Pixels along a side; by default 224, for volumes 64.
+        tokens: Tokens in a sequence; by default 1024.
+        measure: Also train some steps at this batch on the CPU, and show by how much the estimate is off.
+    """
+    name = pick(model, MODELS, "MODEL")
+    info, cap = MODELS[name], parse_bytes(memory)
+    length = SIZES[info.data] if (given := tokens if info.data == "tokens" else image) is None else given
+    sizes = {"tokens": length} if info.data == "tokens" else {"image": length}
+    Options(models=(name,), device="cpu", out=Path(), **sizes).plan(() if batch is None else (batch,))
+    tasks = {each: Task(name, each, "fp32", batch or info.batch, length, 1, "cpu") for each in ("plain", "default")}
+    task = tasks["plain"]
+    data = synthetic_batch(info, 1, length, "cpu")
+    try:
+        found = encke.estimate(build(name, length), data, task.batch, cap, info.optimizer, loss_of)
+    except RuntimeError as error:
+        raise UsageError(f"{name}: {error}") from error
+    note(f"{title(blank_row(task))}, {info.optimizer}")
+    note(str(found))
+    if measure:
+        show_measured([found.plain.peak_bytes(task.batch), found.encke.peak_bytes(task.batch)], tasks)
+
+
+def show_measured(expected: list[int], tasks: dict[str, Task]) -> None:
+    """Measure the same trainings in processes of their own, and print the peaks beside the expected ones."""
+    rows = []
+    for value, (method, task) in zip(expected, tasks.items(), strict=True):
+        answer = measure_task(task)
+        if answer.get("peak_added_bytes") is None:
+            rows.append((method, answer.get("failed", "this system does not tell a process's memory")))
+        else:
+            before = answer["peak_with_collection_bytes"] - answer["peak_added_bytes"]
+            peak = answer["peak_run_bytes"] - before
+            rows.append((method, size(value), size(peak), f"{100 * (value / peak - 1):+.1f} %"))
+    table(
+        "Peak of the process above interpreter and libraries, first steps included",
+        ("", "expected", "measured", "off by"),
+        rows,
+    )

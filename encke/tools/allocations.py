@@ -1,0 +1,94 @@
+"""Record of torch's CPU allocator: the bytes alive at every moment, all threads and temporary tensors included."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import torch
+from torch.autograd.profiler import profile, record_function
+
+MARK = "encke mark "
+
+
+@dataclass
+class Part:
+    """What happened before a mark, from the mark before it on."""
+
+    name: str = ""
+    operations: list[str] = field(default_factory=list)
+    """Operations in their order; the first stands for the time before them."""
+    peaks: list[int] = field(default_factory=list)
+    """Bytes alive at most during each operation, until the next one begins."""
+
+
+class Allocations:
+    """Records every allocation in a `with` block; after the block, `times`, `alive` and `parts` hold the result.
+
+    Bytes count from the beginning of the block: what was allocated before is left out, also when it is freed.
+
+    Raises:
+        RuntimeError: A profiler of torch is at work already, of which there can be only one.
+    """
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        """Seconds since the block began, one for each change."""
+        self.alive: list[int] = []
+        """Bytes alive from that time on."""
+        self.parts: list[Part] = []
+        """Parts of the block that end with a mark."""
+        self._names: list[str] = []
+        self._profile = profile(profile_memory=True)
+
+    def mark(self, name: str) -> None:
+        """Name this moment."""
+        with record_function(f"{MARK}{len(self._names)}"):
+            self._names.append(name)
+
+    def __enter__(self) -> Allocations:
+        if torch.autograd._profiler_enabled():
+            raise RuntimeError("memory is recorded with torch's profiler, and one is at work already: leave it first")
+        self._began = time.time()
+        with quiet():
+            self._profile.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with quiet():
+            self._profile.__exit__(kind, value, trace)
+        events = sorted(self._profile.kineto_results.events(), key=lambda event: event.start_ns())
+        alive, part = 0, Part("", [""], [0])
+        for event in events:
+            if event.name() == "[memory]":
+                if event.device_type() == torch.profiler.DeviceType.CPU:
+                    alive += event.nbytes()
+                    self.times.append(event.start_ns() / 1e9 - self._began)
+                    self.alive.append(alive)
+                    part.peaks[-1] = max(part.peaks[-1], alive)
+            elif event.name().startswith(MARK):
+                part.name = self._names[int(event.name().removeprefix(MARK))]
+                self.parts.append(part)
+                part = Part("", [""], [alive])
+            else:
+                part.operations.append(event.name())
+                part.peaks.append(alive)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Drop what libraries write to the process's standard error: the profiler reports its start and stop there."""
+    with open(os.devnull, "w") as nowhere:
+        kept = os.dup(2)
+        os.dup2(nowhere.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
