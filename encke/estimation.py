@@ -27,7 +27,9 @@ from encke.tools.units import size
 BATCHES = (4, 8)
 """The two batches that are run."""
 STEPS = 2
-"""Steps with Encke: in the first it learns what is saved; in the second the policy collects again, as it does later."""
+"""Steps with Encke: in the first it learns what is saved and sets the bits; the second is an ordinary one."""
+BEGIN = "begin"
+"""Mark at the beginning of a step."""
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
@@ -63,7 +65,7 @@ class Forecast:
         return self.held.at(batch)
 
     def peak_bytes(self, batch: int) -> int:
-        """Return the expected peak at a batch: weights, data, gradients, optimizer state and all tensors of a step."""
+        """Return the expected peak of ordinary steps at a batch: weights, data, gradients, optimizer, other tensors."""
         return max(line.at(batch) for line in self.peaks)
 
     def largest_batch(self, memory: int) -> int:
@@ -95,7 +97,7 @@ class Estimate:
 
     def __str__(self) -> str:
         both = (self.plain, self.encke)
-        rows = [("", "plain", "Encke", "ratio")]
+        rows: list[tuple[str, ...]] = [("", "plain", "Encke", "ratio")]
 
         def compare(name: str, values: list[int]) -> None:
             a, b = values
@@ -153,8 +155,8 @@ def estimate(
 
     Example:
         >>> import torch, encke
-        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 64, 3), torch.nn.ReLU(), torch.nn.Conv2d(64, 8, 3))
-        >>> estimate = encke.estimate(model, torch.randn(8, 3, 32, 32), batch=256, memory=10**9)
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 64, 3), *(torch.nn.Tanh() for _ in range(8)))
+        >>> estimate = encke.estimate(model, torch.randn(1, 3, 32, 32), batch=256, memory=10**9)
         >>> estimate.encke.held_bytes(256) < estimate.plain.held_bytes(256) / 4
         True
         >>> estimate.encke.largest_batch(10**9) > estimate.plain.largest_batch(10**9)
@@ -248,7 +250,7 @@ class Trial:
     state: int
     """Bytes of the optimizer's state."""
     parts: list[Part]
-    """Forward, backward up to each gradient, and optimizer, of each step."""
+    """Forward, backward up to each gradient, and optimizer of the last step."""
 
 
 class Saved:
@@ -295,11 +297,9 @@ class Training:
             for name, parameter in twin.named_parameters():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(lambda _, name=name: allocations.mark(name))
-            allocations.mark("preparation")
             try:
-                for number in range(1 if handle is None else STEPS):
-                    if handle is not None and number:
-                        handle.collect_now()
+                for _ in range(1 if handle is None else STEPS):
+                    allocations.mark(BEGIN)
                     with saved if handle is None else nullcontext():
                         value = self.loss(twin, data)
                     allocations.mark("forward")
@@ -317,12 +317,13 @@ class Training:
             held = saved.bytes if handle is None else handle.report().packed_bytes
         tensors = [leaf for leaf in tree_leaves(list(chosen.state.values())) if isinstance(leaf, Tensor)]
         state = sum(tensor.nbytes for tensor in tensors)
-        parts = allocations.parts[1:]
-        for part in parts:
+        begins = [number for number, part in enumerate(allocations.parts) if part.name == BEGIN]
+        last = allocations.parts[begins[-1] + 1 :]
+        for part in last:
             # Plain steps are alike but for the state, which the optimizer makes at the end of the first.
             if handle is None and part.name != "optimizer":
                 part.peaks = [peak + state for peak in part.peaks]
-        return Trial(batch, held, state, parts)
+        return Trial(batch, held, state, last)
 
 
 def copied(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Optimizer]:
@@ -351,8 +352,8 @@ def forecast(small: Trial, large: Trial) -> Forecast:
             same = a.operations == b.operations
             pairs += zip(a.peaks, b.peaks, strict=True) if same else [(max(a.peaks), max(b.peaks))]
     else:
-        a, b = (max(peak for part in trial.parts for peak in part.peaks) for trial in (small, large))
-        pairs.append((a, b))
+        low, high = (max(peak for part in trial.parts for peak in part.peaks) for trial in (small, large))
+        pairs.append((low, high))
     lines = sorted((Line.through(batches, pair) for pair in pairs), key=lambda line: (-line.per_sample, -line.fixed))
     highest: list[Line] = []
     for line in lines:

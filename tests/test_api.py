@@ -326,7 +326,7 @@ def test_bad_log_targets_are_told(tmp_path: Path) -> None:
 
 def test_the_public_names_are_these() -> None:
     public = {"AdaptivePolicy", "Codec", "Handle", "Packed", "Policy", "Report", "Site", "attach", "codecs"}
-    public |= {"compress", "policies", "register_reader"}
+    public |= {"Estimate", "compress", "estimate", "policies", "register_reader"}
     assert set(encke.__all__) == public == set(dir(encke)) - {"__version__"}
     assert all(hasattr(encke, name) for name in encke.__all__)
     assert encke.__doc__ is not None and (Path(encke.__file__).parent / "py.typed").exists()

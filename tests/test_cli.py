@@ -273,7 +273,7 @@ def test_a_bare_installation_says_what_to_install(name):
 
 BENCH = {
     **dict.fromkeys(("bench memory", "bench speed", "bench max-batch"), ("--models", "resnet18")),
-    "bench first-hour": ("resnet18",),
+    **dict.fromkeys(("bench first-hour", "estimate"), ("resnet18",)),
 }
 """Arguments with which a command needs a package that is not installed."""
 

@@ -33,9 +33,7 @@ def test_what_encke_holds_is_the_report_of_the_same_steps(found):
     for batch in BATCHES:
         model, optimizer = copied(network(), "sgd")
         handle = encke.attach(model, optimizer=optimizer, min_bytes=round(SMALL * batch / 1000))
-        for number in range(STEPS):
-            if number:
-                handle.collect_now()
+        for _ in range(STEPS):
             model(resized(torch.randn(3, 64), batch)).mean().backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -41,9 +41,13 @@ def estimate(
     """
     name = pick(model, MODELS, "MODEL")
     info, cap = MODELS[name], parse_bytes(memory)
-    length = SIZES[info.data] if (given := tokens if info.data == "tokens" else image) is None else given
-    sizes = {"tokens": length} if info.data == "tokens" else {"image": length}
-    Options(models=(name,), device="cpu", out=Path(), **sizes).plan(() if batch is None else (batch,))
+    words = info.data == "tokens"
+    given = tokens if words else image
+    length = SIZES[info.data] if given is None else given
+    sizes = Options(
+        (name,), image=None if words else length, tokens=length if words else None, device="cpu", out=Path()
+    )
+    sizes.plan(() if batch is None else (batch,))
     tasks = {each: Task(name, each, "fp32", batch or info.batch, length, 1, "cpu") for each in ("plain", "default")}
     task = tasks["plain"]
     data = synthetic_batch(info, 1, length, "cpu")
@@ -59,17 +63,16 @@ def estimate(
 
 def show_measured(expected: list[int], tasks: dict[str, Task]) -> None:
     """Measure the same trainings in processes of their own, and print the peaks beside the expected ones."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for value, (method, task) in zip(expected, tasks.items(), strict=True):
         answer = measure_task(task)
         if answer.get("peak_added_bytes") is None:
             rows.append((method, answer.get("failed", "this system does not tell a process's memory")))
         else:
-            before = answer["peak_with_collection_bytes"] - answer["peak_added_bytes"]
-            peak = answer["peak_run_bytes"] - before
+            peak = answer["peak_bytes"] - (answer["peak_with_collection_bytes"] - answer["peak_added_bytes"])
             rows.append((method, size(value), size(peak), f"{100 * (value / peak - 1):+.1f} %"))
     table(
-        "Peak of the process above interpreter and libraries, first steps included",
+        "Peak of the process above interpreter and libraries",
         ("", "expected", "measured", "off by"),
         rows,
     )

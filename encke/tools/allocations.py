@@ -17,7 +17,7 @@ MARK = "encke mark "
 
 @dataclass
 class Part:
-    """What happened before a mark, from the mark before it on."""
+    """Operations and memory before a mark, from the mark before it on."""
 
     name: str = ""
     operations: list[str] = field(default_factory=list)
@@ -63,7 +63,9 @@ class Allocations:
     ) -> None:
         with quiet():
             self._profile.__exit__(kind, value, trace)
-        events = sorted(self._profile.kineto_results.events(), key=lambda event: event.start_ns())
+        results = self._profile.kineto_results
+        assert results is not None
+        events = sorted(results.events(), key=lambda event: event.start_ns())
         alive, part = 0, Part("", [""], [0])
         for event in events:
             if event.name() == "[memory]":
