@@ -84,7 +84,8 @@ def test_checkpoints_save_less_and_selective_ones_something_in_between():
     assert saved(checkpoint_blocks) < saved(None) / 2
 
 
-def test_methods_say_in_words_what_they_lack():
+def test_methods_say_in_words_what_they_lack(monkeypatch):
+    monkeypatch.setattr("encke.bench.methods.offloader", lambda: None)
     assert METHODS["save-on-cpu"].missing("cpu", False) == "only on a GPU"
     assert METHODS["budget20"].missing("cpu", False) == "only with --compile"
     assert METHODS["budget20"].missing("cpu", True) == ""
