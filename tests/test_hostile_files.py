@@ -70,6 +70,13 @@ def test_a_checkpoint_with_code_in_it_is_refused(zipped: bool, trace: Path, tmp_
     assert not trace.exists()
 
 
+def test_weights_with_code_in_them_are_refused(trace: Path, tmp_path: Path, capsys) -> None:
+    torch.save({"0.weight": Harmful(trace)}, tmp_path / "weights.pt")
+    line = failure(capsys, "train", "digits", "--model.weights", tmp_path / "weights.pt", "--out", tmp_path / "run")
+    assert "weights.pt cannot be read" in line
+    assert not trace.exists() and not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("tag", ["!!python/object/apply:pathlib.Path.touch", "!!python/object/new:pathlib.Path"])
 def test_a_recipe_with_python_tags_is_refused(tag: str, trace: Path, tmp_path: Path, capsys) -> None:
     recipe = tmp_path / "recipe.yaml"

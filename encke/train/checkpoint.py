@@ -32,7 +32,10 @@ CHECKPOINT, RESULT, ENVIRONMENT = "checkpoint.pt", "result.json", "environment.j
 METRICS, SITES = "metrics.jsonl", "sites.jsonl"
 OLD_SITES = "layers.jsonl"
 """Name of sites.jsonl in release 0.1."""
-MAY_CHANGE = ("data.path", "data.validation", "data.workers", "device", "out", "save", "metrics", "sites", "table")
+MAY_CHANGE = (
+    *("model.weights", "data.path", "data.validation", "data.workers"),
+    *("device", "out", "save", "metrics", "sites", "table"),
+)
 """Settings that may differ when a run is resumed: its steps stay the same."""
 
 

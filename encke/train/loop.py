@@ -20,6 +20,7 @@ from encke.train.data.sources import batches
 from encke.train.distributed import StopSignal, World
 from encke.train.factories import lr_factor, policy_for
 from encke.train.metrics import Log, Meter, facts, memory_held
+from encke.train.models.weights import load_weights
 from encke.train.run import Run
 from encke.train.settings import Settings
 
@@ -88,6 +89,8 @@ def prepare(
         state = world.share(folder.load() if folder is not None else None) if resume else None
         if state is not None:
             restore(run, state, folder)
+        elif settings.model.weights and (line := load_weights(run.model, settings.model.weights)) and world.first:
+            note(line)
         if not world.cuda:
             rehearse(run)
         if folder is not None:

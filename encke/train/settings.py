@@ -37,6 +37,8 @@ class Model:
     name: str = "resnet18"
     """A model of torchvision.models, or resnet164, repvgg_a0, gpt, digits (the demo's small CNN), cnn; or a function of
     your own that builds one, package.module:function or folder/file.py:function."""
+    weights: str = ""
+    """File of pretrained weights, a state_dict of torch.save or safetensors; a run's checkpoint.pt is one too."""
     stem: Literal["imagenet", "cifar"] = "imagenet"
     """cifar: a first convolution of 3 x 3 with stride 1 and no pooling behind it, for images of 32 pixels."""
     context: int = 256
