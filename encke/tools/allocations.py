@@ -70,7 +70,7 @@ class Allocations:
         for event in events:
             if event.name() == "[memory]":
                 if event.device_type() == torch.profiler.DeviceType.CPU:
-                    alive += event.nbytes()
+                    alive += event.nbytes()  # type: ignore[attr-defined]
                     self.times.append(event.start_ns() / 1e9 - self._began)
                     self.alive.append(alive)
                     part.peaks[-1] = max(part.peaks[-1], alive)
