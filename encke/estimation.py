@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
 
 from encke.api import attach, check_optimizer, unwrapped
 from encke.capture.hooks import SMALL
@@ -23,6 +22,7 @@ from encke.capture.ledger import Tally
 from encke.policies.base import Policy
 from encke.tools.allocations import Allocations, Part
 from encke.tools.units import size
+from encke.torch_internals import pytree
 
 BATCHES = (4, 8)
 """The two batches that are run."""
@@ -205,7 +205,7 @@ def check(model: Any, optimizer: Any, policy: Any) -> None:
 
 def samples_of(example: Any) -> int:
     """Return the number of samples in a batch."""
-    tensors = [leaf for leaf in tree_leaves(example) if isinstance(leaf, Tensor) and leaf.dim()]
+    tensors = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor) and leaf.dim()]
     if not tensors or not len(tensors[0]):
         raise ValueError("the example has no samples: pass a tensor, a tuple or a dict of tensors, samples first")
     return len(tensors[0])
@@ -222,7 +222,7 @@ def resized(example: Any, batch: int) -> Any:
         leaf = leaf.detach().cpu()
         return leaf[rows] if leaf.dim() and len(leaf) == samples else leaf
 
-    return tree_map(resize, dict(example) if isinstance(example, Mapping) else example)
+    return pytree.tree_map(resize, dict(example) if isinstance(example, Mapping) else example)
 
 
 def default_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -234,7 +234,9 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(found, Tensor):
         return found
-    means = [leaf.float().mean() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    means = [
+        leaf.float().mean() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
     if not means:
         raise ValueError("the model's output has no tensor with a gradient; pass loss=")
     return torch.stack(means).sum()
@@ -315,7 +317,7 @@ class Training:
                     "pass an example that the model takes, or loss=, a function of model and batch"
                 ) from error
             held = saved.bytes if handle is None else handle.report().packed_bytes
-        tensors = [leaf for leaf in tree_leaves(list(chosen.state.values())) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in pytree.tree_leaves(list(chosen.state.values())) if isinstance(leaf, Tensor)]
         state = sum(tensor.nbytes for tensor in tensors)
         begins = [number for number, part in enumerate(allocations.parts) if part.name == BEGIN]
         last = allocations.parts[begins[-1] + 1 :]

@@ -151,7 +151,7 @@ without_torch_function: Callable[[], Any] = _find("_C.DisableTorchFunctionSubcla
 make_wrapper_subclass: Callable[..., Any] = _find("Tensor._make_wrapper_subclass", "losses in chunks")
 """Make a tensor of a subclass that has a shape and no memory. Checked with 2.11 to 2.13."""
 
-pytree = _module("torch.utils._pytree", ("tree_leaves", "tree_map_only"), "losses in chunks")
+pytree = _module("torch.utils._pytree", ("tree_leaves", "tree_map", "tree_map_only"), "losses in chunks and estimates")
 """Functions for nested containers of tensors. Checked with 2.11 to 2.13."""
 
 # -- autograd nodes ----------------------------------------------------------------------------------------------------
