@@ -143,6 +143,9 @@ def called_by_checkpoint(above: int) -> bool:
     return False
 
 
+profiler_enabled: Callable[[], bool] = _find("autograd._profiler_enabled", "estimates")
+"""Return whether a profiler of torch is at work. Checked with 2.11 to 2.13."""
+
 # -- tensor subclasses -------------------------------------------------------------------------------------------------
 
 without_torch_function: Callable[[], Any] = _find("_C.DisableTorchFunctionSubclass", "losses in chunks")

@@ -12,6 +12,8 @@ from types import TracebackType
 import torch
 from torch.autograd.profiler import profile, record_function
 
+from encke.torch_internals import profiler_enabled
+
 MARK = "encke mark "
 
 
@@ -51,7 +53,7 @@ class Allocations:
             self._names.append(name)
 
     def __enter__(self) -> Allocations:
-        if torch.autograd._profiler_enabled():
+        if profiler_enabled():
             raise RuntimeError("memory is recorded with torch's profiler, and one is at work already: leave it first")
         self._began = time.time()
         with quiet():
