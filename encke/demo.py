@@ -34,7 +34,7 @@ WARM, STEPS = 2, 3
 """Steps of the first act before anything is measured, and steps that are timed."""
 
 
-def demo(image: int = 128, batch: int = 32, epochs: int = 3, seed: int = 0, out: Path = Path("runs/demo")) -> None:
+def demo(image: int = 128, batch: int = 32, epochs: int = 2, seed: int = 0, out: Path = Path("runs/demo")) -> None:
     """Train plain and with the default policy, side by side: memory, time and accuracy.
 
     Three to four minutes on two cores, without a GPU. First a ResNet-50 on random photos: its memory, and a cap on it
@@ -75,7 +75,7 @@ def act_one(image: int, batch: int) -> dict[str, Any]:
         note(f"  {label(method)}: measuring ...")
         if method != "plain":
             # Compiling kernels takes memory, too: a first run leaves them in the cache on disk.
-            measure(Task(**{**task.__dict__, "steps": 1}))
+            measure(Task(**{**task.__dict__, "warm": 1, "steps": 1}))
         found[method] = answer = measure(task)
         if "failed" in answer:
             raise UsageError(f"the {method} training failed: {answer['failed']}")
