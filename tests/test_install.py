@@ -168,7 +168,7 @@ def test_a_bare_install_answers(arguments: tuple[str, ...], bare: Environment) -
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "check"])
 def test_a_command_of_a_bare_install_names_the_extra_to_install(command: str, bare: Environment) -> None:
-    model = ["resnet18"] if command == "bench first-hour" else []
+    model = ["resnet18"] if command in ("bench first-hour", "estimate") else []
     found = bare.run("encke", *command.split(), *model)
     assert "Traceback" not in found.stderr
     assert found.returncode == 2 and len(found.stderr.strip().splitlines()) == 1, found.stderr
