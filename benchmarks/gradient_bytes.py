@@ -3,14 +3,17 @@
 A model is trained without Encke. Then `Comet` is attached with each sigma in turn, to the same weights and momentum. It
 collects twice, with a learning rate of zero. Then the gradients of a few batches are compared with plain autograd's:
 |g - plain| / |plain| over all parameters, and its median over the weights. Bytes are those that `report()` counts.
+`--bits 2,4,8 2,3,4,8` compares allocations with different numbers of bits to choose from.
 
-python3 benchmarks/gradient_bytes.py [MODEL ...] [--sigma 0.1 0.2 0.4] [--steps 30] [--batch N] [--size N] [--csv FILE]
+python3 benchmarks/gradient_bytes.py [MODEL ...] [--sigma 0.1 0.2 0.4] [--bits 2,3,4,8] [--steps 30] [--batch N]
+    [--size N] [--csv FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import statistics
 import sys
 from pathlib import Path
@@ -20,7 +23,9 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import encke  # noqa: E402
 from benchmarks.gradient_steps import Task, gradient, prepare  # noqa: E402
+from encke.capture import scores  # noqa: E402
 from encke.policies import Comet  # noqa: E402
+from encke.policies.comet import allocate, assess, policy  # noqa: E402
 from encke.tools.provenance import write_csv  # noqa: E402
 
 TASKS = {"resnet50": Task(16, 64), "efficientnet_b0": Task(16, 64), "vit_b_16": Task(4, 96), "gpt2": Task(2, 64)}
@@ -35,8 +40,17 @@ def errors_of_weights(model: nn.Module, lossy: Tensor, exact: Tensor) -> list[fl
     return [float((a - b).norm() / b.norm()) for a, b, weight in pairs if weight and b.norm() > 0]
 
 
-def measure(name: str, task: Task, sigmas: list[float], steps: int) -> list[dict[str, str | float]]:
-    """Return one row for each sigma."""
+def choose_from(bits: tuple[int, ...]) -> None:
+    """Let allocation and attention choose from these numbers of bits."""
+    scores.RATES = bits
+    for module in (allocate, assess, policy):
+        vars(module)["BITS"] = bits
+
+
+def measure(
+    name: str, task: Task, sigmas: list[float], choices: list[tuple[int, ...]], steps: int
+) -> list[dict[str, str | float]]:
+    """Return one row for each sigma and each choice of bits."""
     model, optimizer, batch = prepare(name, task)
     for _ in range(steps):
         gradient(model, *batch())
@@ -47,7 +61,8 @@ def measure(name: str, task: Task, sigmas: list[float], steps: int) -> list[dict
     batches = [batch() for _ in range(BATCHES)]
     exact = [gradient(model, *each) for each in batches]
     rows: list[dict[str, str | float]] = []
-    for sigma in sigmas:
+    for sigma, bits in itertools.product(sigmas, choices):
+        choose_from(bits)
         optimizer.load_state_dict(copy.deepcopy(state))
         handle = encke.attach(model, Comet(sigma), optimizer)
         for _ in range(2):
@@ -62,7 +77,7 @@ def measure(name: str, task: Task, sigmas: list[float], steps: int) -> list[dict
         report = handle.report()
         handle.detach()
         row: dict[str, str | float] = {"model": name, "batch": task.batch, "size": task.size, "steps": steps}
-        row |= {"sigma": sigma, "error": round(statistics.fmean(whole), 4)}
+        row |= {"sigma": sigma, "bits": " ".join(map(str, bits)), "error": round(statistics.fmean(whole), 4)}
         row |= {"median_error_of_weights": round(statistics.fmean(weights), 4)}
         row |= {"held_bytes": report.packed_bytes, "ratio": round(report.ratio, 2)}
         print(row, flush=True)
@@ -74,15 +89,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=list(TASKS))
     parser.add_argument("--sigma", type=float, nargs="+", default=[0.1, 0.2, 0.4])
+    parser.add_argument("--bits", nargs="+", default=[",".join(map(str, allocate.BITS))], help="such as 2,4,8 2,3,4,8")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--batch", type=int)
     parser.add_argument("--size", type=int)
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
+    choices = [tuple(map(int, choice.split(","))) for choice in args.bits]
     rows = []
     for name in args.models:
         task = TASKS.get(name, Task(16, 64))
-        rows += measure(name, Task(args.batch or task.batch, args.size or task.size), args.sigma, args.steps)
+        task = Task(args.batch or task.batch, args.size or task.size)
+        rows += measure(name, task, args.sigma, choices, args.steps)
     if args.csv:
         write_csv(args.csv, rows)
 

@@ -30,7 +30,7 @@ from encke.torch_internals import saved_setting
 
 SCORE_ERROR = 0.1
 """Largest rms error of a score."""
-RATES = (2, 4, 8)
+RATES = (2, 3, 4, 8)
 SAFE = 8
 """Bits of queries and keys that were not measured."""
 EXACT = 0
@@ -176,7 +176,7 @@ class Scores:
             ValueError: These are no such bits.
         """
         if not isinstance(bits, dict) or not all(value in (EXACT, *RATES) for value in bits.values()):
-            raise ValueError(f"bits of queries and keys must be 2, 4, 8 or 0 (exact) by place, got {bits!r}")
+            raise ValueError(f"bits of queries and keys must be 2, 3, 4, 8 or 0 (exact) by place, got {bits!r}")
         self.bits = dict(bits)
 
     def _take(self) -> dict[str, Tensor]:

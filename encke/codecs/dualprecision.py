@@ -14,6 +14,8 @@ from encke.kernels import DualFormat, GroupFormat, GroupPlan, mix
 
 SMALLEST_PLANE = 16
 """Planes of fewer values are not worth an average, a minimum and a step of their own."""
+RATES = (2, 4, 8)
+"""Bits of a difference."""
 GROUP = 128
 """Group of tensors without planes, which are kept as `GroupQuant` keeps them."""
 
@@ -84,7 +86,7 @@ class DualPrecision(FlatCodec):
             raise TypeError(f"block must be an integer, got {self.block!r}")
         if self.block < 2:
             raise ValueError(f"block must be at least 2, got {self.block!r}")
-        if self.bits not in (2, 4, 8):
+        if self.bits not in RATES:
             raise ValueError(f"bits must be 2, 4 or 8, got {self.bits!r}")
 
     @property
@@ -110,7 +112,7 @@ class DualPrecision(FlatCodec):
         return None
 
     def refined(self, min_bits: int | None = None, bound: float | None = None) -> Codec | None:
-        bits = at_least(self.bits, min_bits)
+        bits = at_least(self.bits, min_bits, RATES)
         return replace(self, bits=bits) if bits and bound is None else None
 
     def fixed_rate(self) -> GroupQuant:

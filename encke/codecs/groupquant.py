@@ -13,6 +13,10 @@ from encke.kernels import GroupFormat, GroupPlan, mix
 from encke.kernels.formats import channel_stride
 
 
+RATES = (2, 3, 4, 8)
+"""Bits of a code."""
+
+
 class GroupQuantPacked(FlatPacked):
     """One buffer: the codes, then the smallest value and the step of each group."""
 
@@ -42,9 +46,9 @@ class GroupQuantPacked(FlatPacked):
         return self.plan.mask(self.buffers[0]) if mask else self.plan.decode(self.buffers[0], self.seed)
 
 
-def at_least(bits: int, min_bits: int | None) -> int | None:
-    """Return `bits` if there are at least `min_bits`, else the smallest even rate that has them; None if none has."""
-    return next((rate for rate in (bits, 2, 4, 8) if rate >= max(bits, min_bits or 0)), None)
+def at_least(bits: int, min_bits: int | None, rates: tuple[int, ...]) -> int | None:
+    """Return `bits` if there are at least `min_bits`, else the first of `rates` that has them; None if none has."""
+    return next((rate for rate in (bits, *rates) if rate >= max(bits, min_bits or 0)), None)
 
 
 @dataclass(frozen=True, repr=False)
@@ -82,7 +86,7 @@ class GroupQuant(FlatCodec):
     reads_packed = True
 
     def __post_init__(self) -> None:
-        if self.bits not in (2, 3, 4, 8):
+        if self.bits not in RATES:
             raise ValueError(f"bits must be 2, 3, 4 or 8, got {self.bits!r}")
         if self.signs and self.bits < 4:
             raise ValueError(f"signs=True needs 4 or 8 bits, got {self.bits}")
@@ -111,7 +115,7 @@ class GroupQuant(FlatCodec):
         return replace(self, bits=bits, group=group, signs=signs)
 
     def refined(self, min_bits: int | None = None, bound: float | None = None) -> Codec | None:
-        bits = at_least(self.bits, min_bits)
+        bits = at_least(self.bits, min_bits, RATES)
         return replace(self, bits=bits) if bits and bound is None else None
 
     def fixed_rate(self) -> GroupQuant:

@@ -223,20 +223,34 @@ def code_in(word, t, bits):
 
 
 @inline
-def put_word(word, j, bits, length, out):
-    """Write byte j of a group, and four bits for it behind the field of `length` bytes if codes have three bits."""
+def put_word(word, j, bits, out, third):
+    """Write byte j of a group, and its four third bits to `third` if codes have three bits."""
     out[j] = u8(word)
     if bits == 3:
-        above = u8(word >> u32(8) << u32(4 * (j & 1)))
-        out[length + (j >> 1)] = out[length + (j >> 1)] | above if j & 1 else above
+        third[j] = u8(word >> u32(8))
 
 
 @inline
-def word_at(codes, j, bits, length):
+def word_at(codes, third, j, bits):
     """Return what `put_word` wrote."""
-    if bits == 3:
-        return u32(codes[j]) | u32(codes[length + (j >> 1)] >> u8(4 * (j & 1)) & u8(15)) << u32(8)
-    return u32(codes[j])
+    return u32(codes[j]) | u32(third[j]) << u32(8) if bits == 3 else u32(codes[j])
+
+
+@inline
+def join_thirds(third, length, out):
+    """Write the third bits behind the field, those of two bytes in each byte.
+
+    (A loop of its own, so that the one over the bytes of the field has no branch for odd ones and fills its vectors.)
+    """
+    for k in range(out.size - length):
+        out[length + k] = third[2 * k] | u8(third[2 * k + 1] << u8(4))
+
+
+@inline
+def split_thirds(codes, length, third):
+    """Read what `join_thirds` wrote."""
+    for k in range(codes.size - length):
+        third[2 * k], third[2 * k + 1] = codes[length + k] & u8(15), codes[length + k] >> u8(4)
 
 
 @inline
@@ -255,11 +269,13 @@ def byte_of(v, j, bits, length, signs, one, first, lo, factor, most, h):
 
 
 @inline
-def quantize_slices(v, bits, length, signs, one, first, lo, factor, most, word, seed_low, seed_high, out):
-    """Write the bytes of a group; `word` is the place of the first one."""
+def quantize_slices(v, bits, length, signs, one, first, lo, factor, most, word, seed_low, seed_high, out, third):
+    """Write the bytes of a group; `word` is the place of the first one, `third` has room for one more byte."""
     for j in range(length):
         h = random32(u32(word + j), seed_low, seed_high)
-        put_word(byte_of(v, j, bits, length, signs, one, first, lo, factor, most, h), j, bits, length, out)
+        put_word(byte_of(v, j, bits, length, signs, one, first, lo, factor, most, h), j, bits, out, third)
+    if bits == 3:
+        join_thirds(third, length, out)
 
 
 @inline

@@ -27,6 +27,7 @@ from encke.kernels.cpu.codes import (
     signed_bits,
     size_of,
     slices_of,
+    split_thirds,
     store_scales,
     terms_of,
     value_of,
@@ -74,27 +75,28 @@ def byte_at(v, j, c, bits, length, signs, terms, h):
 @inline
 def quantize_row(v, j, bits, length, signs, terms, place, seed_low, seed_high, out, above):
     """Write byte j of all groups of a block, and the third bits of its codes to `above` if they have three."""
+    keep, shift = u8(15 * (j & 1)), u32(4 * (j & 1))
     for c in range(out.size):
         word = byte_at(v, j, c, bits, length, signs, terms, random32(u32(place + c), seed_low, seed_high))
         out[c] = u8(word)
         if bits == 3:
-            third = u8(word >> u32(8) << u32(4 * (j & 1)))
-            above[c] = above[c] | third if j & 1 else third
+            above[c] = above[c] & keep | u8(word >> u32(8) << shift)
 
 
 @inline
-def code_at(codes, above, c, j, t, bits):
-    """Return slice t's code from byte j of column c."""
+def code_at(codes, above, c, shift, t, bits):
+    """Return slice t's code from a byte of column c; its third bits begin at bit `shift`."""
     if bits == 3:
-        return code_in(u32(codes[c]) | u32(above[c] >> u8(4 * (j & 1))) << u32(8), t, bits)
+        return u32(u8(codes[c] >> u8(2 * t)) & u8(3) | u8(u8(above[c] >> u8(shift + t)) & u8(1)) << u8(2))
     return code_in(u32(codes[c]), t, bits)
 
 
 @inline
 def dequantize_row(codes, above, j, t, bits, signs, terms, place, seed_low, seed_high, nan, limit, to):
     """Write the values of slice t in byte j of each group."""
+    shift = 4 * (j & 1)
     for c in range(to.size):
-        code, h = code_at(codes, above, c, j, t, bits), random32(u32(place + c), seed_low, seed_high)
+        code, h = code_at(codes, above, c, shift, t, bits), random32(u32(place + c), seed_low, seed_high)
         h = rotate_right(h, u32(4 * field_of(bits) * t))
         value = value_of(code, h, bits, signs, i32(terms[0, c]), terms[1, c], terms[2, c], limit)
         to[c] = narrow(value, nan) if terms[2, c] == terms[2, c] else nan
@@ -103,8 +105,9 @@ def dequantize_row(codes, above, j, t, bits, signs, terms, place, seed_low, seed
 @inline
 def mask_row(codes, above, j, t, bits, tops, unknown, to):
     """Write whether the values of slice t in byte j of each group are not zero."""
+    shift = 4 * (j & 1)
     for c in range(to.size):
-        to[c] = u8(u8(code_at(codes, above, c, j, t, bits)) & tops[c] | unknown[c]) != 0
+        to[c] = u8(u8(code_at(codes, above, c, shift, t, bits)) & tops[c] | unknown[c]) != 0
 
 
 @inline
@@ -134,7 +137,7 @@ def contiguous_kernels(bits, group, signs):
         """Encode the groups of a task."""
         length = fixed if group else room_for(out.shape[1], bits)
         each = length * slices
-        filled, zero = np.empty(each, x.dtype), as_float(0, widen(x[0]))
+        filled, zero, third = np.empty(each, x.dtype), as_float(0, widen(x[0])), np.zeros(length + 1, u8)
         for g in range(task * size, min((task + 1) * size, los.size)):
             start, valid = place_of(g, row, count, each)
             v = x[start : start + valid]
@@ -154,22 +157,25 @@ def contiguous_kernels(bits, group, signs):
             word = u32(g * out.shape[1])
             if signed and not signs:
                 quantize_slices(
-                    v, bits, length, signs, u32(0), last, lo, factor, most, word, seed_low, seed_high, out[g]
+                    v, bits, length, signs, u32(0), last, lo, factor, most, word, seed_low, seed_high, out[g], third
                 )
             else:
                 quantize_slices(
-                    v, bits, length, signs, u32(1), last + u32(1), lo, factor, most, word, seed_low, seed_high, out[g]
-                )
+                    v, bits, length, signs, u32(1), last + u32(1), lo, factor, most, word, seed_low, seed_high, out[g],
+                    third,
+                )  # fmt: skip
 
     @jit
     def dequantize_task(task, size, row, count, out, data, seed_low, seed_high, los, steps, nan, limit):
         """Decode the groups of a task."""
         length = fixed if group else room_for(data.shape[1], bits)
         each = length * slices
-        filled = np.empty(each, out.dtype)
+        filled, third = np.empty(each, out.dtype), np.zeros(length + 1, u8)
         for g in range(task * size, min((task + 1) * size, los.size)):
             start, valid = place_of(g, row, count, each)
             to, codes = out[start : start + valid] if valid == each else filled, data[g]
+            if bits == 3:
+                split_thirds(codes, length, third)
             lo, step = load_scales(los[g], steps[g], codes[0], signs)
             word = u32(g * data.shape[1])
             one, lo, unit = terms_of(lo, step, bits, signs)
@@ -178,7 +184,7 @@ def contiguous_kernels(bits, group, signs):
             else:
                 for j in range(length):
                     h = u32(0) if signs else random32(u32(word + j), seed_low, seed_high)
-                    word_j = word_at(codes, j, bits, length)
+                    word_j = word_at(codes, third, j, bits)
                     put_values(word_j, to, j, bits, length, signs, one, lo, unit, h, nan, limit)
             if valid < each:
                 out[start : start + valid] = filled[:valid]
@@ -188,16 +194,18 @@ def contiguous_kernels(bits, group, signs):
         """Write whether values are not zero; without `signs` the codes of a group with negative values cannot tell."""
         length = fixed if group else room_for(data.shape[1], bits)
         each = length * slices
-        filled = np.empty(each, out.dtype)
+        filled, third = np.empty(each, out.dtype), np.zeros(length + 1, u8)
         for g in range(task * size, min((task + 1) * size, los.size)):
             start, valid = place_of(g, row, count, each)
             to, codes = out[start : start + valid] if valid == each else filled, data[g]
+            if bits == 3:
+                split_thirds(codes, length, third)
             lo, step = load_scales(los[g], steps[g], codes[0], signs)
             unknown = u8(step != step or (lo < 0 and not signs))
             top = u8((1 << bits - 1) - 1 if lo < 0 and signs else (1 << bits) - 1)
             for j in range(length):
                 for t in range(slices):
-                    code = u8(code_in(word_at(codes, j, bits, length), t, bits))
+                    code = u8(code_in(word_at(codes, third, j, bits), t, bits))
                     to[t * length + j] = u8(code & top | unknown) != 0
             if valid < each:
                 out[start : start + valid] = filled[:valid]

@@ -193,7 +193,7 @@ def work(settings: dict[str, Any]) -> None:
         done.touch()
 
 
-RATES = (8, 2, 4)
+RATES = (4, 8, 2, 3)
 """Numbers of bits, in the order in which a training needs them."""
 
 if __name__ == "__main__":

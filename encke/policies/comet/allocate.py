@@ -6,10 +6,10 @@ takes bytes. More bits go where they remove most error for each byte, until the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-BITS = (2, 4, 8)
+BITS = (2, 3, 4, 8)
 """Bits of a value to choose from."""
 
 
@@ -22,6 +22,25 @@ class Memory:
     least: int = 0
     """Index in BITS of the fewest bits that are allowed."""
 
+    def cost(self, i: int, j: int) -> int:
+        """Return the bits that it takes to go from BITS[i] to BITS[j]."""
+        return self.values * (BITS[j] - BITS[i])
+
+    def steps(self) -> Iterator[tuple[float, int, int]]:
+        """Yield the steps to more bits that pay, steepest first: error removed for each bit, and indices in BITS.
+
+        They follow the lower convex hull of error over bits. Where the second step would be steeper than the first,
+        both are one.
+        """
+        i = self.least
+        while i + 1 < len(BITS):
+            slopes = {j: (self.errors[i] - self.errors[j]) / max(self.cost(i, j), 1) for j in range(i + 1, len(BITS))}
+            j = max(slopes, key=slopes.__getitem__)
+            if not slopes[j] > 0:
+                return
+            yield slopes[j], i, j
+            i = j
+
 
 def allocate(memories: Sequence[Memory], allowed: float, spare: float) -> list[int]:
     """Return the index in BITS of the bits that each piece of memory gets.
@@ -33,22 +52,19 @@ def allocate(memories: Sequence[Memory], allowed: float, spare: float) -> list[i
     """
     chosen = [memory.least for memory in memories]
     total = sum(memory.errors[i] for memory, i in zip(memories, chosen, strict=True))
-    steps: list[tuple[float, int, int]] = []
-    for index, memory in enumerate(memories):
-        for i in range(memory.least + 1, len(BITS)):
-            cost = memory.values * (BITS[i] - BITS[i - 1])
-            steps.append(((memory.errors[i - 1] - memory.errors[i]) / max(cost, 1), index, i))
-    taken: list[tuple[int, int, int]] = []
-    # Where a second step is steeper than the first, it is taken in the next round.
-    for slope, index, i in sorted(steps, key=lambda step: -step[0]) * (len(BITS) - 1):
-        cost = memories[index].values * (BITS[i] - BITS[i - 1])
-        if i == chosen[index] + 1 and slope > 0 and (total > allowed or cost <= spare):
+    steps = [(*step, index) for index, memory in enumerate(memories) for step in memory.steps()]
+    taken: list[tuple[int, int, int, int]] = []
+    for _, i, j, index in sorted(steps, key=lambda step: -step[0]):
+        memory, cost = memories[index], memories[index].cost(i, j)
+        if i == chosen[index] and (total > allowed or cost <= spare):
             spare -= cost
-            chosen[index], total = i, total - slope * max(cost, 1)
-            taken.append((cost, index, i))
+            chosen[index], total = j, total - memory.errors[i] + memory.errors[j]
+            taken.append((cost, index, i, j))
     # The last step may have removed more than was asked for: others before it are then not needed.
-    for cost, index, i in sorted(taken, reverse=True):
-        added = memories[index].errors[i - 1] - memories[index].errors[i]
-        if spare < 0 and chosen[index] == i and total + added <= allowed:
-            chosen[index], total, spare = i - 1, total + added, spare + cost
+    for _, index, first, last in sorted(taken, reverse=True):
+        memory = memories[index]
+        for i in range(first, last):
+            added = memory.errors[i] - memory.errors[last]
+            if spare < 0 and chosen[index] == last and total + added <= allowed:
+                chosen[index], total, spare = i, total + added, spare + memory.cost(i, last)
     return chosen

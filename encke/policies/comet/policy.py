@@ -41,8 +41,8 @@ class Comet(AdaptivePolicy):
     Args:
         sigma: Tolerated error; None means 0.2 for stochastic rounding and COMET's 0.01 for nearest.
         every: Steps between collection steps, once the early ones (1, 10, 20, 40, ...) are over.
-        rounding: "stochastic" is unbiased, at 2, 4 or 8 bits a value; "nearest" is COMET as published, under an
-            absolute bound.
+        rounding: "stochastic" is unbiased, at 2, 3, 4 or 8 bits a value; "nearest" is COMET as published, under
+            an absolute bound.
         formula: "exact" predicts errors with the norms that were measured, "paper" with COMET's own formula.
         seed: Seed of stochastic rounding.
 
@@ -228,7 +228,7 @@ def initial_bits(site: Site) -> int:
     Errors of other readers, such as SiLU, enter the gradients of all layers in front as they are.
     """
     averaged = is_norm(site) or site.operation == "Convolution" or site.operation in MATMULS
-    return BITS[-2] if averaged else BITS[-1]
+    return 4 if averaged else 8
 
 
 @cache
