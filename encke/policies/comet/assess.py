@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from encke.capture.needs import NORMS
+from encke.capture.needs import MIN_BITS, NORMS
 from encke.capture.sites import Site
 from encke.codecs import Codec, ErrorBounded
 from encke.policies.comet.allocate import BITS, Memory, allocate
@@ -302,7 +302,9 @@ class Assessment:
                 pairs = zip(weights, squares, strict=True)
                 before = sum(square for each, square in pairs if order[id(each.tensor)] <= order[id(tensor)])
                 share = before / sum(squares) if sum(squares) > 0 else 1.0
-                add(site.place, tensor, [error * share * gradient for error in distortion])
+                floor = MIN_BITS.get((site.operation, site.slot), 0)
+                least = sum(bits < floor for bits in BITS)
+                add(site.place, tensor, [error * share * gradient for error in distortion], least)
                 distorted[site.place] = distortion
         spare = CHEAP_SHARE * BITS[0] * sum(memory.values for memory in by_tensor.values())
         chosen = dict(zip(by_tensor, allocate(list(by_tensor.values()), allowed, spare), strict=True))

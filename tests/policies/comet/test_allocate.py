@@ -47,22 +47,27 @@ def test_near_the_best_of_all_choices(seed: int) -> None:
 def test_equal_tensors_are_treated_alike_and_small_ones_get_more_bits() -> None:
     alike = [memory(1024, 1.0) for _ in range(4)]
     assert allocate(alike, math.inf, 0) == [0, 0, 0, 0]
-    assert allocate(alike, 4 * alike[0].errors[1], 0) == [1, 1, 1, 1]
-    assert allocate(alike, 0.0, 0) == [2, 2, 2, 2]
+    assert allocate(alike, 4.001 * alike[0].errors[1], 0) == [1, 1, 1, 1]
+    assert allocate(alike, 0.0, 0) == 4 * [len(BITS) - 1]
     small, large = memory(1024, 1.0), memory(1 << 20, 1.0)
     bits = allocate([small, large], 1.1 * large.errors[0], 0)
     assert bits[0] > bits[1] == 0
 
 
-def test_errors_that_fall_late_are_removed_too() -> None:
-    assert allocate([Memory(1024, [1.0, 0.9, *[0.0] * (len(BITS) - 2)])], 0.1, 0) == [2]
+def test_error_that_falls_late_counts_by_all_bits_that_it_takes() -> None:
+    late = Memory(1024, [1.0, 0.9, *[0.0] * (len(BITS) - 2)])
+    assert allocate([late], 0.1, 0) == [2]
+    # Step by step, 0.2 for the first bit would come before 0.1 and then 0.9.
+    assert allocate([late, Memory(1024, [0.2, *[0.0] * (len(BITS) - 1)])], 0.2, 0) == [2, 0]
+    assert allocate([Memory(1024, [1.0, 0.5, 0.6, 0.6])], 0.1, 0) == [1]  # more bits that make it worse are not taken
 
 
 def test_least_bits_are_kept_and_spare_bits_are_spent() -> None:
     assert allocate([memory(1024, 1.0, least=1)], math.inf, 0) == [1]
     small, large = memory(1024, 1.0), memory(1 << 20, 1.0)
-    assert allocate([small, large], math.inf, 6 * 1024) == [2, 0]
-    assert allocate([small, large], math.inf, 6 * 1024 - 1) == [1, 0]
+    assert allocate([small, large], math.inf, 6 * 1024) == [3, 0]
+    assert allocate([small, large], math.inf, 6 * 1024 - 1) == [2, 0]
+    assert allocate([small, large], math.inf, 1024) == [1, 0]
     assert allocate([], 1.0, 1.0) == []
 
 
@@ -118,3 +123,25 @@ def test_propagated_error_of_a_function_is_the_measured_one() -> None:
     stats = TensorStats(flat, layout, codec.encode_flat(flat, layout), [codec], 0, "Gelu")
     measured = (seen[0] - seen[1]).square().sum() / seen[1].square().sum()
     assert float(stats.distortion[codec]) == pytest.approx(float(measured), rel=0.1)
+
+
+class Products(nn.Module):
+    """A batched product of two activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(self.first(x), self.second(x))
+
+
+def test_fewest_bits_of_a_reader_are_part_of_the_allocation() -> None:
+    model = Products()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0, momentum=0.9)
+    handle = encke.attach(model, Comet(1e3), optimizer)
+    model(torch.randn(4, 64, 64)).square().sum().backward()
+    optimizer.step()
+    found = {(row["operation"], row["slot"]): row["bits"] for row in handle.history}
+    handle.detach()
+    assert found["Bmm", "self"] == found["Bmm", "mat2"] == 4
