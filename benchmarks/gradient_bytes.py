@@ -3,7 +3,9 @@
 A model is trained without Encke. Then `Comet` is attached with each sigma in turn, to the same weights and momentum. It
 collects twice, with a learning rate of zero. Then the gradients of a few batches are compared with plain autograd's:
 |g - plain| / |plain| over all parameters, and its median over the weights. Bytes are those that `report()` counts.
-`--bits 2,4,8 2,3,4,8` compares allocations with different numbers of bits to choose from.
+`--bits 2,4,8 2,3,4,8` compares allocations with different numbers of bits to choose from. `one_bit_saves` is the share
+of all codes' bits that an allocation with codes of 1 bit would save, if these had nine times the variance of 2 bits and
+the limits of single weights did not count: what codes below 2 bits could bring at most.
 
 python3 benchmarks/gradient_bytes.py [MODEL ...] [--sigma 0.1 0.2 0.4] [--bits 2,3,4,8] [--steps 30] [--batch N]
     [--size N] [--csv FILE]
@@ -26,6 +28,7 @@ from benchmarks.gradient_steps import Task, gradient, prepare  # noqa: E402
 from encke.capture import scores  # noqa: E402
 from encke.policies import Comet  # noqa: E402
 from encke.policies.comet import allocate, assess, policy  # noqa: E402
+from encke.policies.comet.allocate import Memory  # noqa: E402
 from encke.tools.provenance import write_csv  # noqa: E402
 
 TASKS = {"resnet50": Task(16, 64), "efficientnet_b0": Task(16, 64), "vit_b_16": Task(4, 96), "gpt2": Task(2, 64)}
@@ -47,6 +50,28 @@ def choose_from(bits: tuple[int, ...]) -> None:
         vars(module)["BITS"] = bits
 
 
+class Recorder:
+    """Allocates as `Comet` does, and keeps what it was asked last."""
+
+    def __call__(self, memories: list[Memory], allowed: float, spare: float) -> list[int]:
+        self.asked = memories, allowed, spare
+        return allocate.allocate(memories, allowed, spare)
+
+    def one_bit_saves(self) -> float:
+        """Return the share of all bits that codes of 1 bit would save."""
+        memories, allowed, spare = self.asked
+        bits, before = allocate.BITS, self.bits_of(memories, allowed, spare)
+        choose_from((1, *bits))
+        finer = [Memory(m.values, [9 * m.errors[0], *m.errors], m.least + 1 if m.least else 0) for m in memories]
+        after = self.bits_of(finer, allowed, spare)
+        choose_from(bits)
+        return 1 - after / before
+
+    def bits_of(self, memories: list[Memory], allowed: float, spare: float) -> int:
+        chosen = allocate.allocate(memories, allowed, spare)
+        return sum(memory.values * allocate.BITS[i] for memory, i in zip(memories, chosen, strict=True))
+
+
 def measure(
     name: str, task: Task, sigmas: list[float], choices: list[tuple[int, ...]], steps: int
 ) -> list[dict[str, str | float]]:
@@ -61,6 +86,7 @@ def measure(
     batches = [batch() for _ in range(BATCHES)]
     exact = [gradient(model, *each) for each in batches]
     rows: list[dict[str, str | float]] = []
+    recorder = vars(assess)["allocate"] = Recorder()
     for sigma, bits in itertools.product(sigmas, choices):
         choose_from(bits)
         optimizer.load_state_dict(copy.deepcopy(state))
@@ -80,6 +106,7 @@ def measure(
         row |= {"sigma": sigma, "bits": " ".join(map(str, bits)), "error": round(statistics.fmean(whole), 4)}
         row |= {"median_error_of_weights": round(statistics.fmean(weights), 4)}
         row |= {"held_bytes": report.packed_bytes, "ratio": round(report.ratio, 2)}
+        row |= {"one_bit_saves": round(recorder.one_bit_saves(), 4)}
         print(row, flush=True)
         rows.append(row)
     return rows
