@@ -103,9 +103,6 @@ def encode(
         length: Values in the tensor's run of memory.
         deferred: Forward to run while the tensor is encoded.
     """
-    if forward.collection is not None and length is not None and not saved.owner.check_finite(saved.facts, t):
-        # A forward that was deferred expects the codec it has announced: exact from the next pass on.
-        cell.wanted = cell.wanted if deferred is not None else Lossless()
     codec, record, packed, layout = cell.wanted, cell.record, cell.packed, with_rows(saved.layout, cell.rows)
     assert codec is not None
     # Groups across the rows that a norm reads do not serve it.
@@ -118,6 +115,11 @@ def encode(
         else:
             forward.deferred = None
             packed = deferred.encode(codec, layout, length, cell.key, record.facts.encoder_state)
+        if not saved.owner.intact(saved.facts, packed, t, forward.collection is not None) and deferred is None:
+            # A forward that was deferred expects the codec it has announced: exact from the next pass on.
+            codec = cell.wanted = Lossless()
+            flat = t if length is None else run_of(t.detach(), layout, length)
+            packed = codec.encode_flat(flat, layout, cell.key, record.facts.encoder_state)
         cell.packed = packed
         cell.decoded = None
         record.codec = codec

@@ -31,6 +31,7 @@ class SiteFacts:
         "function",
         "high",
         "encoder_state",
+        "examined",
         "index",
         "input_index",
         "norm",
@@ -82,6 +83,8 @@ class SiteFacts:
         """Sites that later save the same memory: the strictest of them decides."""
         self.changed = False
         """Whether the memory had other values when another site saved it before: written through `tensor.data`."""
+        self.examined = False
+        """Whether the values saved here were looked at, for NaN and infinities."""
         self.encoder_state = EncoderState()
         self.function: Any = None
         """Function that runs in the operation's place (encke/fused); False if there is none, None if not asked yet."""

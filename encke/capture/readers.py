@@ -54,6 +54,7 @@ from encke.capture.passes import Frame, Threads
 from encke.capture.saved import Pending, Saved
 from encke.capture.scores import Scores
 from encke.capture.sites import Need, Site
+from encke.codecs import Packed
 from encke.codecs.exact import Between
 from encke.kernels import mix
 from encke.torch_internals import RAW_SAVED, saved_setting
@@ -74,8 +75,8 @@ class Readers:
         self.threads = threads
         self.step = 0
         """Training forward passes so far."""
-        self.finite: dict[Site, bool] = {}
-        """Whether all values were finite when a lossy site was looked at."""
+        self.not_finite: set[Site] = set()
+        """Sites where a NaN or an infinity would have spoilt the values around it: exact from then on."""
 
     def read_graph(self, grad_fn: Any) -> None:
         """Walk the graph behind `grad_fn` and settle what is pending in the nodes not visited before."""
@@ -115,8 +116,8 @@ class Readers:
             saved.pending = None
             facts.reader = operation_name(node)
             facts.site = self._site(node, slot, saved, pending)
-            assert saved.cell is not None and saved.cell.held is not None
-            self.check_finite(facts, saved.cell.held, again=False)
+            if facts.site in self.not_finite:
+                facts.become_exact()
             unstable = self._read_settings(node, slot, facts, frame, mine)
             sites, index = frame.sites, facts.index
             sites.extend([None] * (index + 1 - len(sites)))
@@ -181,7 +182,8 @@ class Readers:
         site = new_site(frame, index, *CHECKPOINT, need, t.dtype, t.dim())
         facts = SiteFacts(site, index, signature(t))
         facts.reader, facts.state, facts.siblings = site.operation, SiteState.KNOWN, frame.sites
-        self.check_finite(facts, t, again=False)
+        if site in self.not_finite:
+            facts.become_exact()
         frame.sites.extend([None] * (index + 1 - len(frame.sites)))
         frame.sites[index] = facts
         return facts
@@ -208,25 +210,24 @@ class Readers:
             node_class=type(node),
         )
 
-    def check_finite(self, facts: SiteFacts, t: Tensor, again: bool = True) -> bool:
-        """Return whether all that a site saves is finite or exact. If not, the site becomes exact.
-
-        One NaN or infinity would make the values around it NaN as well. The host waits for the GPU here.
+    def intact(self, facts: SiteFacts, packed: Packed, source: Tensor, wait: bool) -> bool:
+        """Return whether no NaN or infinity spoils what is packed beside it; if one does, the site becomes exact.
 
         Args:
             facts: The site.
-            t: What it saves.
-            again: Whether to look at the values although they were finite before.
+            packed: What it saved, packed.
+            source: What it saved.
+            wait: Whether the host may wait for a GPU although the site was looked at before.
         """
-        site = facts.site
-        if site.need not in ("lossy", "attention"):
+        codec = packed.codec
+        if codec.exact or not codec.restores_values or (facts.examined and source.is_cuda and not wait):
             return True
-        finite = self.finite.get(site)
-        if finite is None or (finite and again):
-            finite = self.finite[site] = all_finite(t.detach())
-        if not finite:
-            facts.become_exact()
-        return finite
+        facts.examined = True
+        if packed.intact(source.detach()):
+            return True
+        self.not_finite.add(facts.site)
+        facts.become_exact()
+        return False
 
     def settle(self, saved: Saved, frame: Frame) -> None:
         """Ask the cell for what a saving needs, now that it is known; encode when no other saving is pending."""
@@ -326,11 +327,6 @@ def new_site(
     occurrence = next(i for i in range(len(taken) + 1) if i not in taken)
     layer, call = frame.layer.name, frame.number
     return Site(layer, operation, slot, call, occurrence, need, dtype, dimensions, f"{layer}/{call}/{index}")
-
-
-def all_finite(t: Tensor) -> bool:
-    """Return whether a tensor holds neither NaN nor infinities, which its smallest and largest value tell."""
-    return bool(torch.stack(torch.aminmax(t)).isfinite().all())
 
 
 def is_wrapper(t: Tensor) -> bool:

@@ -29,6 +29,12 @@ class DualPrecisionPacked(FlatPacked):
     order: tuple[tuple[int, ...], tuple[int, ...]] | None
     """Size and stride of the planes in the memory that was encoded, if they do not lie there one after the other."""
 
+    def intact(self, source: Tensor) -> bool:
+        at_step, at_low, *_ = self.format.places(self.numel)
+        steps = self.buffers[0][at_step:at_low]
+        kind = torch.float64 if self.dtype == torch.float64 else torch.bfloat16
+        return not bool(steps.view(kind).isnan().any())
+
     def decode_flat(self, mask: bool = False) -> Tensor:
         data, numel = self.buffers[0], self.numel
         flat = operations(data).dual_decode(data, self.format, numel, mask)
@@ -46,6 +52,9 @@ class PlanelessPacked(FlatPacked):
     codec: DualPrecision
     plan: GroupPlan
     seed: int
+
+    def intact(self, source: Tensor) -> bool:
+        return self.plan.finite(self.buffers[0])
 
     def decode_flat(self, mask: bool = False) -> Tensor:
         if mask and self.codec.mask:

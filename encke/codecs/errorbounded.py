@@ -24,6 +24,9 @@ class ErrorBoundedPacked(PendingPacked):
     __slots__ = ("format",)
     format: BoundedFormat
 
+    def intact(self, source: Tensor) -> bool:
+        return True
+
     def decode_flat(self, mask: bool = False) -> Tensor:
         self.settle()
         meta, payload = self.buffers

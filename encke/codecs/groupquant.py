@@ -37,6 +37,9 @@ class GroupQuantPacked(FlatPacked):
     def nbytes(self) -> int:
         return self.buffers[0].nbytes
 
+    def intact(self, source: Tensor) -> bool:
+        return self.plan.finite(self.buffers[0])
+
     def decode_in(self, layout: Layout) -> Tensor:
         if layout.dense and self.layout.dense:
             return self.plan.decode_strided(self.buffers[0], self.seed, layout.size, layout.stride)

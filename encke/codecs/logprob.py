@@ -35,6 +35,9 @@ class LogProbPacked(FlatPacked):
     __slots__ = ("seed",)
     seed: int
 
+    def intact(self, source: Tensor) -> bool:
+        return True
+
     def decode_flat(self, mask: bool = False) -> Tensor:
         data = self.buffers[0]
         values = operations(data).log_decode(data, format_of(self.dtype), self.seed)

@@ -133,8 +133,6 @@ class CompiledModel:
         if self.stale:
             self.stale = False
             capture.scores.settle(wait=True)
-            for packing in itertools.chain(*self.packings.values()):
-                packing.finite = self.finite(packing.sites)
             wanted = [(codec, self.constant_for(packing.sites)) for packing, codec in self.constants()]
             if any(codec is None or not satisfies(present, codec) for present, codec in wanted):
                 self.renew()
@@ -232,20 +230,16 @@ class CompiledModel:
         packing = Packing(Form.CODES, sites, constant)
         packing.rows = rows[0] if rows else None
         if constant is None:
-            packing.finite = self.finite(sites)
+            packing.not_finite = self.capture.readers.not_finite
             packing.codec = packing.codec_now(self.capture.scores.codec, t.dtype)
         if packing.codec is not None and packing.codec.exact:
             self.exact = True
             return Packing(Form.KEPT, sites)
         return packing
 
-    def finite(self, sites: list[Site]) -> bool:
-        """Return whether collection steps have seen nothing but finite values at these sites."""
-        return all(self.capture.readers.finite.get(site, True) for site in sites)
-
     def constant_for(self, sites: list[Site]) -> GroupQuant | None:
         """Return a codec for all readers of a tensor that keeps what earlier graphs kept; None to keep the tensor."""
-        if not self.finite(sites):
+        if not self.capture.readers.not_finite.isdisjoint(sites):
             return None
         codecs = [self.of_fixed_rate(site) for site in sites if site.need not in ("mask", "sign", "shape")]
         codec = strictest(codec for codec in codecs if codec is not None).fixed_rate() if all(codecs) else None

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from encke.capture.ledger import SIZE_PENDING
-from encke.codecs import Codec, Packed
+from encke.codecs import Codec, Lossless, Packed
 from encke.codecs.base import AdaptedPacked, EncoderState
 from encke.codecs.groupquant import GroupQuantPacked
 from encke.codecs.layout import Layout, layout_of, with_rows
@@ -84,7 +84,13 @@ def prepare(x: Tensor, graph: int, row: int) -> tuple[Packing, Codec, Layout, in
 
 
 def hold_packed(packing: Packing, x: Tensor, packed: Packed) -> Tensor:
-    """Note what was packed for the report; return its handle."""
+    """Note what was packed for the report; return its handle. What a NaN or an infinity would spoil is packed exactly.
+
+    The host does not wait for a GPU here.
+    """
+    if not (x.is_cuda or packed.codec.exact or packed.intact(x)):
+        packing.not_finite.update(packing.choosing)
+        packed = Lossless().encode_run(x, *layout_of(x.shape, x.stride()), 0, packing.state)
     record, pending, plan = packing.record, packed.pending_size, packed.plan
     if plan is None or plan is not packing.plan or packed.codec is not record.codec:
         if pending is not None:

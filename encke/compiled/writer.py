@@ -61,16 +61,18 @@ class Packing:
         self.rows: tuple[int, int] | None = None
         """Number and distance of the values of the rows that a norm reads of its memory; None if none does."""
         self.number = sites[0].number
-        self.finite = True
-        """Whether nothing but finite values was seen here; what is not finite is stored exactly."""
+        self.not_finite: set[Site] = set()
+        """Sites of the model that are exact because a NaN or an infinity would spoil the values around it."""
         self._compares_values = False
-        self._choosing = [site for site in sites if site.need not in ("mask", "shape")]
+        self.choosing = [site for site in sites if site.need not in ("mask", "shape")]
         self._asked: list[Codec] = []
         self._codec: Codec = Lossless()
 
     def codec_now(self, choose: Callable[[Site], Codec], dtype: torch.dtype) -> Codec:
         """Return a codec that serves all readers of the tensor, by what `choose` gives each of them now."""
-        asked: list[Codec] = [choose(site) for site in self._choosing] if self.finite else [Lossless()]
+        asked: list[Codec] = [Lossless()]
+        if not self.not_finite or self.not_finite.isdisjoint(self.choosing):
+            asked = [choose(site) for site in self.choosing]
         if asked != self._asked:
             masks = [MASK for site in self.sites if site.need == "mask"]
             codec = strictest([*asked, *masks])

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from encke.kernels.formats import GroupFormat, Seed
 
+INFINITY_BF16 = 0x7F80
+"""Bits of infinity in bf16; those of a NaN are larger."""
+
 
 class GroupPlan(ABC):
     """Encode and decode tensors of one size in one `GroupFormat` on one device.
@@ -16,7 +19,7 @@ class GroupPlan(ABC):
     Tensors have no gaps between their elements and are read and written as they lie in memory.
     """
 
-    __slots__ = ("device", "format", "nbytes", "numel")
+    __slots__ = ("at_step", "device", "format", "nbytes", "numel")
 
     fuses_forward = False
     """Whether `encode_relu` and `encode_moments` are available."""
@@ -26,7 +29,7 @@ class GroupPlan(ABC):
             rows = f"rows of {format.row} values" if format.row else "groups of values"
             raise ValueError(f"{numel} values cannot be taken in {rows} that lie {format.stride} apart")
         self.format, self.numel, self.device = format, numel, device
-        self.nbytes = format.nbytes(numel)
+        _, self.at_step, self.nbytes = format.places(numel)
 
     @abstractmethod
     def encode_into(self, x: Tensor, seed: Seed, data: Tensor) -> None:
@@ -72,6 +75,14 @@ class GroupPlan(ABC):
         out = torch.empty_like(grad)
         self.gate_into(data, grad, out)
         return out
+
+    def finite(self, data: Tensor) -> bool:
+        """Return whether no group holds a NaN or an infinity, which its step tells. The host waits for a GPU."""
+        steps = data[self.at_step : self.nbytes]
+        if self.format.scale_dtype == torch.float64:
+            return not bool(steps.view(torch.float64).isnan().any())
+        # Constant groups are marked by a sign bit, before other bits of any kind.
+        return self.numel == 0 or int(steps.view(torch.int16).amax()) <= INFINITY_BF16
 
     def encode_relu(self, x: Tensor, out: Tensor, seed: Seed) -> Tensor:
         """Write the ReLU of `x` to `out` and return the codes of it."""

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import encke
-from encke.codecs import ErrorBounded, GroupQuant
+from encke.codecs import Codec, DualPrecision, ErrorBounded, GroupQuant
 from encke.codecs.exact import Between, Mask
 from encke.policies import Fixed
 from tests.capture.common import EXACT, assert_same, batch, grads_of
+from tests.codecs.common import Rounded
 
 
 def test_a_relu_nobody_else_reads_costs_one_bit() -> None:
@@ -258,3 +259,53 @@ def test_exact_floats_that_do_not_shrink_are_kept_as_they_are() -> None:
 
 def test_the_mask_codec_gives_booleans() -> None:
     assert Mask().encode(torch.tensor([0.0, 2.0, -1.0])).decode().tolist() == [False, True, True]
+
+
+class Product(nn.Module):
+    """A product with a tensor that may hold infinities: plain training has one gradient for each column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(1024))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + 0 * self.w[0]) * self.w
+
+
+def columns_not_finite(model: Product, x: torch.Tensor) -> list[int]:
+    """Run a step; return the columns whose gradient is not finite."""
+    model.zero_grad()
+    model(x).sum().backward()
+    assert model.w.grad is not None
+    return (~model.w.grad.isfinite()).nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("policy", [Fixed(GroupQuant(2)), "default"], ids=repr)
+def test_values_that_are_not_finite_do_not_spread(policy, value: float) -> None:
+    model = Product()
+    handle = encke.attach(model, policy)
+    x = torch.randn(64, 1024)
+    x[::2, 5] = value
+    for _ in range(3):
+        assert columns_not_finite(model, x) == [5]
+    assert "GroupQuant" not in codecs_of_products(handle)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("codec", [GroupQuant(2), DualPrecision(), ErrorBounded(0.1), Rounded()], ids=repr)
+def test_infinities_that_come_later_do_not_spread(codec: Codec, dtype: torch.dtype) -> None:
+    model = Product().to(dtype)
+    handle = encke.attach(model, Fixed(codec))
+    x = torch.randn(2, 3, 8, 1024, dtype=dtype)
+    y = x.clone()
+    y[0, 1, 3, 5] = math.inf
+    for number, values in enumerate((x, x, y, x)):
+        assert columns_not_finite(model, values) == [5] * (number == 2)
+        kept = number < 2 or isinstance(codec, ErrorBounded)  # has no groups that an infinity spoils
+        assert (type(codec).__name__ in codecs_of_products(handle)) == kept, number
+
+
+def codecs_of_products(handle: encke.Handle) -> set[str]:
+    """Return the codecs of what products have saved in the last pass."""
+    return {row.codec for row in handle.report().sites if row.operation == "Mul"}

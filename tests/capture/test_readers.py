@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 
 import pytest
 import torch
@@ -443,49 +442,6 @@ def test_the_origin_of_a_result_is_found_once_for_each_node() -> None:
         branches = branches + branches
     assert origin_of(branches.grad_fn, known) is Origin.PARAMETERS
     assert len(known) == 103
-
-
-class Sharp(nn.Module):
-    """A product with a tensor that holds infinities in some of its columns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(1024))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x + 0 * self.w[0]) * self.w
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("policy", [Fixed(GroupQuant(2)), "default"], ids=repr)
-def test_values_that_are_not_finite_do_not_spread(policy, value: float) -> None:
-    model = Sharp()
-    handle = encke.attach(model, policy)
-    x = torch.randn(64, 1024)
-    x[::2, 5] = value
-    for _ in range(3):
-        model.zero_grad()
-        model(x).sum().backward()
-        assert model.w.grad is not None and (~model.w.grad.isfinite()).nonzero().tolist() == [[5]]
-    assert "GroupQuant" not in {row.codec for row in handle.report().sites if row.operation == "Mul"}
-    handle.detach()
-    handle = encke.attach(model, policy)
-    model(x.nan_to_num(0, 0, 0)).sum().backward()
-    assert "GroupQuant" in {row.codec for row in handle.report().sites if row.operation == "Mul"}
-
-
-def test_infinities_that_come_later_are_seen_in_a_collection_step_and_show_otherwise() -> None:
-    model = Sharp()
-    handle = encke.attach(model)
-    x = torch.randn(64, 1024)
-    y = x.clone()
-    y[3, 5] = math.inf
-    for step, values in enumerate((x, x, y, y)):
-        model.zero_grad()
-        if step == 3:
-            handle.collect_now()
-        model(values).sum().backward()
-        assert model.w.grad is not None and (~model.w.grad.isfinite()).sum() == (0, 0, 128, 1)[step], step
 
 
 def test_memory_written_through_data_between_two_savings_is_packed_twice() -> None:
