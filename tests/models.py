@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -217,6 +219,36 @@ class Functional(nn.Module):
 
 def functional():
     return Functional(), (torch.randn(4, 3, 16, 16),)
+
+
+class Changing(nn.Module):
+    """Layers that change from step to step: random depth, random routing, another activation, another operation."""
+
+    ACTIVATIONS = (F.relu, F.gelu, torch.tanh, torch.square, lambda x: x**3, F.silu, torch.exp, torch.sin)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), kind(), nn.Linear(64, 64))
+            for kind in (nn.GELU, nn.ReLU, nn.Tanh, nn.Sigmoid)
+        )
+        self.mix = nn.Conv1d(1, 1, 3, padding=1)
+        self.head = nn.Linear(64, 8)
+        self.step = 0
+        """Seed of what this step does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        draw = random.Random(self.step)
+        for block in self.blocks:
+            if draw.random() < 0.6:
+                x = x + block(x)
+        x = x + 0.1 * draw.choice(self.blocks)(x)
+        x = draw.choice(self.ACTIVATIONS)(0.5 * x)
+        if draw.random() < 0.5:
+            x = F.max_pool1d(x, draw.choice((3, 5)), 1, 1)[..., :60]
+        else:
+            x = self.mix(x.unsqueeze(1)).squeeze(1)[..., :60]
+        return self.head(F.pad(x, (0, 64 - x.shape[-1])))
 
 
 MODELS = {

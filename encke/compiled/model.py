@@ -44,7 +44,7 @@ ERROR_NESTED_COMPILE = (
     "and attach that, or detach() this one."
 )
 ERROR_NOTHING_PACKED = (
-    "encke: this compiled model ran a training step and packed nothing. Either its backend does not go through "
+    "encke: this compiled model ran its first training step and packed nothing. Either its backend does not go through "
     "AOTAutograd (backend='eager'), or all that it saves is smaller than 16 KiB (min_bytes of attach), held by "
     "somebody else, or to be kept exact. Attach the model without torch.compile, or detach() it."
 )
@@ -80,6 +80,8 @@ class CompiledModel:
         """Constant codecs of earlier graphs, by site: a later graph keeps at least as many bits."""
         self.renewals = -1
         self.calling = False
+        self.packs = False
+        """Whether a forward pass has packed something; one with a smaller batch or fewer layers may have nothing to."""
         self.exact = False
         """Whether the policy asked for exact values of something that could be packed."""
         self.measured = False
@@ -143,7 +145,8 @@ class CompiledModel:
         finally:
             pop_saved_tensors_hooks()
         settle_all(wait=False)
-        if not self.ran and not self.exact:
+        self.packs = self.packs or bool(self.ran)
+        if not self.packs and not self.exact:
             raise RuntimeError(ERROR_NOTHING_PACKED)
         capture.ledger.add("", [packing.record for graph in self.ran for packing in self.packings[graph]])
         return output

@@ -183,3 +183,17 @@ def test_public_classes_have_an_example(name: str) -> None:
     """tests/test_style.py runs them."""
     text = getattr(encke.codecs, name).__doc__
     assert "Example:" in text and ">>>" in text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("codec", [GroupQuant(2), GroupQuant(4, signs=True), DualPrecision(), Rounded()], ids=repr)
+def test_packed_data_tells_whether_a_value_spoils_those_around_it(codec: Codec, dtype: torch.dtype) -> None:
+    # Constant groups whose lowest bits, which are kept in place of a step, look like a NaN.
+    constant = torch.arange(0x3F80FF00, 0x3F810000, 2, dtype=torch.int32).view(torch.float32).repeat_interleave(128)
+    for x in (constant.to(dtype), torch.randn(2, 3, 16, 32, dtype=dtype)):
+        assert codec.encode(x).intact(x)
+        for value in (torch.inf, -torch.inf, torch.nan):
+            spoilt = x.clone()
+            spoilt.view(-1)[77] = value
+            assert not codec.encode(spoilt).intact(spoilt)
+    assert codec.encode(x[:0]).intact(x[:0])

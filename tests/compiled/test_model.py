@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import encke
@@ -198,6 +199,35 @@ def test_packing_nothing_is_an_error() -> None:
     encke.attach(other, TWO)
     with pytest.raises(RuntimeError, match="packed nothing.*AOTAutograd"):
         other(images())
+
+
+def test_a_later_step_with_nothing_to_pack_is_no_error() -> None:
+    plain = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+    model = compile(copy.deepcopy(plain))
+    handle = encke.attach(model, TWO)
+    gradients(model, torch.randn(128, 64))
+    assert handle.report().ratio > 2
+    x = torch.randn(3, 64)  # the last batch of an epoch
+    assert same(gradients(model, x), gradients(plain, x))
+
+
+def test_layers_that_change_from_step_to_step() -> None:
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts, self.act, self.number = nn.ModuleList(nn.Linear(64, 64) for _ in range(3)), F.relu, 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.act(self.parts[0](x))
+            return self.parts[2](self.act(self.parts[self.number](x)))
+
+    plain = Changing()
+    model, x = compile(copy.deepcopy(plain)), torch.randn(128, 64)
+    encke.attach(model, EIGHT)
+    for number, act in enumerate((F.relu, F.gelu, torch.tanh, F.relu, torch.exp)):
+        plain.number = model.number = number % 2
+        plain.act = model.act = act
+        assert error(gradients(plain, x), gradients(model, x)) < 0.03, act
 
 
 def test_a_policy_without_loss_packs_nothing_and_is_no_error():

@@ -12,7 +12,7 @@ import encke
 from encke.capture.hooks import SMALL
 from encke.capture.nodes import saved_by
 from encke.capture.saved import Saved
-from tests.models import MODELS
+from tests.models import MODELS, Changing
 
 EXACT = encke.policies.Fixed(encke.codecs.ErrorBounded(0))
 
@@ -48,6 +48,19 @@ def test_gradients_are_bit_equal_at_bound_zero(name: str) -> None:
         for a, b in zip(expected, got, strict=True):
             assert torch.equal(a, b)
     assert with_handle.report().packed_bytes > 0
+
+
+@pytest.mark.parametrize("codec", [encke.codecs.ErrorBounded(0), encke.codecs.GroupQuant(8)], ids=repr)
+def test_layers_that_change_from_step_to_step_train_without_an_error(codec: encke.Codec) -> None:
+    torch.manual_seed(0)
+    model, x = Changing(), torch.randn(256, 64)
+    plain = copy.deepcopy(model)
+    handle = encke.attach(model, encke.policies.Fixed(codec))
+    for step in range(20):
+        plain.step = model.step = step
+        for a, b in zip(grads(plain, (x,), step), grads(model, (x,), step), strict=True):
+            assert torch.equal(a, b) if codec.exact else (a - b).norm() <= 0.1 * a.norm() + 1e-3, step
+    assert codec.exact or handle.report().ratio > 1.5
 
 
 @pytest.mark.parametrize("name", MODELS)
