@@ -306,6 +306,27 @@ def test_infinities_that_come_later_do_not_spread(codec: Codec, dtype: torch.dty
         assert (type(codec).__name__ in codecs_of_products(handle)) == kept, number
 
 
+@pytest.mark.parametrize("codec", [GroupQuant(2), DualPrecision()], ids=repr)
+def test_a_row_of_a_softmax_that_is_masked_as_a_whole_spoils_no_other(codec: Codec) -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(96))
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return (self.scale * x).masked_fill(mask, -math.inf).softmax(-1)[:, :, 1:].square().sum()
+
+    model, x, mask = Attention(), torch.randn(2, 2, 64, 96), torch.zeros(2, 2, 64, 96, dtype=torch.bool)
+    plain = copy.deepcopy(model)
+    encke.attach(model, Fixed(codec))
+    for step in range(4):
+        mask[1, 1, 0] = step == 2
+        for each in (plain, model):
+            each.zero_grad()
+            each(x, mask).backward()
+        assert torch.equal(plain.scale.grad.isfinite(), model.scale.grad.isfinite()), step
+
+
 def codecs_of_products(handle: encke.Handle) -> set[str]:
     """Return the codecs of what products have saved in the last pass."""
     return {row.codec for row in handle.report().sites if row.operation == "Mul"}

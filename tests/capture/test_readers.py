@@ -354,21 +354,24 @@ def test_pooling_windows_may_change_at_the_same_place() -> None:
     assert_like_plain(model, images, steps=8)
 
 
-@pytest.mark.parametrize("functional", [False, True])
-def test_an_embedding_may_grow(functional: bool) -> None:
+@pytest.mark.parametrize("way", ["functional", "weight", "layer"])
+def test_an_embedding_may_grow(way: str) -> None:
     class Table(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.table = nn.Embedding(256, 32)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (F.embedding(x, self.table.weight) if functional else self.table(x)) * 2
+            return (F.embedding(x, self.table.weight) if way == "functional" else self.table(x)) * 2
 
     model = Table()
     encke.attach(model, EXACT)
     for step in range(4):
         if step == 2:
-            model.table.weight = nn.Parameter(torch.randn(1000, 32))
+            if way == "layer":  # as `resize_token_embeddings` of transformers does
+                model.table = nn.Embedding(1000, 32)
+            else:
+                model.table.weight = nn.Parameter(torch.randn(1000, 32))
         model.zero_grad()
         model(torch.arange(16384).view(16, 1024) % len(model.table.weight)).sum().backward()
     assert (model.table.weight.grad != 0).all()

@@ -230,9 +230,10 @@ def test_layers_that_change_from_step_to_step() -> None:
         assert error(gradients(plain, x), gradients(model, x)) < 0.03, act
 
 
-def test_a_policy_without_loss_packs_nothing_and_is_no_error():
+@pytest.mark.parametrize("pool", [nn.Identity(), nn.MaxPool1d(3, 1, 1)], ids=repr)
+def test_a_policy_without_loss_packs_nothing_and_is_no_error(pool: nn.Module) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8))
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), pool, nn.Linear(256, 8))
     x = torch.randn(128, 64)
     compiled = torch.compile(model, backend="aot_eager")
     compiled(x).square().sum().backward()
@@ -242,7 +243,7 @@ def test_a_policy_without_loss_packs_nothing_and_is_no_error():
         model.zero_grad()
         compiled(x).square().sum().backward()
         assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), plain, strict=True))
-    assert handle.report().ratio == 1.0
+    assert {row.codec for row in handle.report().sites} <= {"kept", "shape"}
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
