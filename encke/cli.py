@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import re
 import shutil
@@ -10,12 +9,12 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from types import UnionType
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, get_type_hints
 
 import encke
 from encke.tools.errors import UsageError
 from encke.tools.extras import install_hint, installed
+from encke.tools.options import Option, read_options, refuse_rest
 from encke.tools.suggest import suggestion
 
 Function = Callable[..., None]
@@ -121,7 +120,7 @@ COMMANDS = {
     "demo": Command(_demo, ("yaml", "torchvision", "mlxtend")),
     "check": Command(_check),
     "estimate": Command(_estimate),
-    "train": Command(_train, ("tyro", "yaml"), reads_arguments=True),
+    "train": Command(_train, ("yaml",), reads_arguments=True),
     "report": Command(_report, ("yaml",)),
     "data lmdb": Command(_lmdb, ("lmdb", "PIL")),
     "data dogs": Command(_dogs, ("PIL",)),
@@ -203,31 +202,12 @@ def options_class(function: Function) -> type[Any] | None:
 
 
 def call(name: str, function: Function, arguments: Sequence[str]) -> None:
-    """Parse the arguments and call the function; with argparse where tyro is not installed."""
-    options = options_class(function)
-    if not installed("tyro"):
-        parsed = vars(plain_parser(name, function).parse_args(arguments))
-        values = {key: tuple(value) if isinstance(value, list) else value for key, value in parsed.items()}
-        function(options(**values)) if options else function(**values)
-        return
-    import tyro
-
-    shared: dict[str, Any] = {"prog": f"encke {name}", "args": arguments}
-    shared["config"] = (tyro.conf.PositionalRequiredArgs,)
-    if options:
-        function(tyro.cli(options, description=about(function), **shared))
-    else:
-        tyro.cli(function, **shared)
-
-
-@dataclass(frozen=True)
-class Option:
-    """One option of a command."""
-
-    name: str
-    kind: Any
-    default: Any
-    help: str
+    """Parse the arguments and call the function."""
+    options = list(options_of(function))
+    given, rest = read_options(f"encke {name}", about(function), options, arguments)
+    refuse_rest(rest, options)
+    kind = options_class(function)
+    function(kind(**given)) if kind else function(**given)
 
 
 def options_of(function: Function) -> Iterator[Option]:
@@ -241,20 +221,8 @@ def options_of(function: Function) -> Iterator[Option]:
     kinds, explained = get_type_hints(function), argument_help(inspect.getdoc(function) or "")
     for name, parameter in inspect.signature(function).parameters.items():
         default = MISSING if parameter.default is parameter.empty else parameter.default
-        yield Option(name, kinds[name], default, explained.get(name, ""))
-
-
-def plain_parser(name: str, function: Function) -> argparse.ArgumentParser:
-    """Return an argparse parser with the same options, for machines without tyro."""
-    parser = argparse.ArgumentParser(f"encke {name}", description=about(function))
-    for option in options_of(function):
-        text, kind = option.help.replace("%", "%%"), argparse_kind(option.kind)
-        if option.default is MISSING:
-            parser.add_argument(option.name, help=text, **kind)
-        else:
-            flag = "--" + option.name.replace("_", "-")
-            parser.add_argument(flag, dest=option.name, default=option.default, help=text, **kind)
-    return parser
+        group = "arguments" if default is MISSING else "options"
+        yield Option(name, kinds[name], default, explained.get(name, ""), group)
 
 
 def argument_help(doc: str) -> dict[str, str]:
@@ -262,15 +230,3 @@ def argument_help(doc: str) -> dict[str, str]:
     matches = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", doc.partition("Args:\n")[2], re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in matches}
 
-
-def argparse_kind(kind: Any) -> dict[str, Any]:
-    """Return argparse's settings for a type: X, X | None, tuple[X, ...], bool or a Literal."""
-    if isinstance(kind, UnionType) or type(None) in get_args(kind):
-        (kind,) = [each for each in get_args(kind) if each is not type(None)]
-    if kind is bool:
-        return {"action": argparse.BooleanOptionalAction}
-    if get_origin(kind) is tuple:
-        return {"nargs": "+", **argparse_kind(get_args(kind)[0])}
-    if get_origin(kind) is Literal:
-        return {"choices": get_args(kind)}
-    return {"type": kind}

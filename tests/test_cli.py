@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -14,12 +16,11 @@ import torch
 from safetensors.torch import save_file
 
 import encke
-from encke.bench.methods import METHODS
 from encke.bench.options import StepOptions
-from encke.cli import COMMANDS, call, main, options_of, plain_parser
+from encke.cli import COMMANDS, call, main, options_of
 from encke.tools.extras import PACKAGES
 from encke.train.command import recipes
-from encke.train.settings import fields
+from encke.train.settings import SECTIONS, fields
 
 
 def failure(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -173,7 +174,6 @@ def test_a_missing_extra_is_named_with_the_way_to_install_it(monkeypatch, capsys
     assert "mlxtend" in line and "pip install 'encke[cli]'" in line
 
 
-@pytest.mark.parametrize("installed", [True, False])
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -184,12 +184,14 @@ def test_a_missing_extra_is_named_with_the_way_to_install_it(monkeypatch, capsys
         (["--tokens", "0"], ["--tokens", "0"]),
         (["--image", "100", "--models", "vit_b_16"], ["--image", "100"]),
         (["--memory", "16 gallons"], ["--memory", "16 gallons", "16GiB"]),
+        (["--batch", "many"], ["--batch", "int", "'many'"]),
+        (["--precision", "bf61"], ["--precision", "'bf61'", "did you mean bf16"]),
+        (["--steps"], ["--steps"]),
+        (["--model", "gpt"], ["'--model'", "did you mean --models"]),
+        (["resnet50"], ["'resnet50'", "--help"]),
     ],
 )
-def test_bench_names_what_makes_no_sense_with_and_without_tyro(options, words, installed, monkeypatch, capsys):
-    if not installed:
-        for package in ("tyro", "rich"):
-            monkeypatch.setitem(sys.modules, package, None)
+def test_bench_names_what_makes_no_sense(options, words, capsys):
     line = failure(capsys, "bench", "speed", *options)
     assert all(word in line for word in words)
 
@@ -199,38 +201,59 @@ def test_bench_names_a_folder_that_cannot_be_made(tmp_path: Path, capsys):
     assert "file" in failure(capsys, "bench", "memory", "--out", str(tmp_path / "file" / "folder"))
 
 
-def test_without_tyro_options_have_the_same_types():
-    options = ["--models", "gpt2", "vgg16", "--batch", "4", "8", "--compile", "--image", "32", "--out", "here"]
-    parsed = plain_parser("bench speed", COMMANDS["bench speed"].load()).parse_args(options)
-    assert (parsed.models, parsed.batch, parsed.compile, parsed.image) == (["gpt2", "vgg16"], [4, 8], True, 32)
-    assert (parsed.memory, parsed.out, list(parsed.precision)) == (None, Path("here"), ["fp32"])
-    parsed = plain_parser("data lmdb", COMMANDS["data lmdb"].load()).parse_args(["from", "to"])
-    assert [value for value in vars(parsed).values()][:2] == [Path("from"), Path("to")]
-
-
-def test_without_tyro_a_command_gets_its_options(monkeypatch, tmp_path):
+def test_a_command_gets_its_options(tmp_path):
     seen = []
 
     def command(options: StepOptions) -> None:
         seen.append(options)
 
     command.__annotations__["options"] = StepOptions
-    monkeypatch.setitem(sys.modules, "tyro", None)
-    arguments = ["--batch", "4", "8", "--rounds", "3", "--out", str(tmp_path)]
-    call("bench speed", command, arguments)
-    monkeypatch.delitem(sys.modules, "tyro")
-    call("bench speed", command, arguments)
-    assert seen[0] == seen[1] == StepOptions(batch=(4, 8), rounds=3, out=tmp_path)
+    arguments = ["--batch", "4", "8", "--rounds", "3", "--compile", "--models", "gpt2", "vgg16", "--image", "none"]
+    call("bench speed", command, [*arguments, "--out", str(tmp_path)])
+    assert seen == [StepOptions(models=("gpt2", "vgg16"), compile=True, batch=(4, 8), rounds=3, out=tmp_path)]
 
 
-def test_without_tyro_help_explains_the_options(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "tyro", None)
-    with pytest.raises(SystemExit) as end:
-        main(["bench", "max-batch", "--help"])
-    assert end.value.code == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "--memory" in shown and "A cap on memory, such as 16GiB" in shown
-    assert all(name in shown for name in METHODS)
+def test_arguments_and_options_may_be_mixed():
+    seen = []
+
+    def command(runs: tuple[Path, ...], out: Path | None = None) -> None:
+        seen.append((runs, out))
+
+    command.__annotations__.update(runs=tuple[Path, ...], out=Path | None)
+    call("report", command, ["a", "--out", "page", "b"])
+    call("report", command, [])
+    assert seen == [((Path("a"), Path("b")), Path("page")), ((), None)]
+
+
+def help_of(*words: str) -> str:
+    """Return the help of a command as it is shown in a terminal of 80 columns."""
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+        main([*words, "--help"])
+    return shown.getvalue()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_a_terminal_and_speaks_of_no_python(name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = help_of(*name.split())
+    assert max(map(len, shown.splitlines())) <= 80
+    assert not re.search(r"None|default: \)|default: False|PATH PATH|''|\bSTR\b", shown), shown
+    assert shown.count("--help") == 1
+
+
+def test_arguments_have_names(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert help_of("data", "lmdb").startswith("usage: encke data lmdb [options] SRC DST\n")
+    assert help_of("data", "dogs").startswith("usage: encke data dogs [options] SRC DST\n")
+    assert help_of("estimate").startswith("usage: encke estimate [options] MODEL\n")
+    assert help_of("report").startswith("usage: encke report [options] [RUNS ...]\n")
+
+
+def test_the_common_settings_of_a_training_come_first(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    headings = re.findall(r"^(\w[\w ]*):$", help_of("train"), re.MULTILINE)
+    assert headings == ["Recipes", "common settings", "training", "files and screen", *SECTIONS]
 
 
 @pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if not command.reads_arguments])

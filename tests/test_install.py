@@ -155,7 +155,7 @@ def test_a_training_loop_runs_in_a_full_install_without_a_word(full: Environment
 
 
 def test_the_bare_environment_holds_no_optional_package(bare: Environment) -> None:
-    for package in ("numba", "tyro", "rich", "yaml", "matplotlib", "torchvision", "PIL"):
+    for package in ("numba", "yaml", "matplotlib", "torchvision", "PIL"):
         assert bare.run("python", "-c", f"import {package}").returncode == 1, package
 
 

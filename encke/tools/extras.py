@@ -6,8 +6,6 @@ import importlib.util
 
 PACKAGES = {
     "numba": "cpu",
-    "rich": "cli",
-    "tyro": "cli",
     "matplotlib": "cli",
     "safetensors": "cli",
     "mlxtend": "cli",

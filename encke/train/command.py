@@ -5,11 +5,13 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import NoReturn
 
 from encke.tools.errors import UsageError
+from encke.tools.options import help_width
 from encke.train.settings import RECIPES, Settings, parse, read_as
 
 EXIT_CODES = {"done": 0, "diverged": 2, "interrupted": 130}
@@ -18,7 +20,8 @@ ABOUT = """Train from one settings file. RECIPE is a YAML file, a name from the 
 Every setting can be changed here: --optimizer.lr 0.05 --policy none --epochs 5. Under torchrun the same command trains
 with many processes: torchrun --nproc-per-node 2 -m encke train RECIPE.
 
-recipes:
+Recipes:
+
 """
 
 
@@ -71,4 +74,7 @@ def recipes() -> list[str]:
 def recipe_list() -> str:
     """Return every recipe with the first line of its file."""
     lines = ((name, (RECIPES / f"{name}.yaml").read_text().splitlines()[0].lstrip("# ")) for name in recipes())
-    return "\n".join(f"  {name:28} {text}" for name, text in lines)
+    return "\n".join(
+        textwrap.fill(text, help_width(), initial_indent=f"  {name:26}", subsequent_indent=" " * 28)
+        for name, text in lines
+    )

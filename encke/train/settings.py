@@ -6,20 +6,17 @@ A recipe holds what differs from the defaults below. On the command line every f
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
-import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
 from encke.tools.errors import UsageError
 from encke.tools.files import finite_json
+from encke.tools.options import Option, choices_of, field_help, in_words, read_options
 from encke.tools.suggest import suggestion
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -50,7 +47,7 @@ class Model:
     width: int = 384
     """gpt: features of a token."""
     dropout: float | None = None
-    """Share of features dropped, where the model has dropout; None is the model's own default."""
+    """Share of features dropped, where the model has dropout; by default the model's own."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class Data:
     """File or folder of the validation data. By default `val` beside a folder or an lmdb called `train`, the test data
     of the format, or a tenth of the data held out (digits: a fifth)."""
     size: int | None = None
-    """Pixels along a side of the images that the model sees; None leaves images as they are (they must be equal)."""
+    """Pixels along a side of the images that the model sees. By default images stay as they are and must be equal."""
     augment: Literal["none", "flip", "crop", "resized"] = "none"
     """Random changes of training images. flip: mirrored or not; crop: also moved by up to an eighth; resized: also a
     random part of the image, 8 to 100 % of its area, scaled to `size`. Validation takes the middle."""
@@ -79,7 +76,7 @@ class Data:
     channels: int = 3
     """synthetic: channels of an image."""
     workers: int | None = None
-    """Processes that read folder, lmdb and your own; None takes the machine's cores less one, 8 at most."""
+    """Processes that read folder, lmdb and your own; by default the machine's cores less one, 8 at most."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,7 @@ class Optimizer:
     """The optimizer of torch.optim."""
 
     name: Literal["sgd", "adam", "adamw"] = "sgd"
-    """Its name."""
+    """An optimizer of torch.optim."""
     lr: float = 0.1
     """Learning rate, the largest of the schedule."""
     momentum: float = 0.9
@@ -101,7 +98,7 @@ class Optimizer:
     decay_norms: bool = True
     """Apply weight decay to biases and normalisation layers too."""
     clip: float | None = None
-    """Largest norm of all gradients together; None does not clip."""
+    """Largest norm of all gradients together; by default they are not clipped."""
 
 
 @dataclass(frozen=True)
@@ -131,18 +128,18 @@ class Policy:
     large tolerance; comet: COMET as published; division: DIVISION; group2, group4, group8: a fixed number of bits a
     value; bounded: a fixed error bound."""
     sigma: float | None = None
-    """default, careful, aggressive, comet: tolerated error of a gradient relative to the momentum; None is the policy's
-    own."""
+    """default, careful, aggressive, comet: tolerated error of a gradient relative to the momentum; by default the
+    policy's own."""
     rounding: Literal["stochastic", "nearest"] | None = None
-    """default, careful, aggressive, comet, bounded: rounding of the codes; None is the policy's own."""
+    """default, careful, aggressive, comet, bounded: rounding of the codes; by default the policy's own."""
     bits: Literal[2, 4, 8] | None = None
-    """division: bits a value; None is 2."""
+    """division: bits a value; by default 2."""
     block: int | None = None
-    """division: side of the tiles that are averaged; None is 8."""
+    """division: side of the tiles that are averaged; by default 8."""
     bound: float | None = None
-    """bounded: the largest error; None is 0.01."""
+    """bounded: the largest error; by default 0.01."""
     mode: Literal["abs", "rel"] | None = None
-    """bounded: whether the bound is absolute, or relative to a tensor's range; None is rel."""
+    """bounded: whether the bound is absolute, or relative to a tensor's range (rel, the default)."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +191,15 @@ SECTIONS = {
     "policy": "policy.name",
 }
 """The field that a section's own name stands for."""
+GROUPS: dict[str, tuple[str, ...]] = {
+    "common settings": (
+        *("model.name", "data.kind", "data.path", "epochs", "batch", "optimizer.lr", "policy.name", "precision"),
+        *("out", "resume", "overwrite"),
+    ),
+    "training": ("steps", "accumulate", "label_smoothing", "channels_last", "compile", "seed", "device"),
+    "files and screen": ("save", "metrics", "sites", "table"),
+}
+"""Headings of the help before those of the sections, and the settings under each."""
 MAY_BE_CODE = ("model.name", "data.kind")
 """Settings that may name code by a Python path. It is run only if the command line names it."""
 S = TypeVar("S", bound=Settings)
@@ -356,44 +362,45 @@ def arguments_of(values: Mapping[str, Any], where: str) -> list[str]:
     return list(spelt_out(arguments))
 
 
-def spelt_out(arguments: Iterable[str]) -> Iterable[str]:
-    """Replace what tyro does not know: a section for its first field, and `none` for None."""
-    types = fields()
-    name = ""
+def spelt_out(arguments: Iterable[str]) -> Iterator[str]:
+    """Write every option with its full name: a section stands for its first field, underscores for dashes."""
     for word in arguments:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
-            name = SECTIONS.get(name, name.replace("-", "_"))
-            value = "None" if value == "none" and type(None) in get_args(types.get(name)) else value
+            name = SECTIONS.get(name, name).replace("_", "-")
             yield f"--{name}{equals}{value}"
         else:
-            yield "None" if word == "none" and type(None) in get_args(types.get(name)) else word
+            yield word
 
 
-def parse(kind: type[S], arguments: Sequence[str], default: S, where: str, about: str | None = None) -> S:
+def options_of(kind: Any, default: Any, prefix: str = "") -> Iterator[Option]:
+    """Yield the options of all settings with the given defaults, section by section."""
+    explained = field_help(kind)
+    for name, hint in get_type_hints(kind).items():
+        full, value = prefix + name, getattr(default, name)
+        if dataclasses.is_dataclass(hint):
+            yield from options_of(hint, value, f"{full}.")
+        else:
+            groups = [title for title, names in GROUPS.items() if full in names]
+            short = next((section for section, first in SECTIONS.items() if first == full), "")
+            yield Option(full, hint, value, explained[name], groups[0] if groups else prefix[:-1] or "other", short)
+
+
+def parse(kind: type[S], arguments: Sequence[str], default: S, where: str, about: str = "") -> S:
     """Parse options over given settings; an error is one line that starts with `where`.
 
     With `--help` among the arguments, print the help, with `about` at its head, and exit.
     """
-    import tyro
-
-    errors = io.StringIO()
+    options = sorted(options_of(kind, default), key=place_in_help)
     try:
-        with contextlib.redirect_stderr(errors):
-            settings, rest = tyro.cli(
-                kind,
-                prog="encke train RECIPE",
-                description=about,
-                args=arguments,
-                default=default,
-                return_unknown_args=True,
-            )
-    except SystemExit as end:
-        if not end.code:
-            raise
-        raise UsageError(f"{where}: {complaint(errors.getvalue(), arguments)}") from None
+        given, rest = read_options("encke train RECIPE", about, options, arguments)
+    except UsageError as error:
+        raise UsageError(f"{where}: {str(error).removeprefix('--')}") from None
     if rest and rest[0].startswith("--"):
-        known(rest[0][2:].partition("=")[0], where)
+        known(rest[0][2:].partition("=")[0].replace("-", "_"), where)
+    if rest:
+        raise UsageError(f"{where}: do not know what to do with {rest[0]!r}; change a setting with --name value")
+    settings = changed(default, given)
     kinds, kind_given = choices_of(fields()["data.kind"]), settings.data.kind
     if kind_given not in kinds and not is_python_path(kind_given):
         hint = suggestion(kind_given, kinds)
@@ -401,34 +408,23 @@ def parse(kind: type[S], arguments: Sequence[str], default: S, where: str, about
             f"{where}: data.kind takes one of {', '.join(kinds)}, or file.py:function, got {kind_given!r}"
             + (f"; {hint}" if hint else "")
         )
-    if rest:
-        raise UsageError(f"{where}: do not know what to do with {rest[0]!r}; change a setting with --name value")
     return settings
 
 
-def complaint(box: str, arguments: Sequence[str]) -> str:
-    """Say in one line which value tyro refused: its own message, a box of several lines, names the option."""
-    name = re.findall(r"--([a-z][\w.-]*)", box)[0].rstrip(".").replace("-", "_")
-    given = [index for index, word in enumerate(arguments) if word[2:].partition("=")[0].replace("-", "_") == name]
-    first, *rest = arguments[given[-1] :]
-    words = [first.partition("=")[2]] if "=" in first else list(takewhile(lambda word: word[:2] != "--", rest))
-    kind = fields()[name]
-    hint = suggestion(" ".join(words), choices_of(kind))
-    return f"{name} takes {in_words(kind)}, got {' '.join(words)!r}{f'; {hint}' if hint else ''}"
+def place_in_help(option: Option) -> tuple[int, int]:
+    """Return where the help shows an option: groups in their order, and the common settings in theirs."""
+    groups = [*GROUPS, *SECTIONS]
+    names = GROUPS.get(option.group, ())
+    return groups.index(option.group), names.index(option.name) if option.name in names else 0
 
 
-def in_words(kind: Any) -> str:
-    """Return a type as text: `float`, `int | None`, or the choices of a Literal."""
-    if choices := choices_of(kind):
-        return f"one of {', '.join(choices)}"
-    return kind.__name__ if isinstance(kind, type) else str(kind)
-
-
-def choices_of(kind: Any) -> list[str]:
-    """Return the values of a Literal, also of one that may be None."""
-    if get_origin(kind) is Literal:
-        return list(map(str, get_args(kind)))
-    return [choice for each in get_args(kind) if get_origin(each) is Literal for choice in choices_of(each)]
+def changed(settings: S, values: Mapping[str, Any]) -> S:
+    """Return the settings with other values, by dotted name."""
+    for name, value in values.items():
+        section, dot, field_name = name.partition(".")
+        inner = dataclasses.replace(getattr(settings, section), **{field_name: value}) if dot else value
+        settings = dataclasses.replace(settings, **{section: inner})
+    return settings
 
 
 MINIMUM: dict[str, float] = {

@@ -102,8 +102,8 @@ def test_every_field_can_be_changed_on_the_command_line(arguments, name, value):
         (["--schedule.name", "step"], ["schedule.milestones"]),
         (["--data", "folder"], ["data.path", "folder"]),
         (["--compile", "maybe"], ["'maybe'", "--name value"]),
-        (["--optimizer.betas", "0.9"], ["optimizer.betas", "tuple[float, float]", "'0.9'"]),
-        (["--epochs"], ["epochs takes float, got ''"]),
+        (["--optimizer.betas", "0.9"], ["optimizer.betas", "2 arguments"]),
+        (["--epochs"], ["epochs", "one argument"]),
         (["--zebra"], ["zebra"]),
         (["zebra"], ["'zebra'", "--name value"]),
     ],
@@ -181,5 +181,6 @@ def test_recipes_say_in_their_first_line_what_they_are_and_name_a_folder_of_thei
     for path in sorted(RECIPES.glob("*.yaml")):
         assert path.read_text().startswith("# ")
         assert yaml.safe_load(path.read_text())["out"] == f"runs/{path.stem}"
+        assert path.read_text().startswith("# DIVISION:") == (read(path.stem).policy.name == "division")
         outs.append(read(path.stem).out)
     assert len(outs) == len(set(outs)) > 15

@@ -28,7 +28,7 @@ Listed = list[tuple[str, int]]
 
 
 def dogs(
-    images: Path,
+    src: Path,
     dst: Path,
     split: Literal["official", "random"] = "official",
     fraction: float = 0.2,
@@ -42,7 +42,7 @@ def dogs(
     of the training images. Broken images are left out and listed in broken.txt.
 
     Args:
-        images: The folder with Images and lists in it, as the archives unpack, or Images itself.
+        src: The folder with Images and lists in it, as the archives unpack, or Images itself.
         dst: The folder to make.
         split: official takes the archive's lists, random holds out a part of each breed.
         fraction: With random, the part of each breed that is for validation.
@@ -52,10 +52,10 @@ def dogs(
     if not 0 < fraction < 1:
         raise UsageError(f"--fraction must be between 0 and 1, got {fraction}")
     processes = worker_count(workers)
-    root = images / "Images" if (images / "Images").is_dir() else images
+    root = src / "Images" if (src / "Images").is_dir() else src
     if dst.resolve().is_relative_to(root.resolve()):
         raise UsageError(f"DST {dst} is inside {root}, where it would be taken for a breed: name another folder")
-    classes = classes_of(root, "IMAGES")
+    classes = classes_of(root, "SRC")
     listed = official(root, classes) if split == "official" else random(root, classes, fraction, seed)
     about = {"images": str(root.resolve()), "split": split}
     if split == "random":

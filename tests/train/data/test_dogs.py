@@ -147,7 +147,7 @@ def test_bad_lists_and_folders_are_named(tmp_path):
     savemat(root / "lists" / "train_list.mat", {"other": 1})
     with pytest.raises(UsageError, match="train_list.mat holds no file_list"):
         dogs(root, tmp_path / "ready")
-    with pytest.raises(UsageError, match="IMAGES .*absent is not there"):
+    with pytest.raises(UsageError, match="SRC .*absent is not there"):
         dogs(tmp_path / "absent", tmp_path / "ready")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("mine")
