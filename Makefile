@@ -3,6 +3,7 @@
 # make test     lint, then every test that is not soak             wanted in 7 minutes, takes 15
 # make soak     random and long tests, ended after 25 minutes      at most 30 minutes
 # make lint     format, style, types, spelling, Markdown           1 minute
+# make docs     the documentation site, into site/                 half a minute
 # make browser  install a browser for the one test that uses it    needs root and apt-get
 #
 # Each makes its own environment in .venv. No target but `browser` installs a system package.
@@ -22,7 +23,7 @@ export OMP_WAIT_POLICY := passive
 test fast soak: export OMP_NUM_THREADS := 1
 MARKDOWN := *.md docs benchmarks/README.md examples/README.md
 
-.PHONY: demo test fast soak lint browser clean
+.PHONY: demo test fast soak lint docs browser clean
 
 demo: .venv/installed
 	$(PYTHON) -m encke demo
@@ -41,15 +42,20 @@ lint: .venv/installed-dev
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
-	$(PYTHON) -m codespell_lib encke tests benchmarks examples Makefile pyproject.toml $(MARKDOWN)
+	$(PYTHON) -m codespell_lib encke tests benchmarks examples docs/hooks.py mkdocs.yml Makefile pyproject.toml $(MARKDOWN)
 	$(PYTHON) -m pymarkdown scan $(MARKDOWN)
+
+# A warning is an error, and nothing is loaded from the network. A test of `make test` builds it the same way.
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: .venv/installed-dev
+	$(PYTHON) -m mkdocs build --strict --quiet
 
 browser:
 	@command -v chromium chromium-browser google-chrome || \
 		(apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium)
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 $(PYTHON):
 	@"$(BASE_PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
@@ -63,6 +69,6 @@ $(PYTHON):
 
 .venv/installed-dev: .venv/installed
 	@echo "Installing the development packages: peers of the benchmark, trainers, pytest, ruff, mypy (2 to 3 minutes, once)"
-	@$(INSTALL) -e '.[cpu,train,bench,integrations,dev]'
+	@$(INSTALL) -e '.[cpu,train,bench,integrations,docs,dev]'
 	@$(PYTHON) -c 'import triton' 2>/dev/null || $(INSTALL) '$(TRITON)'
 	@touch $@

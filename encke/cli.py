@@ -229,4 +229,3 @@ def argument_help(doc: str) -> dict[str, str]:
     """Return the explanation of each argument in a Google-style docstring."""
     matches = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", doc.partition("Args:\n")[2], re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in matches}
-

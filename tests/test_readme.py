@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import re
 from pathlib import Path
 
@@ -13,34 +14,49 @@ ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 PAGES += [ROOT / folder / "README.md" for folder in ("benchmarks", "examples")]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+TRAINERS = ("docs/transformers.md", "docs/lightning.md", "docs/accelerate.md")
+"""Pages whose code imports a trainer, which takes seconds."""
 BLOCKS = [
-    (name, block)
+    (name, block, shown)
     for name, page in zip(NAMES, PAGES, strict=True)
-    for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    for block, shown in re.findall(
+        r"^```python\n(.*?)^```$(?:[^`]*^```text\n(.*?)^```$)?", page.read_text(), re.MULTILINE | re.DOTALL
+    )
 ]
+"""Page, code, and the output that the page shows right after it, if it does."""
 
 
 def test_the_readme_has_code_and_at_most_120_lines() -> None:
-    assert len([name for name, _ in BLOCKS if name == "README.md"]) >= 2
+    assert len([name for name, _, _ in BLOCKS if name == "README.md"]) >= 2
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
 @pytest.mark.parametrize(
-    ("page", "block"),
+    ("page", "block", "shown"),
     [
         pytest.param(
             page,
             block,
+            shown,
             id=f"{page}-{block.splitlines()[-1][:40]}",
-            marks=[pytest.mark.slow] if page == "docs/integrations.md" else [],
+            marks=[pytest.mark.slow] if page in TRAINERS else [],
         )
-        for page, block in BLOCKS
+        for page, block, shown in BLOCKS
     ],
 )
-def test_block_runs(page: str, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_runs_and_prints_what_the_page_shows(
+    page: str,
+    block: str,
+    shown: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.chdir(tmp_path)
     needs(*re.findall(r"^from (transformers|peft|lightning|accelerate)\b", block, re.MULTILINE))
     exec(compile(block, page, "exec"), {"__name__": "__main__"})
+    if shown:
+        assert doctest.OutputChecker().check_output(shown, capsys.readouterr().out, doctest.ELLIPSIS)
 
 
 def anchor(heading: str) -> str:

@@ -197,8 +197,8 @@ def field_help(kind: Any) -> dict[str, str]:
         (tree,) = ast.parse(inspect.getsource(each)).body
         assert isinstance(tree, ast.ClassDef)
         for before, node in itertools.pairwise(tree.body):
-            if isinstance(before, ast.AnnAssign) and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-                found[ast.unparse(before.target)] = str(node.value.value)
+            if isinstance(before, ast.AnnAssign) and isinstance(node, ast.Expr):
+                found[ast.unparse(before.target)] = ast.literal_eval(node.value)
     return found
 
 
