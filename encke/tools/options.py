@@ -54,10 +54,14 @@ class Switch(argparse.Action):
     """Turns an option on with `--name`, and off with `--no-name`."""
 
     def __call__(
-        self, parser: argparse.ArgumentParser, values: argparse.Namespace, value: Any, flag: str | None = None
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
     ) -> None:
         """Note which of the two was given."""
-        setattr(values, self.dest, flag != self.option_strings[-1])
+        setattr(namespace, self.dest, option_string != self.option_strings[-1])
 
 
 class Parser(argparse.ArgumentParser):
@@ -139,8 +143,8 @@ def parser_of(program: str, about: str, options: Sequence[Option]) -> argparse.A
         else:
             settings |= {"type": partial(convert, option.kind), "nargs": count(option.kind)}
         if option.default is MISSING:
-            several = {"default": ()} if settings["nargs"] == "*" else {}
-            groups[option.group].add_argument(option.name, **settings, **several)
+            settings |= {"default": ()} if settings["nargs"] == "*" else {}
+            groups[option.group].add_argument(option.name, **settings)
         else:
             groups[option.group].add_argument(*option.flags(), dest=option.name, **settings)
     named = [option.group for option in options if option.default is not MISSING]
