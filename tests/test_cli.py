@@ -165,7 +165,8 @@ def test_train_help_names_every_setting_and_recipe(capsys):
 def test_train_help_shows_the_values_of_a_recipe(capsys):
     with pytest.raises(SystemExit):
         main(["train", "digits", "--help"])
-    assert "(default: one-cycle)" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "(default: one-cycle)" in shown and "Train from the recipe digits." in shown
 
 
 def test_a_missing_extra_is_named_with_the_way_to_install_it(monkeypatch, capsys):

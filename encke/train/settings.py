@@ -235,7 +235,8 @@ def read_as(kind: type[S], recipe: str, overrides: Sequence[str]) -> S:
                 f"{recipe} names code that would be run, {name} {value}: if you trust it, name it on the command line "
                 f"too, {code_options(settings)}"
             )
-    return check(parse(kind, arguments, settings, "the command line"))
+    about = f"Train from the recipe {recipe}. The defaults below are its settings."
+    return check(parse(kind, arguments, settings, "the command line", about))
 
 
 def read_file(kind: type[S], recipe: str) -> S:
