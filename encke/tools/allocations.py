@@ -1,4 +1,4 @@
-"""Record of torch's CPU allocator: the bytes alive at every moment, all threads and temporary tensors included."""
+"""Record of torch's allocator: the bytes alive at every moment, all threads and temporary tensors included."""
 
 from __future__ import annotations
 
@@ -26,24 +26,33 @@ class Part:
     """Operations in their order; the first stands for the time before them."""
     peaks: list[int] = field(default_factory=list)
     """Bytes alive at most during each operation, until the next one begins."""
+    end: float = 0.0
+    """Seconds from the beginning of the block to the mark."""
 
 
 class Allocations:
     """Records every allocation in a `with` block; after the block, `times`, `alive` and `parts` hold the result.
 
-    Bytes count from the beginning of the block: what was allocated before is left out, also when it is freed.
+    Bytes count from the beginning of the block: what was allocated before is left out; on the CPU also when it is
+    freed in the block.
+
+    Args:
+        device: "cpu" or "cuda", the allocator that is recorded.
 
     Raises:
         RuntimeError: A profiler of torch is at work already, of which there can be only one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
+        self.seconds = 0.0
+        """Duration of the block."""
         self.times: list[float] = []
         """Seconds since the block began, one for each change."""
         self.alive: list[int] = []
         """Bytes alive from that time on."""
         self.parts: list[Part] = []
         """Parts of the block that end with a mark."""
+        self._kind = getattr(torch.profiler.DeviceType, device.upper())
         self._names: list[str] = []
         self._profile = profile(profile_memory=True)
 
@@ -63,6 +72,7 @@ class Allocations:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.seconds = time.time() - self._began
         with quiet():
             self._profile.__exit__(kind, value, trace)
         results = self._profile.kineto_results
@@ -71,13 +81,14 @@ class Allocations:
         alive, part = 0, Part("", [""], [0])
         for event in events:
             if event.name() == "[memory]":
-                if event.device_type() == torch.profiler.DeviceType.CPU:
+                if event.device_type() == self._kind:
                     alive += event.nbytes()  # type: ignore[attr-defined]
                     self.times.append(event.start_ns() / 1e9 - self._began)
                     self.alive.append(alive)
                     part.peaks[-1] = max(part.peaks[-1], alive)
             elif event.name().startswith(MARK):
                 part.name = self._names[int(event.name().removeprefix(MARK))]
+                part.end = event.start_ns() / 1e9 - self._began
                 self.parts.append(part)
                 part = Part("", [""], [alive])
             else:

@@ -29,14 +29,18 @@ from encke.tools.provenance import cpu_name
 from encke.train.settings import SETTINGS, Settings, check, code_options, fields, read_file, to_yaml
 
 CHECKPOINT, RESULT, ENVIRONMENT = "checkpoint.pt", "result.json", "environment.json"
-METRICS, SITES = "metrics.jsonl", "sites.jsonl"
+METRICS, SITES, MEMORY = "metrics.jsonl", "sites.jsonl", "memory.json"
+TENSORBOARD = "tensorboard"
+"""Folder of TensorBoard's files."""
 OLD_SITES = "layers.jsonl"
 """Name of sites.jsonl in release 0.1."""
 MAY_CHANGE = (
     *("model.weights", "data.path", "data.validation", "data.workers"),
-    *("device", "out", "save", "metrics", "sites", "table"),
+    *("device", "out", "save", "metrics", "sites", "table", "log"),
 )
 """Settings that may differ when a run is resumed: its steps stay the same."""
+LENGTH = ("epochs", "steps")
+"""Settings by which a run is made longer when it is resumed."""
 
 
 class RunFolder:
@@ -58,9 +62,11 @@ class RunFolder:
         except OSError:
             raise UsageError(f"another process is training in {self.path}; name another folder with --out") from None
         self.checkpoint = self.path / CHECKPOINT
+        self.is_lengthened = resume and self.check_same(settings)
+        """Whether the run is to have more steps than it was started for."""
         if resume:
-            self.check_same(settings)
-        elif not overwrite and any((self.path / name).exists() for name in (CHECKPOINT, METRICS, RESULT)):
+            return
+        if not overwrite and any((self.path / name).exists() for name in (CHECKPOINT, METRICS, RESULT)):
             raise UsageError(
                 f"{self.path} holds a run already: --resume goes on with it, --overwrite deletes it, "
                 "--out names another folder"
@@ -75,12 +81,15 @@ class RunFolder:
             state: The checkpoint that the run goes on from; None starts at step 0, without what was there before.
         """
         if state is None:
-            for name in (CHECKPOINT, f"{CHECKPOINT}.part", METRICS, SITES, OLD_SITES, RESULT, ENVIRONMENT):
+            for name in (CHECKPOINT, f"{CHECKPOINT}.part", METRICS, SITES, OLD_SITES, MEMORY, ENVIRONMENT):
                 (self.path / name).unlink(missing_ok=True)
+            for events in (self.path / TENSORBOARD).glob("events.out.tfevents.*"):
+                events.unlink()
         else:
             if (self.path / OLD_SITES).exists():
                 (self.path / OLD_SITES).rename(self.path / SITES)
             self.truncate(state["sizes"])
+        (self.path / RESULT).unlink(missing_ok=True)
         self.write(SETTINGS, to_yaml(settings))
         self.note_start(facts, state["progress"]["step"] if state is not None else 0)
 
@@ -92,22 +101,34 @@ class RunFolder:
 
     def finished(self) -> dict[str, Any] | None:
         """Return the result of a run that has ended; None if there are steps left to do."""
+        if self.is_lengthened:
+            return None
         try:
             result = json.loads((self.path / RESULT).read_text())
         except (OSError, ValueError, RecursionError):
             return None
         return result if isinstance(result, dict) and result.get("finished") is True else None
 
-    def check_same(self, settings: Settings) -> None:
-        """Raise an error if the run was trained with other settings: resuming it would be another training."""
+    def check_same(self, settings: Settings) -> bool:
+        """Raise an error if the run was trained with other settings: resuming it would be another training.
+
+        Returns:
+            Whether its number of epochs or steps is another.
+        """
         before = check(read_file(Settings, str(self.path)))
         for name in fields():
             old, new = attrgetter(name)(before), attrgetter(name)(settings)
-            if name not in MAY_CHANGE and old != new:
+            if name not in (*MAY_CHANGE, *LENGTH) and old != new:
                 raise UsageError(
                     f"{self.path} was trained with {name} {old}, not {new}: resume it as it was, or start another run "
                     "with --out"
                 )
+        if before.steps == settings.steps is not None and before.epochs != settings.epochs:
+            raise UsageError(
+                f"{self.path} was trained for steps {before.steps}, which epochs do not change: give --steps, or "
+                f"--steps none --epochs {settings.epochs:g}"
+            )
+        return any(getattr(before, name) != getattr(settings, name) for name in LENGTH)
 
     def check_disk(self, checkpoint_bytes: int) -> None:
         """Raise an error if two checkpoints do not fit: the last one stays until the next is complete."""

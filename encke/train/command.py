@@ -8,17 +8,19 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import NoReturn
 
 from encke.tools.errors import UsageError
 from encke.tools.options import help_width
-from encke.train.settings import RECIPES, Settings, parse, read_as
+from encke.train.settings import RECIPES, SETTINGS, Settings, find, parse, read_as, read_file
 
 EXIT_CODES = {"done": 0, "diverged": 2, "interrupted": 130}
 """Exit code of the command by the reason in result.json."""
 ABOUT = """Train from one settings file. RECIPE is a YAML file, a name from the list below, or the folder of a run.
-Every setting can be changed here: --optimizer.lr 0.05 --policy none --epochs 5. Under torchrun the same command trains
-with many processes: torchrun --nproc-per-node 2 -m encke train RECIPE.
+Every setting can be changed here: --optimizer.lr 0.05 --policy none --epochs 5. A run goes on beyond its end with more
+epochs: encke train runs/digits --epochs 20. Under torchrun the same command trains with many processes:
+torchrun --nproc-per-node 2 -m encke train RECIPE.
 
 Recipes:
 
@@ -44,14 +46,23 @@ def train(arguments: Sequence[str]) -> None:
     options = read_as(Options, arguments[0], arguments[1:])
     if options.resume and options.overwrite:
         raise UsageError("--resume goes on with a run and --overwrite deletes it: choose one")
+    resume = options.resume or (not options.overwrite and asks_for_more(arguments[0], options))
     settings = Settings(**{field.name: getattr(options, field.name) for field in fields(Settings)})
     from encke.train.loop import train as run  # slow to import: after everything that can be wrong in a line
 
-    code = EXIT_CODES[run(settings, options.resume, options.overwrite).get("reason", "done")]
+    code = EXIT_CODES[run(settings, resume, options.overwrite).get("reason", "done")]
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         end(code)
     if code:
         raise SystemExit(code)
+
+
+def asks_for_more(recipe: str, options: Options) -> bool:
+    """Return whether the recipe is the folder of a run, whose epochs or steps the command line changes."""
+    before = read_file(Settings, recipe)
+    own = Path(before.out) / SETTINGS
+    is_run = own.exists() and own.samefile(find(recipe)) and options.out == before.out
+    return is_run and (before.epochs, before.steps) != (options.epochs, options.steps)
 
 
 def end(code: int) -> NoReturn:

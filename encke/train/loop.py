@@ -13,7 +13,9 @@ from torch.nn import functional as F
 
 import encke
 from encke.tools.errors import UsageError
+from encke.tools.step_memory import StepRecorder
 from encke.tools.terminal import note
+from encke.train import tensorboard
 from encke.train.checkpoint import RunFolder, first_line
 from encke.train.data.order import Batch, Source
 from encke.train.data.sources import batches
@@ -29,6 +31,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def train(settings: Settings, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
     """Train as the settings say, into the folder `settings.out`; return the content of result.json."""
+    if settings.log == "tensorboard":
+        tensorboard.check()
     world = World(settings.device)
     folder = RunFolder(settings, resume, overwrite) if world.first else None
     try:
@@ -55,7 +59,8 @@ def train_in(folder: RunFolder | None, settings: Settings, world: World, resume:
                 for group in run.optimizer.param_groups:
                     group["lr"] = settings.optimizer.lr * factor(progress.step)
                 due = log.due(progress.step + 1)
-                step(run, inputs, targets, due)
+                with log.recording((inputs, targets)) as recorder:
+                    step(run, inputs, targets, due, recorder)
                 progress.step += 1
                 log.step()
                 if due or world.size == 1:  # with several processes the question costs a message
@@ -89,7 +94,9 @@ def prepare(
         state = world.share(folder.load() if folder is not None else None) if resume else None
         if state is not None:
             restore(run, state, folder)
-        elif settings.model.weights and (line := load_weights(run.model, settings.model.weights)) and world.first:
+        if folder is not None and folder.is_lengthened:
+            check_length(run, state, factor)
+        if state is None and settings.model.weights and (line := load_weights(run.model, settings.model.weights)) and world.first:
             note(line)
         if not world.cuda:
             rehearse(run)
@@ -119,6 +126,24 @@ def restore(run: Run, state: dict[str, Any], folder: RunFolder | None) -> None:
         raise folder.unusable(f"is not of this run ({type(error).__name__}: {first_line(error)})") from None
 
 
+def check_length(run: Run, state: dict[str, Any] | None, factor: Callable[[int], float]) -> None:
+    """Raise an error if a run that is to have other epochs or steps has none left to do; say how its schedule goes on.
+
+    A schedule that depends on the number of steps is that of the new number from here on.
+    """
+    settings, done, total = run.settings, run.progress.step, run.total_steps
+    if state is None:
+        raise UsageError(f"{settings.out} has no checkpoint to go on from: start it again with --overwrite")
+    if done >= total:
+        raise UsageError(f"{settings.out} has done {done} steps, and {total} are asked for: give more --epochs or --steps")
+    if settings.schedule.name in ("cosine", "one-cycle"):
+        last, new = run.optimizer.param_groups[0]["lr"], settings.optimizer.lr * factor(done)
+        note(
+            f"the schedule {settings.schedule.name} now ends at step {total}: after step {done} the learning rate goes "
+            f"from {last:.3g} to {new:.3g}"
+        )
+
+
 def read(run: Run, source: Source, **which: Any) -> Iterator[Batch]:
     """Give batches on this process's device, in the memory format of the settings."""
     world, settings = run.world, run.settings
@@ -143,16 +168,21 @@ def rehearse(run: Run) -> None:
     torch.set_rng_state(generator)
 
 
-def step(run: Run, inputs: Tensor, targets: Tensor, measured: bool) -> None:
-    """Do forward and backward for each micro-batch, then the optimizer step."""
+def step(run: Run, inputs: Tensor, targets: Tensor, measured: bool, recorder: StepRecorder | None) -> None:
+    """Do forward and backward for each micro-batch, then the optimizer step; `measured` and `recorder` are for memory.
+
+    The memory of a recorded step is not measured otherwise: the record itself is in the memory of the process.
+    """
     settings, count = run.settings, run.settings.accumulate
     if len(targets) % count:
         raise UsageError(f"the {len(targets)} samples of a process must be a multiple of accumulate ({count})")
     for index, (chunk, target) in enumerate(zip(inputs.chunk(count), targets.chunk(count), strict=True)):
-        before = memory_held(run.world.device) if measured else None
+        before = memory_held(run.world.device) if measured and recorder is None else None
         # The gradients of the processes are averaged with the last micro-batch.
         with nullcontext() if index == count - 1 or run.world.size == 1 else run.wrapped.no_sync():  # type: ignore
             output, loss = forward(run, run.wrapped, chunk, target, settings.label_smoothing)
+            if recorder is not None:
+                recorder.forward_ended()
             if before is not None:
                 run.progress.held_bytes = (memory_held(run.world.device) or before) - before
             run.scaler.scale(loss / count).backward()

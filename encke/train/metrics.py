@@ -6,7 +6,8 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,15 +18,20 @@ from torch import Tensor
 from encke.report import Report
 from encke.tools.errors import UsageError
 from encke.tools.process import ALLOCATOR, forget_peak, memory
+from encke.tools.step_memory import StepRecorder
 from encke.tools.units import duration, size
-from encke.train.checkpoint import METRICS, RESULT, SITES, RunFolder
+from encke.torch_internals import profiler_enabled
+from encke.train.checkpoint import MEMORY, METRICS, RESULT, SITES, TENSORBOARD, RunFolder
 from encke.train.display import Display
 from encke.train.settings import Settings, code_options
+from encke.train.tensorboard import TensorBoard
 
 if TYPE_CHECKING:
     from encke.train.run import Run
 
 LESS = "A smaller --optimizer.lr, --optimizer.clip 1 or --schedule.warmup 1 may help"
+RECORDED = 15
+"""The step whose memory is recorded, or the last one: ordinary, and the bits of the default policy are set by then."""
 WORSE_THAN_GUESSING = 10
 """A training has diverged if its last epoch's loss is this many times that of guessing, log(classes)."""
 
@@ -160,6 +166,7 @@ class Log:
             quiet=folder is None,
         )
         self.deferred, self.timer = DeferredMetrics(), StepTimer()
+        self.board: TensorBoard | None = None
         self.started = time.perf_counter() - run.progress.seconds
         save = run.settings.save
         self.save_every = max(1, round(save * run.steps_per_epoch)) if save else run.total_steps
@@ -170,11 +177,15 @@ class Log:
         reset_memory_peak(device)
         if progress.memory_before_bytes is None:
             progress.memory_before_bytes = memory_held(device)
+        if self.folder is not None and self.run.settings.log == "tensorboard":
+            self.board = TensorBoard(self.folder.path / TENSORBOARD, progress.step)
         self.timer.reset()
         return self
 
     def __exit__(self, *error: object) -> None:
         self.display.close()
+        if self.board is not None:
+            self.board.close()
 
     @property
     def seconds(self) -> float:
@@ -184,6 +195,26 @@ class Log:
     def due(self, step: int) -> bool:
         """Return whether the step writes a line of metrics."""
         return step % self.run.settings.metrics == 0 or step == self.run.total_steps
+
+    @contextmanager
+    def recording(self, data: Iterable[Tensor]) -> Iterator[StepRecorder | None]:
+        """Record the memory of the step in the block into memory.json if it is the one to record, else give None."""
+        run, number = self.run, self.run.progress.step + 1
+        chosen = 1 < number == min(RECORDED, run.total_steps)
+        if self.folder is None or not chosen or profiler_enabled():
+            yield None
+            return
+        run.progress.note_peak(memory_peak(run.world.device))
+        start = time.perf_counter()
+        with StepRecorder(run.model, run.optimizer, data) as recorder:
+            yield recorder
+        run.progress.step_peak_bytes = peak = recorder.memory.peak_bytes
+        self.folder.write(MEMORY, {"step": number, **asdict(recorder.memory)})
+        if self.board is not None:
+            self.board.write({"step": number, "step_peak_bytes": peak})
+        # Recording takes memory and time of its own.
+        reset_memory_peak(run.world.device)
+        self.timer.start += time.perf_counter() - start - recorder.memory.seconds
 
     def step(self) -> None:
         """Write and show what is due after a step."""
@@ -199,9 +230,15 @@ class Log:
         loss, accuracy = self.run.meter.mean(sums)
         check_loss(loss, self.run)
         line = {**line, "loss": loss, "accuracy": accuracy}
+        self._append(line)
+        self.display.step(line, line["step_seconds"] * (self.run.total_steps - line["step"]))
+
+    def _append(self, line: dict[str, Any]) -> None:
+        """Append a line of metrics to the folder, and its figures to TensorBoard's."""
         if self.folder is not None:
             self.folder.append(METRICS, line)
-        self.display.step(line, line["step_seconds"] * (self.run.total_steps - line["step"]))
+        if self.board is not None:
+            self.board.write(line)
 
     def _write_sites(self) -> None:
         """Write ratio and bound of every site to the folder and the screen, if it is time."""
@@ -228,8 +265,7 @@ class Log:
         progress.note_validation(*validate(run))
         reset_memory_peak(device)  # validation does not count
         line = epoch_line(run, accuracy, self.seconds)
-        if self.folder is not None:
-            self.folder.append(METRICS, line)
+        self._append(line)
         self.display.epoch(line)
         self.timer.reset()
 
@@ -349,6 +385,8 @@ def closing(result: dict[str, Any], settings: Settings) -> str:
     words.append(duration(result["seconds"]))
     if result["peak_bytes"] is not None:
         words.append(f"peak {size(result['peak_bytes'])}")
+    elif result["step_peak_bytes"] is not None:
+        words.append(f"peak of all tensors {size(result['step_peak_bytes'])}")
     if result["ratio"] is not None:
         words.append(f"saved tensors {result['ratio']:.1f}x smaller")
     return f"done: {', '.join(words)}. To see it: encke report {out}"

@@ -29,6 +29,7 @@ class Progress:
     peak_bytes: int | None = None
     memory_before_bytes: int | None = None
     held_bytes: int | None = None
+    step_peak_bytes: int | None = None
     train_loss: float | None = None
     validation_loss: float | None = None
     validation_accuracy: float | None = None

@@ -181,6 +181,8 @@ class Settings:
     """Steps between lines of ratio and bound of every site in sites.jsonl; 0 writes none."""
     table: int = 0
     """Steps between tables of ratio and bound of every site on the screen; 0 shows none."""
+    log: Literal["tensorboard"] | None = None
+    """tensorboard: write loss, learning rate, ratio and memory for it too, into the folder tensorboard of the run."""
 
 
 SECTIONS = {

@@ -23,7 +23,7 @@ POLICY = ("sigma", "rounding", "bits", "block", "bound", "mode")
 """Settings of a policy, in the order in which they are shown."""
 DATA_LOCATION = ("data.path", "data.validation", "data.workers", "data.augment")
 """Settings in which runs on the same data may differ: location and reading."""
-NOT_COMPARED = ("out", "device", "save", "metrics", "sites", "table", "data.workers")
+NOT_COMPARED = ("out", "device", "save", "metrics", "sites", "table", "log", "data.workers")
 """Settings that do not change the training; the device itself is in environment.json."""
 
 
