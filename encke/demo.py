@@ -24,7 +24,7 @@ from encke.tools.provenance import provenance
 from encke.tools.terminal import note, table
 from encke.tools.units import duration, size
 from encke.train.report import command
-from encke.train.report.summary import Section, Table
+from encke.train.report.summary import Section, StepChart, Table
 
 METHODS = ("plain", "default")
 MODEL, TITLE = "resnet50", "ResNet-50"
@@ -60,7 +60,8 @@ def demo(image: int = 128, batch: int = 32, epochs: int = 2, seed: int = 0, out:
     for section in sections:
         show(section)
     write_json(out / "results.json", {**provenance(), "photos": photos, "digits": digits})
-    command.write([out / method for method in METHODS], out / "report.html", sections, "Encke demo")
+    runs = [out / method for method in METHODS]
+    command.write(runs, out / "report.html", sections, "Encke demo", [cap_section(photos)])
     note(
         f"\n{duration(time.monotonic() - began)}. Wrote {out / 'report.html'} (open it in a browser) and results.json."
     )
@@ -76,9 +77,13 @@ def act_one(image: int, batch: int) -> dict[str, Any]:
         if method != "plain":
             # Compiling kernels takes memory, too: a first run leaves them in the cache on disk.
             measure(Task(**{**task.__dict__, "warm": 1, "steps": 1}))
-        found[method] = answer = measure(task)
-        if "failed" in answer:
-            raise UsageError(f"the {method} training failed: {answer['failed']}")
+        with Child(task) as child:
+            found[method] = answer = child.ask(measure=True, keep=True)
+            curve = child.ask(curve=True)
+        for each in (answer, curve):
+            if "failed" in each:
+                raise UsageError(f"the {method} training failed: {each['failed']}")
+        answer["step_memory"] = curve
         if answer["peak_added_bytes"] is None:
             raise UsageError("this system does not tell a process's memory: the demo needs Linux")
         note(f"  {label(method)}: peak {size(answer['peak_above_bytes'])}, {answer['step_ms'] / 1e3:.2f} s a step")
@@ -88,7 +93,7 @@ def act_one(image: int, batch: int) -> dict[str, Any]:
         with Child(Task(**{**task.__dict__, "cap": cap})) as child:
             answer = child.ask(trial=batch)
         found[method]["capped"] = words = outcome(answer)
-        note(f"  {label(method)} with {size(cap)} of memory: {words}")
+        note(f"  {label(method)} with {size(cap)} of memory: {short(words)}")
     return {**found, "cap_bytes": cap}
 
 
@@ -165,11 +170,22 @@ def memory_section(found: dict[str, Any], image: int, batch: int) -> Section:
     rows.append(("time of a step", f"{a:.2f} s", f"{b:.2f} s", f"{b / a:.2f}x the time"))
     rows.append((f"with {size(found['cap_bytes'])} of memory", *(short(found[m]["capped"]) for m in METHODS), ""))
     caption = f"Act 1, memory: {TITLE}, {batch} photos of {image} x {image}"
-    paragraphs = (
-        "The peak holds everything: saved tensors, outputs, gradients, and each tensor while it is being read again.",
-        f"Under the cap, plain: {plain['capped']}. Encke: {ours['capped']}.",
+    words = (
+        "The table has the memory of the process. Its peak holds everything: saved tensors, outputs, gradients, and "
     )
-    return Section("Memory", paragraphs, (Table(caption, HEAD, tuple(rows)),))
+    words += "each tensor while it is being read again."
+    setting = f"{TITLE}, {batch} photos of {image} x {image}, fp32, SGD with momentum, default policy"
+    chart = StepChart(
+        f"Bytes of all tensors through one training step: {setting}",
+        tuple((label(method), found[method]["step_memory"]) for method in METHODS),
+    )
+    return Section("Memory", (words,), (Table(caption, HEAD, tuple(rows)),), chart)
+
+
+def cap_section(found: dict[str, Any]) -> Section:
+    """Return how the trainings under a cap on memory ended, in the words of the libraries."""
+    words = (f"{label(method)}: {found[method]['capped']}." for method in METHODS)
+    return Section(f"Training with {size(found['cap_bytes'])} of memory", tuple(words))
 
 
 def short(words: str) -> str:

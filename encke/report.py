@@ -14,7 +14,11 @@ from encke.capture.ledger import CAST_AGAIN, SIZE_PENDING, Record
 from encke.codecs import Codec
 from encke.codecs.pending import settle_all
 from encke.tools.files import write_json
+from encke.tools.terminal import columns
 from encke.tools.units import size
+
+LEAST_NAME = 10
+"""Characters that a name of a layer or an operation keeps in a narrow terminal."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,8 @@ class Row:
     bound: str
     saved_bytes: int
     packed_bytes: int
+    shared: tuple[str, ...] = ()
+    """Other sites that saved this tensor, such as "features.8 Convolution.input"."""
 
     @property
     def ratio(self) -> float:
@@ -95,17 +101,31 @@ class Report:
             sizes = (size(row.saved_bytes), size(row.packed_bytes))
             table.append((row.layer or "-", name, row.codec, row.bound, *sizes, ratio))
         table.append(("all", "", "", "", size(self.saved_bytes), size(self.packed_bytes), f"{self.ratio:.1f}"))
-        widths = [max(len(line[i]) for line in table) for i in range(len(head))]
-        lines = [
-            "  ".join(
-                cell.ljust(w) if i < 4 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-            )
-            for line in table
-        ]
+        lines = aligned(table, columns())
         lines.insert(1, "-" * len(lines[0]))
         lines.insert(len(lines) - 1, "-" * len(lines[0]))
         note = f"{self.policy}; last of {self.forwards} forward passes; measured peak {size(self.peak_bytes)}"
         return "\n".join([*(line.rstrip() for line in lines), note])
+
+
+def aligned(rows: list[tuple[str, ...]], most: int) -> list[str]:
+    """Return rows in columns that are at most `most` characters wide together.
+
+    Where that is too narrow for the names in the first two columns, their beginnings are left out.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    space = "  " if sum(widths) + 2 * (len(widths) - 1) <= most else " "
+    spare = most - sum(widths[2:]) - len(space) * (len(widths) - 1)
+    while sum(widths[:2]) > max(spare, 2 * LEAST_NAME):
+        widths[widths[1] > widths[0]] -= 1
+    lines = []
+    for row in rows:
+        cells = [
+            cell if len(cell) <= width else f"…{cell[1 - width :]}" for cell, width in zip(row, widths, strict=True)
+        ]
+        cells = [cell.ljust(widths[i]) if i < 4 else cell.rjust(widths[i]) for i, cell in enumerate(cells)]
+        lines.append(space.join(cells))
+    return lines
 
 
 class StepLog:
@@ -162,9 +182,10 @@ def rows_of(records: list[Record]) -> tuple[Row, ...]:
         key = (site.layer, site.operation) if codec in ("kept", CAST_AGAIN) else (number,)
         old = rows.get(key)
         saved = record.saved_bytes + (old.saved_bytes if old else 0)
-        rows[key] = Row(
-            site.layer, site.operation, site.slot, codec, bound, saved, packed + (old.packed_bytes if old else 0)
-        )
+        packed += old.packed_bytes if old else 0
+        others = (sharer.site for sharer in record.facts.sharers)
+        shared = tuple(sorted(f"{other.layer} {other.operation}.{other.slot}" for other in others))
+        rows[key] = Row(site.layer, site.operation, site.slot, codec, bound, saved, packed, shared)
     return tuple(row for row in rows.values() if row.saved_bytes or row.packed_bytes)
 
 

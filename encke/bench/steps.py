@@ -2,7 +2,8 @@
 
 `python -m encke.bench.steps '<task as JSON>'` reads requests from stdin, one JSON line each, and answers each with one
 line on stdout: `{"measure": true}`, with `"keep": true` so that the next one measures the same training again, or
-`{"trial": 64}` to find out whether a batch of 64 fits into memory, or `{"first": 50}` for each of the first 50 steps.
+`{"curve": true}` for the memory through one step, or `{"trial": 64}` to find out whether a batch of 64 fits into
+memory, or `{"first": 50}` for each of the first 50 steps.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from encke.codecs import GroupQuant
 from encke.policies import Fixed
 from encke.tools import process
 from encke.tools.files import finite_json
+from encke.tools.step_memory import StepMemory, StepRecorder
 
 WARM = 13
 """Warm-up steps. The default policy collects in the 10th, and settles in the next ones."""
@@ -316,6 +318,16 @@ def measure_time(training: Training, task: Task, result: Result) -> None:
     result.per_second = 1e3 * task.units / result.pipelined_ms
 
 
+def step_memory(training: Training) -> StepMemory:
+    """Record the memory through one ordinary step."""
+    with StepRecorder(training.model, training.optimizer, training.data) as recorder:
+        loss = training.forward()
+        recorder.forward_ended()
+        loss.backward()
+        training.finish()
+    return recorder.memory
+
+
 def first_steps(task: Task, count: int) -> dict[str, Any]:
     """Time each of the first steps from the model's making on, and count the kernels that are compiled in it."""
     with Compilations() as compilations:
@@ -424,6 +436,8 @@ class Server:
             return trial(replace(self.task, batch=request["trial"]))
         measurement = self.kept or Measurement(self.task)
         self.kept = measurement if request.get("keep") else None
+        if "curve" in request:
+            return asdict(step_memory(measurement.training))
         return finite_json(asdict(measurement.measure()))
 
     def serve(self, requests: TextIO, answers: TextIO) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +17,8 @@ from torch.autograd.profiler import profile, record_function
 from encke.torch_internals import profiler_enabled
 
 MARK = "encke mark "
+NOISE = (b"CPUAllocator.cpp", b"ActivityProfiler")
+"""In each line about a profiler's start and stop, and about memory that is older than the profiler."""
 
 
 @dataclass
@@ -64,17 +68,18 @@ class Allocations:
     def __enter__(self) -> Allocations:
         if profiler_enabled():
             raise RuntimeError("memory is recorded with torch's profiler, and one is at work already: leave it first")
+        self._quiet = quiet()
+        self._quiet.__enter__()
+        self._profile.__enter__()
         self._began = time.time()
-        with quiet():
-            self._profile.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.seconds = time.time() - self._began
-        with quiet():
-            self._profile.__exit__(kind, value, trace)
+        self._profile.__exit__(kind, value, trace)
+        self._quiet.__exit__(None, None, None)
         results = self._profile.kineto_results
         assert results is not None
         events = sorted(results.events(), key=lambda event: event.start_ns())
@@ -98,12 +103,18 @@ class Allocations:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Drop what libraries write to the process's standard error: the profiler reports its start and stop there."""
-    with open(os.devnull, "w") as nowhere:
+    """Drop what the profiler and the allocator write to the process's standard error; other lines come afterwards."""
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as said:
         kept = os.dup(2)
-        os.dup2(nowhere.fileno(), 2)
+        os.dup2(said.fileno(), 2)
         try:
             yield
         finally:
+            sys.stderr.flush()
             os.dup2(kept, 2)
             os.close(kept)
+            said.seek(0)
+            for line in said:
+                if not any(noise in line for noise in NOISE):
+                    os.write(2, line)

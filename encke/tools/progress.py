@@ -25,10 +25,15 @@ class StatusLine:
         self.live = sys.stderr.isatty()
         self.printed = time.monotonic()
 
+    @property
+    def width(self) -> int:
+        """Characters that the live line may have."""
+        return shutil.get_terminal_size().columns - 1
+
     def show(self, text: str, at_once: bool = False) -> None:
         """Replace the line; `at_once` prints it also outside a terminal, however short the pause was."""
         if self.live:
-            print(CLEAR + text[: shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
+            print(CLEAR + text[: self.width], end="", file=sys.stderr, flush=True)
         elif at_once or time.monotonic() - self.printed >= PAUSE:
             self.printed = time.monotonic()
             note(text)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
 
 
 def note(line: str = "") -> None:
@@ -10,16 +12,43 @@ def note(line: str = "") -> None:
     print(line, flush=True)
 
 
+def columns() -> int:
+    """Return the width of the terminal; no limit where the output is none."""
+    return shutil.get_terminal_size((0, 0)).columns or sys.maxsize
+
+
 def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: first column to the left, figures to the right. A short row ends with a line in words."""
+    """Print a table: first column to the left, figures to the right. A short row ends with a line in words.
+
+    Columns for which a terminal is too narrow follow below, with the first column again.
+    """
     widths = [max(len(row[i]) for row in (heads, *rows) if len(row) == len(heads)) for i in range(len(heads))]
     widths[0] = max(len(row[0]) for row in (heads, *rows))
     note()
     note(title)
-    for row in (heads, ["-" * width for width in widths], *rows):
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=False)]
-        note("  ".join(cells if len(row) == len(heads) else [cells[0], *row[1:]]).rstrip())
+    for part in parts(widths, columns()):
+        if part.start > 1:
+            note()
+        for row in (heads, ["-" * width for width in widths], *rows):
+            cells = [row[0].ljust(widths[0])]
+            if len(row) == len(heads):
+                cells += [cell.rjust(width) for cell, width in zip(row[part], widths[part], strict=True)]
+            elif part.start == 1:
+                cells += row[1:]
+            else:
+                continue
+            note("  ".join(cells).rstrip())
+
+
+def parts(widths: Sequence[int], most: int) -> Iterator[slice]:
+    """Give the columns after the first in groups, each of which fits beside the first."""
+    start, taken = 1, widths[0]
+    for column in range(1, len(widths)):
+        taken += 2 + widths[column]
+        if taken > most and column > start:
+            yield slice(start, column)
+            start, taken = column, widths[0] + 2 + widths[column]
+    yield slice(start, len(widths))
 
 
 def number(value: float | None, digits: int = 1) -> str:

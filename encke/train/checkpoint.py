@@ -36,7 +36,7 @@ OLD_SITES = "layers.jsonl"
 """Name of sites.jsonl in release 0.1."""
 MAY_CHANGE = (
     *("model.weights", "data.path", "data.validation", "data.workers"),
-    *("device", "out", "save", "metrics", "sites", "table", "log"),
+    *("device", "out", "save", "metrics", "sites", "table", "ratios", "log"),
 )
 """Settings that may differ when a run is resumed: its steps stay the same."""
 LENGTH = ("epochs", "steps")

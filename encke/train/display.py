@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from encke.tools.progress import StatusLine
+from encke.tools.terminal import columns, parts
 from encke.tools.units import duration, size
+
+BAR = 16
+"""Characters of the bar in the live line."""
+REPEATED = 20
+"""Lines of ratios under the same names."""
 
 
 def figures(line: dict[str, Any], unit: str) -> str:
@@ -22,18 +28,54 @@ def figures(line: dict[str, Any], unit: str) -> str:
     return ", ".join(parts)
 
 
+def live_line(line: dict[str, Any], steps: int, epochs: float, left: float, unit: str, width: int) -> str:
+    """Return a line of metrics that fits the width: bar, epoch and time left, then as many figures as there is room."""
+    done = round(BAR * line["step"] / steps)
+    end = f"{duration(left)} left"
+    text = f"[{'#' * done}{'-' * (BAR - done)}] epoch {line['epoch']:.2f} of {epochs:g}"
+    figures = [f"loss {line['loss']:.4f}"]
+    if line["accuracy"] is not None:
+        figures.append(f"{100 * line['accuracy']:.1f} %")
+    if line["ratio"] is not None:
+        figures.append(f"{line['ratio']:.1f}x smaller")
+    if line["peak_bytes"] is not None:
+        figures.append(f"peak {size(line['peak_bytes'])}")
+    figures.append(f"{line['per_second']:,.0f} {unit}/s")
+    for figure in figures:
+        if len(f"{text}, {figure}, {end}") > width:
+            break
+        text += f", {figure}"
+    return f"{text}, {end}"
+
+
+def ratio_lines(step: int, ratios: dict[str, float], width: int) -> list[list[str]]:
+    """Return heads and figures of a step's ratios as pairs of lines, each of which fits the width."""
+    rows = ["step", *ratios], [f"{step:,}", *(f"{ratio:.1f}" for ratio in ratios.values())]
+    widths = [max(7, *map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        ["  ".join(cell.rjust(widths[i]) for i, cell in [(0, row[0]), *list(enumerate(row))[part]]) for row in rows]
+        for part in parts(widths, width)
+    ]
+
+
 class Display:
     """Lines of a training in the terminal. Only rank 0 shows them; the others are `quiet`."""
 
     def __init__(self, steps: int, epochs: float, unit: str, quiet: bool) -> None:
         self.steps, self.epochs, self.unit, self.quiet = steps, epochs, unit, quiet
         self.line = StatusLine()
+        self.heads: str = ""
+        """Names in the last lines of ratios, which are shown again after `REPEATED` lines."""
+        self.below = 0
 
     def step(self, metrics: dict[str, Any], left: float) -> None:
         """Show a line of metrics, with the seconds that are left."""
         if not self.quiet:
             place = f"step {metrics['step']} of {self.steps}, epoch {metrics['epoch']:.2f} of {self.epochs:g}"
-            self.line.show(f"{place}: {figures(metrics, self.unit)}, {duration(left)} left")
+            text = f"{place}: {figures(metrics, self.unit)}, {duration(left)} left"
+            if self.line.live:
+                text = live_line(metrics, self.steps, self.epochs, left, self.unit, self.line.width)
+            self.line.show(text)
 
     def epoch(self, metrics: dict[str, Any]) -> None:
         """Show an epoch's end, with the result of validation."""
@@ -45,6 +87,15 @@ class Display:
         if metrics["validation_accuracy"] is not None:
             words.append(f"accuracy {100 * metrics['validation_accuracy']:.2f} %")
         self.say(f"epoch {metrics['epoch']:g} of {self.epochs:g}: {', '.join(words)} ({duration(metrics['seconds'])})")
+
+    def ratios(self, step: int, found: dict[str, float]) -> None:
+        """Show the ratio of every convolution in a step, under names that are repeated now and then."""
+        for heads, figures in ratio_lines(step, found, columns()):
+            self.below += 1
+            if heads != self.heads or self.below > REPEATED:
+                self.heads, self.below = heads, 1
+                self.say(heads)
+            self.say(figures)
 
     def say(self, text: str) -> None:
         """Show a line that stays."""

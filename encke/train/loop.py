@@ -96,7 +96,12 @@ def prepare(
             restore(run, state, folder)
         if folder is not None and folder.is_lengthened:
             check_length(run, state, factor)
-        if state is None and settings.model.weights and (line := load_weights(run.model, settings.model.weights)) and world.first:
+        if (
+            state is None
+            and settings.model.weights
+            and (line := load_weights(run.model, settings.model.weights))
+            and world.first
+        ):
             note(line)
         if not world.cuda:
             rehearse(run)
@@ -135,7 +140,9 @@ def check_length(run: Run, state: dict[str, Any] | None, factor: Callable[[int],
     if state is None:
         raise UsageError(f"{settings.out} has no checkpoint to go on from: start it again with --overwrite")
     if done >= total:
-        raise UsageError(f"{settings.out} has done {done} steps, and {total} are asked for: give more --epochs or --steps")
+        raise UsageError(
+            f"{settings.out} has done {done} steps, and {total} are asked for: give more --epochs or --steps"
+        )
     if settings.schedule.name in ("cosine", "one-cycle"):
         last, new = run.optimizer.param_groups[0]["lr"], settings.optimizer.lr * factor(done)
         note(

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 LESS = "A smaller --optimizer.lr, --optimizer.clip 1 or --schedule.warmup 1 may help"
 RECORDED = 15
 """The step whose memory is recorded, or the last one: ordinary, and the bits of the default policy are set by then."""
+CONVOLUTION = " Convolution.input"
+"""End of the name of a site where a convolution saves its input."""
 WORSE_THAN_GUESSING = 10
 """A training has diverged if its last epoch's loss is this many times that of guessing, log(classes)."""
 
@@ -243,15 +245,18 @@ class Log:
     def _write_sites(self) -> None:
         """Write ratio and bound of every site to the folder and the screen, if it is time."""
         step, settings = self.run.progress.step, self.run.settings
-        written, shown = (every > 0 and step % every == 0 for every in (settings.sites, settings.table))
+        every = (settings.sites, settings.table, settings.ratios)
+        written, shown, ratios = (steps > 0 and step % steps == 0 for steps in every)
         written |= settings.sites > 0 and step == 1
-        if self.run.handle is None or self.folder is None or not (written or shown):
+        if self.run.handle is None or self.folder is None or not (written or shown or ratios):
             return
         report = self.run.handle.report()
         if written:
             self.folder.append(SITES, {"step": step, **byte_counts(report), "sites": report.to_dict()["sites"]})
         if shown:
             self.display.say(str(report))
+        if ratios:
+            self.display.ratios(step, {**convolutions(report), "all": report.ratio})
 
     def epoch(self, validate: Callable[[Run], tuple[float | None, float | None]]) -> None:
         """Validate, and write and show the line of an epoch."""
@@ -345,6 +350,16 @@ def byte_counts(report: Report | None) -> dict[str, Any]:
     if report is None:
         return {"saved_bytes": None, "packed_bytes": None, "ratio": None}
     return {"saved_bytes": report.saved_bytes, "packed_bytes": report.packed_bytes, "ratio": report.ratio}
+
+
+def convolutions(report: Report) -> dict[str, float]:
+    """Return the ratio of every convolution's input by layer, also where another layer saved the same tensor first."""
+    found: dict[str, float] = {}
+    for row in report.sites:
+        for name in (f"{row.layer} {row.operation}.{row.slot}", *row.shared):
+            if name.endswith(CONVOLUTION):
+                found[name.removesuffix(CONVOLUTION)] = row.ratio
+    return found
 
 
 def result_of(run: Run, step_seconds: float | None, seconds: float, stopped: bool) -> dict[str, Any]:

@@ -181,6 +181,8 @@ class Settings:
     """Steps between lines of ratio and bound of every site in sites.jsonl; 0 writes none."""
     table: int = 0
     """Steps between tables of ratio and bound of every site on the screen; 0 shows none."""
+    ratios: int = 0
+    """Steps between lines with the ratio of every convolution on the screen; 0 shows none."""
     log: Literal["tensorboard"] | None = None
     """tensorboard: write loss, learning rate, ratio and memory for it too, into the folder tensorboard of the run."""
 
@@ -437,6 +439,7 @@ MINIMUM: dict[str, float] = {
     "metrics": 1,
     "sites": 0,
     "table": 0,
+    "ratios": 0,
     "save": 0,
     "seed": 0,
     "model.context": 1,

@@ -46,9 +46,15 @@ def report(runs: tuple[Path, ...], out: Path | None = None, format: Literal["htm
     print(f"wrote {out}")
 
 
-def write(runs: Sequence[Path], out: Path, extra: Sequence[Section] = (), title: str = "Encke report") -> None:
-    """Write the page about the runs, with sections of your own before them."""
-    save(out, to_html(read_all(runs), extra, title))
+def write(
+    runs: Sequence[Path],
+    out: Path,
+    extra: Sequence[Section] = (),
+    title: str = "Encke report",
+    last: Sequence[Section] = (),
+) -> None:
+    """Write the page about the runs, with sections of your own before them and after them."""
+    save(out, to_html(read_all(runs), extra, title, last))
 
 
 def save(out: Path, text: str) -> None:
@@ -79,6 +85,7 @@ def merged(runs: Sequence[Run]) -> dict[str, Any]:
                 "epoch_lines": run.epochs,
                 "sites": run.sites,
                 "forwards": run.forwards,
+                "memory": run.memory,
             }
             for run in runs
         ],

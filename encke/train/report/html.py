@@ -15,10 +15,15 @@ from encke.tools.files import finite_json
 from encke.train.report import summary
 from encke.train.report.charts import chart_data, history
 from encke.train.report.runs import Run, number, pairs
-from encke.train.report.summary import Comparison, Section, Table, Tile, is_figure
+from encke.train.report.summary import Comparison, Section, StepChart, Table, Tile, is_figure
+
+STEP_WORDS = (
+    "Memory rises in the forward pass, in which autograd saves tensors, and falls in backward, which reads them; the "
+    "dotted lines are between the two. Below the dashed line: weights, optimizer state and data, which stay."
+)
 
 
-def to_html(runs: Sequence[Run], extra: Sequence[Section], title: str) -> str:
+def to_html(runs: Sequence[Run], extra: Sequence[Section], title: str, last: Sequence[Section] = ()) -> str:
     """Return the whole page. Its content security policy allows this one script and no request."""
     style, script = (Path(__file__).with_name(f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     data = json.dumps(finite_json([chart_data(run) for run in runs]), separators=(",", ":"), allow_nan=False)
@@ -30,6 +35,7 @@ def to_html(runs: Sequence[Run], extra: Sequence[Section], title: str) -> str:
         sections += [("Summary", summary_html(runs)), ("Runs", table_html(summary.run_table(runs)))]
         sections += [("Curves", curves_html(runs))]
         sections += [("Sites", sites_html(runs)), ("Settings", settings_html(runs))]
+    sections += [(section.title, prose(section)) for section in last]
     sections = [(name, content) for name, content in sections if content]
     links = "".join(f'<a href="#part-{i}">{escape(name)}</a>' for i, (name, _) in enumerate(sections))
     body = "".join(
@@ -68,8 +74,24 @@ def escape(text: object) -> str:
 
 
 def prose(section: Section) -> str:
-    """Return paragraphs and tables of a section."""
-    return "".join(f"<p>{escape(text)}</p>" for text in section.paragraphs) + "".join(map(table_html, section.tables))
+    """Return chart, paragraphs and tables of a section."""
+    words = "".join(f"<p>{escape(text)}</p>" for text in section.paragraphs)
+    return step_chart(section.chart) + words + "".join(map(table_html, section.tables))
+
+
+def step_chart(chart: StepChart | None) -> str:
+    """Return a place into which the script draws the memory through a step, and the peaks in words."""
+    if chart is None:
+        return ""
+    curves = json.dumps(finite_json([{**memory, "name": name} for name, memory in chart.curves]))
+    peaks = [(name, memory["peak_bytes"]) for name, memory in chart.curves]
+    words = f"Peak: {', '.join(f'{name} {summary.size(peak)}' for name, peak in peaks)}."
+    if less := summary.smaller(peaks[0][1], peaks[-1][1]):
+        words = f"{words[:-1]}, {less}."
+    return (
+        f'<figure data-chart="step" data-curves="{escape(curves)}"><figcaption>{escape(chart.caption)}</figcaption>'
+        f'<div class="place"></div><p>{escape(words)} {escape(STEP_WORDS)}</p></figure>'
+    )
 
 
 def table_html(table: Table) -> str:
@@ -116,7 +138,7 @@ def summary_html(runs: Sequence[Run]) -> str:
         tiles = "".join(map(tile_html, comparison.tiles()))
         parts.append(
             f'<article><h3>{escape(comparison.title)}</h3><div class="tiles">{tiles}</div>'
-            f'<div class="pair"><p>{words}</p>{table_html(comparison.table())}</div></article>'
+            f'{step_chart(comparison.chart())}<div class="pair"><p>{words}</p>{table_html(comparison.table())}</div></article>'
         )
     parts += [f"<p>{escape(summary.alone(run))}</p>" for run in runs if not run.plain and run.name not in paired]
     if all(run.plain for run in runs):

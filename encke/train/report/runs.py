@@ -14,7 +14,7 @@ from typing import Any
 
 from encke.tools.errors import UsageError
 from encke.train import settings
-from encke.train.checkpoint import ENVIRONMENT, METRICS, OLD_SITES, RESULT, SITES
+from encke.train.checkpoint import ENVIRONMENT, MEMORY, METRICS, OLD_SITES, RESULT, SITES
 
 A_RUN_FOLDER = "a run folder is what `encke train` writes: settings.yaml, metrics.jsonl and more"
 MOST_FORWARDS = 100
@@ -23,7 +23,7 @@ POLICY = ("sigma", "rounding", "bits", "block", "bound", "mode")
 """Settings of a policy, in the order in which they are shown."""
 DATA_LOCATION = ("data.path", "data.validation", "data.workers", "data.augment")
 """Settings in which runs on the same data may differ: location and reading."""
-NOT_COMPARED = ("out", "device", "save", "metrics", "sites", "table", "log", "data.workers")
+NOT_COMPARED = ("out", "device", "save", "metrics", "sites", "table", "ratios", "log", "data.workers")
 """Settings that do not change the training; the device itself is in environment.json."""
 
 
@@ -41,6 +41,8 @@ class Run:
     forwards: list[dict[str, Any]]
     """Lines of sites.jsonl, evenly thinned if there are very many."""
     result: dict[str, Any]
+    memory: dict[str, Any] = field(default_factory=dict)
+    """Memory through one step, the content of memory.json."""
     resumed: int = 0
     warnings: list[str] = field(default_factory=list)
 
@@ -115,6 +117,7 @@ class Run:
             "per_second": median(self.steps, "per_second"),
             **{key: last.get(key) for key in ("peak_bytes", "memory_before_bytes", "held_bytes")},
             **{key: last.get(key) for key in ("saved_bytes", "packed_bytes")},
+            "step_peak_bytes": self.memory.get("peak_bytes"),
         }
         if found["saved_bytes"] is None and self.forwards:
             found |= {key: self.forwards[-1].get(key) for key in ("saved_bytes", "packed_bytes")}
@@ -169,6 +172,7 @@ def read(folder: Path, name: str) -> Run:
         epochs=epochs,
         forwards=read_forwards(folder / (SITES if (folder / SITES).exists() else OLD_SITES), cut),
         result=read_object(folder / RESULT),
+        memory=read_memory(folder / MEMORY),
         resumed=resumed,
     )
     run.warnings.extend(complaints(run))
@@ -192,6 +196,16 @@ def read_environment(path: Path) -> dict[str, Any]:
     """Read environment.json; in runs of release 0.1 the package is called halley."""
     found = read_object(path)
     return {"encke" if name == "halley" else name: value for name, value in found.items()}
+
+
+def read_memory(path: Path) -> dict[str, Any]:
+    """Read the memory through one step; empty if there is no such file."""
+    found = read_object(path)
+    figures = [found.get(name) for name in ("step", "seconds", "forward_seconds", "resting_bytes", "peak_bytes")]
+    points = found.get("bytes")
+    if found and not (isinstance(points, list) and points and all(map(is_finite, (*figures, *points)))):
+        raise UsageError(f"{path}: not the memory of a step: a figure is missing, or is no number")
+    return found
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -26,12 +26,22 @@ class Table:
 
 
 @dataclass(frozen=True)
+class StepChart:
+    """Memory through one training step, as curves of several trainings."""
+
+    caption: str
+    curves: tuple[tuple[str, Mapping[str, Any]], ...]
+    """Name and figures (the fields of `StepMemory`) of each training, plain first."""
+
+
+@dataclass(frozen=True)
 class Section:
-    """A section of the report: paragraphs, then tables."""
+    """A section of the report: a chart, paragraphs, then tables."""
 
     title: str
     paragraphs: tuple[str, ...] = ()
     tables: tuple[Table, ...] = ()
+    chart: StepChart | None = None
 
 
 @dataclass(frozen=True)
@@ -116,9 +126,20 @@ class Comparison:
 
     @property
     def peak(self) -> str:
-        """Figure of the peak. On the CPU it is the peak above interpreter and libraries."""
-        above = self.pair.plain.on_cpu and None not in self.both("peak_above_bytes")
-        return "peak_above_bytes" if above else "peak_bytes"
+        """Figure of the peak. On the CPU it is the peak above interpreter and libraries, or that of all tensors."""
+        if self.pair.plain.on_cpu and None not in self.both("peak_above_bytes"):
+            return "peak_above_bytes"
+        return "step_peak_bytes" if None in self.both("peak_bytes") else "peak_bytes"
+
+    def chart(self) -> StepChart | None:
+        """Return the memory through one step, if both runs on one machine have recorded it."""
+        run, memories = self.pair.compressed, (self.pair.plain.memory, self.pair.compressed.memory)
+        if not all(memories) or not self.same_machine:
+            return None
+        steps = " and ".join(dict.fromkeys(f"{memory['step']:g}" for memory in memories))
+        setting = f"batch {run.settings.get('batch')}, {run.settings.get('precision')}, policy {run.policy}"
+        caption = f"Bytes of all tensors through step {steps}: {run.model} on {run.data}, {setting}"
+        return StepChart(caption, tuple(zip((self.pair.plain.name, run.name), memories, strict=True)))
 
     def both(self, key: str) -> tuple[float | None, float | None]:
         return self.pair.plain.figures[key], self.pair.compressed.figures[key]
@@ -182,9 +203,11 @@ class Comparison:
                 yield f"Held after forward, measured: {size(held[1])} instead of {size(held[0])} ({smaller(*held)})."
             peak = self.both(self.peak)
             if smaller(*peak):
-                above = " above the memory before the first step" if self.peak == "peak_above_bytes" else ""
+                which = {"peak_above_bytes": " above the memory before the first step"}
+                which["step_peak_bytes"] = " of all tensors in one step"
+                above = which.get(self.peak, "")
                 yield f"The measured peak{above} is {size(peak[1])} instead of {size(peak[0])} ({smaller(*peak)})."
-                if self.pair.plain.on_cpu:
+                if self.peak != "step_peak_bytes" and self.pair.plain.on_cpu:
                     yield "On the CPU that is the memory of the process, compiled kernels included."
             a, b = self.both("step_seconds")
             if a and b:
@@ -242,6 +265,7 @@ class Comparison:
             "held_bytes": f"{memory} held after forward",
             "peak_bytes": f"peak {memory}",
             "peak_above_bytes": "peak above memory before step 1",
+            "step_peak_bytes": "peak of all tensors in a step",
         }.items():
             a, b = self.both(key)
             rows.append((name, size(a), size(b), smaller(a, b) if self.same_machine else ""))
@@ -278,8 +302,9 @@ def alone(run: Run) -> str:
             f"what autograd saves for the backward pass takes {size(packed)} instead of {size(saved)}"
             f" ({smaller(saved, packed)}, counted by Encke). "
         )
-    if figures["peak_bytes"] is not None:
-        words += f"The measured peak is {size(figures['peak_bytes'])}. "
+    peak = figures["step_peak_bytes"] if figures["peak_bytes"] is None else figures["peak_bytes"]
+    if peak is not None:
+        words += f"The measured peak is {size(peak)}. "
     return words + "Without a plain run (policy.name none) of the same model and data there is nothing to compare with."
 
 
@@ -313,6 +338,7 @@ def run_table(runs: Sequence[Run]) -> Table:
         "validation loss": lambda run: loss(run.figures["validation_loss"]),
         "best loss": lambda run: loss(run.figures["best_validation_loss"]),
         "peak memory": lambda run: size(run.figures["peak_bytes"]),
+        "peak of a step": lambda run: size(run.figures["step_peak_bytes"]),
         "saved": lambda run: size(run.figures["saved_bytes"]),
         "packed": lambda run: size(run.figures["packed_bytes"]),
         "ratio": lambda run: times(run.figures["ratio"]),
