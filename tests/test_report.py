@@ -31,3 +31,20 @@ from tests.codecs.common import Rounded
 )
 def test_every_codec_describes_itself(codec: Codec | str, expected: tuple[str, str]) -> None:
     assert report.describe(codec) == expected
+
+
+def test_the_table_fits_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = report.Row(
+        "encoder.layers.encoder_layer_11.self_attention", "ScaledDotProductAttention", "query", "ErrorBounded",
+        "0.25 abs, 0.00195 rel", 123_456_789, 23_456_789,
+    )  # fmt: skip
+    found = report.Report(
+        "Comet()", 10**8, 10**7, 10**9, 2, (long, report.Row("fc", "Addmm", "mat1", "kept", "", 9, 9))
+    )
+    whole = str(found)
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = str(found)
+    assert max(map(len, narrow.splitlines())) == 80 < max(map(len, whole.splitlines()))
+    assert "encoder.layers.encoder_layer_11.self_attention  ScaledDotProductAttention.query" in whole
+    assert "…attention …tion.query ErrorBounded 0.25 abs, 0.00195 rel 123.5 MB 23.5 MB   5.3" in narrow
+    assert "fc         Addmm.mat1  kept" in narrow

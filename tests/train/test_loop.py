@@ -17,9 +17,10 @@ import pytest
 import torch
 from PIL import Image
 
+from encke.cli import main
 from encke.tools.errors import UsageError
 from encke.tools.process import ALLOCATOR
-from encke.train import loop
+from encke.train import loop, metrics
 from encke.train.loop import train
 from encke.train.settings import read
 
@@ -228,6 +229,79 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path):
     again = train(settings(tmp_path / "run"), resume=True)
     assert again["finished"] and again["validation_accuracy"] == first["validation_accuracy"]
     assert all(torch.equal(before[name], value) for name, value in weights(tmp_path / "run").items())
+
+
+@pytest.mark.parametrize("schedule", [["constant"], ["step", "--schedule.milestones", "1.5"]])
+def test_a_longer_run_is_bit_for_bit_the_one_that_was_started_so_long(tmp_path, schedule):
+    schedule = ["--schedule", *schedule, "--schedule.warmup", "0.5"]
+    train(settings(tmp_path / "whole", *schedule))
+    train(settings(tmp_path / "part", *schedule, "--epochs", "1"))
+    main(["train", str(tmp_path / "part"), "--epochs", "2"])
+    assert same_weights(tmp_path / "whole", tmp_path / "part")
+    assert repeatable(tmp_path / "whole") == repeatable(tmp_path / "part")
+    result = json.loads((tmp_path / "part" / "result.json").read_text())
+    assert result["finished"] and result["steps"] == 12 and read(str(tmp_path / "part")).epochs == 2
+
+
+def test_a_schedule_with_an_end_is_that_of_the_new_end_and_says_so(tmp_path, capsys):
+    train(settings(tmp_path / "whole", "--schedule", "cosine", "--metrics", "1"))
+    train(settings(tmp_path / "part", "--schedule", "cosine", "--metrics", "1", "--epochs", "1"))
+    main(["train", str(tmp_path / "part"), "--epochs", "2"])
+    assert (
+        "the schedule cosine now ends at step 12: after step 6 the learning rate goes from" in capsys.readouterr().out
+    )
+    whole, part = ([line["lr"] for line in lines(tmp_path / each) if "lr" in line] for each in ("whole", "part"))
+    assert whole[6:] == part[6:] and whole[:6] != part[:6]
+
+
+def test_a_run_that_is_killed_on_its_way_to_more_epochs_is_not_finished(tmp_path, monkeypatch):
+    train(settings(tmp_path / "whole", "--schedule", "constant"))
+    train(settings(tmp_path / "part", "--schedule", "constant", "--epochs", "1"))
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "step", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            train(settings(tmp_path / "part", "--schedule", "constant"), resume=True)
+    assert train(settings(tmp_path / "part", "--schedule", "constant"), resume=True)["steps"] == 12
+    assert same_weights(tmp_path / "whole", tmp_path / "part")
+
+
+def test_a_run_that_cannot_go_on_says_why_and_stays(tmp_path):
+    out = tmp_path / "run"
+    train(settings(out, "--epochs", "1"))
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    with pytest.raises(UsageError, match="has done 6 steps, and 3 are asked for"):
+        train(settings(out, "--epochs", "0.5"), resume=True)
+    with pytest.raises(UsageError, match="has done 6 steps, and 6 are asked for"):
+        train(settings(out, "--steps", "6"), resume=True)
+    with pytest.raises(UsageError, match="optimizer.lr 0.005, not 0.5"):
+        train(settings(out, "--optimizer.lr", "0.5"), resume=True)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    (out / "checkpoint.pt").unlink()
+    with pytest.raises(UsageError, match="no checkpoint to go on from.*--overwrite"):
+        train(settings(out), resume=True)
+    assert (out / "result.json").exists()
+    train(settings(out, "--steps", "3"), overwrite=True)
+    with pytest.raises(UsageError, match="steps 3, which epochs do not change.*--steps none --epochs 9"):
+        train(settings(out, "--steps", "3", "--epochs", "9"), resume=True)
+
+
+def test_the_memory_of_one_step_is_recorded(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "RECORDED", 3)
+    result = train(settings(tmp_path / "run", "--epochs", "1"))
+    found = json.loads((tmp_path / "run" / "memory.json").read_text())
+    assert found["step"] == 3 and found["peak_bytes"] == max(found["bytes"]) == result["step_peak_bytes"]
+    assert found["resting_bytes"] < found["peak_bytes"] and 0 < found["forward_seconds"] < found["seconds"]
+    train(settings(tmp_path / "short", "--steps", "2"))
+    assert json.loads((tmp_path / "short" / "memory.json").read_text())["step"] == 2
+
+
+def test_the_ratio_of_every_convolution_is_shown_at_every_step(tmp_path, capsys):
+    train(settings(tmp_path / "run", "--steps", "3", "--ratios", "1"))
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    start = next(i for i, words in enumerate(shown) if words and words[0] == "step")
+    assert len(shown[start]) == 7 and shown[start][-1] == "all"  # five convolutions
+    steps = [words for words in shown if len(words) == 7 and words[0] in "123"]
+    assert [words[0] for words in steps] == ["1", "2", "3"] and all(float(word) > 3 for word in steps[-1][1:])
 
 
 @pytest.mark.slow

@@ -18,8 +18,8 @@ from encke.train.report.runs import Run, number, pairs
 from encke.train.report.summary import Comparison, Section, StepChart, Table, Tile, is_figure
 
 STEP_WORDS = (
-    "Memory rises in the forward pass, in which autograd saves tensors, and falls in backward, which reads them; the "
-    "dotted lines are between the two. Below the dashed line: weights, optimizer state and data, which stay."
+    "Autograd saves tensors in the forward pass and releases them in backward, while gradients appear. Dotted lines: "
+    "the end of the forward pass."
 )
 
 
@@ -138,7 +138,8 @@ def summary_html(runs: Sequence[Run]) -> str:
         tiles = "".join(map(tile_html, comparison.tiles()))
         parts.append(
             f'<article><h3>{escape(comparison.title)}</h3><div class="tiles">{tiles}</div>'
-            f'{step_chart(comparison.chart())}<div class="pair"><p>{words}</p>{table_html(comparison.table())}</div></article>'
+            f"{step_chart(comparison.chart())}"
+            f'<div class="pair"><p>{words}</p>{table_html(comparison.table())}</div></article>'
         )
     parts += [f"<p>{escape(summary.alone(run))}</p>" for run in runs if not run.plain and run.name not in paired]
     if all(run.plain for run in runs):
@@ -165,11 +166,11 @@ def curves_html(runs: Sequence[Run]) -> str:
     lines = [line for run in runs for line in (*run.steps, *run.epochs)]
     if any(number(line.get(key)) is not None for line in lines for key in ("accuracy", "validation_accuracy")):
         kinds |= {"accuracy": "Accuracy, training", "validation_accuracy": "Accuracy, validation"}
-    table = summary.epoch_table(runs)
+    tables = "".join(map(table_html, summary.epoch_tables(runs)))
     return (
         '<div class="controls" id="controls"></div><noscript><p>The charts need JavaScript; the tables do not.</p>'
         f'</noscript><div class="grid">{"".join(chart(kind, caption) for kind, caption in kinds.items())}</div>'
-        + (details("As a table", table_html(table)) if table else "")
+        + (details("As tables", tables) if tables else "")
     )
 
 

@@ -16,12 +16,11 @@ MOST_EPOCHS = 20
 
 def to_markdown(runs: Sequence[Run]) -> str:
     """Return the report in Markdown."""
-    epochs = summary.epoch_table(runs, MOST_EPOCHS)
     sections = [
         summary.summary(runs),
         summary.warnings(runs),
-        Section("Runs", (), (summary.run_table(runs),)),
-        Section("Curves", (), (epochs,) if epochs else ()),
+        Section("Runs", (), (turned(summary.run_table(runs)),)),
+        Section("Curves", (), tuple(summary.epoch_tables(runs, MOST_EPOCHS))),
     ]
     lines = ["# Encke report", ""]
     for section in sections:
@@ -34,6 +33,12 @@ def to_markdown(runs: Sequence[Run]) -> str:
     for table in folded:
         lines += [f"<details><summary>{html.escape(table.caption)}</summary>", "", *rows_of(table), "</details>", ""]
     return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def turned(table: Table) -> Table:
+    """Return a table with its rows as columns: a few runs have many figures, and fit a narrow terminal like that."""
+    head, *rows = zip(table.head, *table.rows, strict=True)
+    return Table(table.caption, tuple(head), tuple(rows))
 
 
 def rows_of(table: Table) -> list[str]:

@@ -334,8 +334,11 @@
         const style = `stroke:${curve.colour};stroke-dasharray:1 3`;
         svg.append(draw("line", { x1: x, x2: x, y1: bottom, y2: y, style }));
       }
-      const rest = vertical(curves[0].resting_bytes / unit[0]);
+      const [turn, rest] = at(curves[0].forward_seconds, curves[0].resting_bytes);
       svg.append(draw("line", { class: "cursor", x1: margin, x2: right, y1: rest, y2: rest }));
+      if (bottom - rest > 40) svg.append(draw("text", { x: margin + 6, y: rest + 16 }, "weights, optimizer, data"));
+      svg.append(draw("text", { x: turn - 7, y: bottom - 7, "text-anchor": "end" }, "forward"));
+      svg.append(draw("text", { x: turn + 12, y: bottom - 7 }, "backward"));
       for (const curve of curves) {
         const highestAt = curve.bytes.indexOf(Math.max(...curve.bytes));
         const [x, y] = at(((highestAt + 0.5) * curve.seconds) / curve.bytes.length, curve.peak_bytes);

@@ -359,32 +359,28 @@ def shown_epochs(run: Run) -> str:
     return f"{done:.3g}" if run.ended or total is None else f"{done:.3g} of {total:g}"
 
 
-def epoch_table(runs: Sequence[Run], most: int | None = None) -> Table | None:
-    """Return losses and accuracies at the end of each epoch, thinned to `most` rows."""
+def epoch_tables(runs: Sequence[Run], most: int | None = None) -> list[Table]:
+    """Return losses and accuracies at the end of each epoch, a table for each with a column for each run.
+
+    At most `most` rows are given, at equal distances.
+    """
     epochs = sorted({epoch for run in runs for line in run.epochs if (epoch := number(line.get("epoch"))) is not None})
     if most is not None and len(epochs) > most:
         epochs = [epochs[round(i * (len(epochs) - 1) / (most - 1))] for i in range(most)]
     lines = [{line.get("epoch"): line for line in run.epochs} for run in runs]
     wanted: dict[str, tuple[str, Callable[[float | None], str]]] = {
-        "train_loss": ("train loss", loss),
-        "validation_loss": ("validation loss", loss),
-        "train_accuracy": ("train accuracy", percent),
-        "validation_accuracy": ("validation accuracy", percent),
+        "train_loss": ("Train loss", loss),
+        "validation_loss": ("Validation loss", loss),
+        "train_accuracy": ("Train accuracy", percent),
+        "validation_accuracy": ("Validation accuracy", percent),
     }
-    columns = [
-        (run, at, key)
-        for key in wanted
-        for run, at in zip(runs, lines, strict=True)
-        if any(number(line.get(key)) is not None for line in run.epochs)
-    ]
-    if not epochs or not columns:
-        return None
-    head = ("epoch", *(f"{wanted[key][0]}, {run.name}" for run, _, key in columns))
-    rows = tuple(
-        (f"{epoch:g}", *(wanted[key][1](number(at.get(epoch, {}).get(key))) for _, at, key in columns))
-        for epoch in epochs
-    )
-    return Table("At the end of each epoch", head, rows)
+    tables = []
+    for key, (name, write) in wanted.items():
+        rows = [(f"{epoch:g}", *(write(number(at.get(epoch, {}).get(key))) for at in lines)) for epoch in epochs]
+        if any(cell != UNKNOWN for row in rows for cell in row[1:]):
+            head = ("epoch", *(run.name for run in runs))
+            tables.append(Table(f"{name} at the end of each epoch", head, tuple(rows)))
+    return tables
 
 
 def site_table(run: Run) -> Table:

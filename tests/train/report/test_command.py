@@ -20,6 +20,8 @@ from torch import nn
 import encke
 from encke.tools.errors import UsageError
 from encke.train.report import command
+from encke.train.report.markdown import to_markdown
+from encke.train.report.runs import read_all
 from encke.train.report.summary import Section, Table
 from encke.train.settings import Data, Model, Policy, Settings, to_yaml
 
@@ -226,6 +228,58 @@ def test_the_browser_draws_bars_and_curves_of_the_runs(runs, seen):
             assert attributes["role"] == "img" and attributes["aria-label"]
 
 
+def with_memory(runs: tuple[Path, ...], folder: Path, *peaks: int) -> tuple[Path, ...]:
+    """Copies of the runs, the first of which have the memory of a step with these peaks."""
+    copies = tuple(Path(shutil.copytree(run, folder / run.name)) for run in runs)
+    for run, peak in zip(copies, peaks, strict=False):
+        memory = {"step": 15, "seconds": 2.0, "forward_seconds": 1.0, "resting_bytes": 10**6, "peak_bytes": peak}
+        points = {"bytes": [10**6, peak // 2, peak, 10**6]}
+        (run / "memory.json").write_text(json.dumps(memory | points))
+    return copies
+
+
+def test_memory_through_a_step_is_shown_where_both_runs_have_it(runs, tmp_path):
+    both, one = with_memory(runs, tmp_path / "both", 8 * 10**6, 4 * 10**6), with_memory(runs, tmp_path / "one", 10**6)
+    found, missing = (Tables(write(each, tmp_path).read_text()) for each in (both, one))
+    (figure,) = [a for tag, a in found.elements if tag == "figure" and a["data-chart"] == "step"]
+    assert [(each["name"], each["peak_bytes"]) for each in json.loads(figure["data-curves"])] == [
+        ("plain", 8 * 10**6),
+        ("comet", 4 * 10**6),
+    ]
+    assert found.rows_by_name("comet against plain")["peak of all tensors in a step"]["difference"] == "2.0x less"
+    assert not [a for tag, a in missing.elements if tag == "figure" and a["data-chart"] == "step"]
+
+
+@in_a_browser
+def test_the_browser_draws_memory_through_a_step_and_marks_the_peaks(runs, tmp_path):
+    page = write(with_memory(runs, tmp_path, 8 * 10**6, 4 * 10**6), tmp_path)
+    dom, console = browse(page.as_uri(), tmp_path / "profile")
+    assert console == [] and "plain: peak 8.0 MB" in dom and "comet: peak 4.0 MB" in dom
+    paths = [a["d"] for tag, a in Tables(dom).elements if tag == "path" and a.get("class") == "curve"][:2]
+    high, low = ([float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", path)] for path in paths)
+    assert len(high) == len(low) == 4 and high[0] == high[3] == low[0] == low[3]
+    assert high[0] - high[2] == pytest.approx((low[0] - low[2]) * 7 / 3, rel=0.01)
+
+
+def test_a_cpu_run_has_a_measured_peak_without_any_setting(runs, tmp_path):
+    copies = with_memory(runs, tmp_path, 8 * 10**6, 4 * 10**6)
+    for run in copies:
+        for name in ("metrics.jsonl", "result.json"):
+            text = (run / name).read_text()
+            (run / name).write_text(re.sub(r'"(peak|memory_before)_bytes": \d+', r'"\1_bytes": null', text))
+    text = to_markdown(read_all(copies))
+    assert "The measured peak of all tensors in one step is 4.0 MB instead of 8.0 MB (2.0x less)." in text
+    assert "interpreter" not in text and "compiled kernels" not in text
+
+
+def test_tables_of_two_runs_fit_a_narrow_terminal(runs, tmp_path):
+    text = to_markdown(read_all(with_memory(runs, tmp_path, 8 * 10**6, 4 * 10**6)))
+    shown = text.partition("<details>")[0]
+    lines = [line for line in shown.splitlines() if line.startswith("|")]
+    assert len(lines) > 30 and max(map(len, lines)) <= 80
+    assert "| validation accuracy | 74.00 % | 75.00 % |" in shown and "| 3 | 74.00 % | 75.00 % |" in shown
+
+
 @in_a_browser
 def test_the_page_asks_for_nothing(runs, seen, tmp_path):
     assert [text for text in seen.addresses if not text.startswith(("#", "data:,"))] == []
@@ -349,9 +403,9 @@ def test_the_page_is_written_into_the_first_run_by_default(runs, capsys):
 def test_markdown_has_the_same_figures_and_goes_to_the_terminal(runs, capsys):
     command.report(runs, format="md")
     text = capsys.readouterr().out
-    row = next(line for line in text.splitlines() if line.startswith("| comet | small | synthetic | comet |"))
-    result = result_of(runs[1])
-    assert f"| {100 * result['validation_accuracy']:.2f} % |" in row
+    assert "| run | plain | comet |" in text and "| policy | none | comet |" in text
+    one, other = (f"{100 * result_of(run)['validation_accuracy']:.2f} %" for run in runs)
+    assert f"| validation accuracy | {one} | {other} |" in text
     assert "with 400 validation samples" in text.lower() and "## Summary" in text
     for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1

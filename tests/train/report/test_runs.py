@@ -169,3 +169,10 @@ def test_chance_shrinks_with_samples_and_is_not_zero_for_perfect_runs():
     assert runs.margin_of_error(0.978, 0.979, 1000) == pytest.approx(2 * (2 * 0.978 * 0.022 / 1000) ** 0.5, rel=0.03)
     assert runs.margin_of_error(1.0, 1.0, 100) > 0
     assert runs.margin_of_error(0.9, 0.9, 10000) < runs.margin_of_error(0.9, 0.9, 100) / 9
+
+
+@pytest.mark.parametrize("memory", [{"step": 1}, {"bytes": [1]}, {"bytes": "many"}, [1], {"bytes": [None]}])
+def test_the_memory_of_a_step_that_is_none_is_an_error(tmp_path, memory):
+    folder = write(tmp_path / "a", [step(10)], memory=memory)
+    with pytest.raises(UsageError, match=r"memory\.json"):
+        only(folder)
