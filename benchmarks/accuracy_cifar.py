@@ -1,11 +1,13 @@
 """Accuracy with compression: ResNet-18 on CIFAR-10, 15 epochs, one-cycle, many seeds, each method beside plain.
 
+Other models and packs of other images are options; docs/evidence.md has the commands.
+
 python3 benchmarks/accuracy_cifar.py --data cifar10.npz --workers 5 --csv accuracy.csv     # plain, default; 5 seeds
 python3 benchmarks/accuracy_cifar.py --data cifar10.npz --run plain:0-4 --run careful:0-4 --csv accuracy.csv
 python3 benchmarks/accuracy_cifar.py --summary accuracy.csv --plot accuracy.png
 
-An interrupted call goes on when it is given again: runs that are in the CSV are not repeated. Prints mean, difference
-to plain and its 95 % interval.
+An interrupted call goes on when it is given again: runs that are in the CSV are not repeated. Prints each quantity
+beside plain's, its difference with a 95 % interval, and the verdict by the rule of docs/evidence.md.
 
 Runs with the same seed are pairs: the same initial weights, order and augmentation whatever the method.
 """
@@ -19,7 +21,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,13 +29,16 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from encke.report import peak_bytes  # noqa: E402
-from encke.train.models.registry import build  # noqa: E402
+from encke.train.models.registry import OURS, build  # noqa: E402
+from encke.train.models.vision import torchvision_models  # noqa: E402
 from encke.train.settings import Model  # noqa: E402
-from runs import Job, Ratios, attach_method, conduct, origin, parser_for, write_history  # noqa: E402
+from runs import Job, Ratios, attach_method, conduct, gradient_error, origin, parser_for, write_history  # noqa: E402
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 PAD = 4
-SETTINGS = ("epochs", "batch", "lr", "limit", "channels_last")
+SETTINGS = ("model", "precision", "epochs", "batch", "lr", "limit", "channels_last")
+SMALL = 64
+"""Images below this size have a network with the stem for CIFAR."""
 
 
 def read_pack(path: str, split: str) -> tuple[np.ndarray, np.ndarray]:
@@ -102,6 +107,22 @@ def crop(padded: Tensor, index: Tensor, offset: Tensor, flip: Tensor) -> Tensor:
     return padded[index[:, None, None], rows[:, :, None], columns[:, None, :]]
 
 
+def network(name: str, classes: int, side: int) -> nn.Module:
+    """Build a model of the registry, or `vit`: 6 layers of width 192 over 8 x 8 patches."""
+    if name == "vit":
+        transformer = torchvision_models().VisionTransformer
+        return transformer(side, side // 8, num_layers=6, num_heads=3, hidden_dim=192, mlp_dim=768, num_classes=classes)
+    stem: Literal["cifar", "imagenet"] = "cifar" if side < SMALL and name not in OURS else "imagenet"
+    return build(Model(name, stem=stem), classes, side=side)
+
+
+def optimizer_for(model: nn.Module, name: str, lr: float) -> torch.optim.Optimizer:
+    """Return AdamW for a transformer, otherwise SGD with momentum."""
+    if name.startswith("vit"):
+        return torch.optim.AdamW(model.parameters(), lr, weight_decay=0.05)
+    return torch.optim.SGD(model.parameters(), lr, momentum=0.9, weight_decay=5e-4)
+
+
 @torch.no_grad()
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor, channels_last: bool) -> float:
     """Per cent of the images that the model gets right."""
@@ -124,10 +145,10 @@ def train(job: Job) -> dict[str, Any]:
     data_bytes = torch.cuda.memory_allocated() if device == "cuda" else 0
 
     torch.manual_seed(job["seed"])
-    model = build(Model("resnet18", stem="cifar"), 10).to(device)
+    model = network(job["model"], int(labels.max()) + 1, tests.shape[1]).to(device)
     if last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    optimizer = torch.optim.SGD(model.parameters(), job["lr"], momentum=0.9, weight_decay=5e-4)
+    optimizer = optimizer_for(model, job["model"], job["lr"])
     steps = len(labels) // batch
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, job["lr"], total_steps=max(2, epochs * steps), pct_start=0.3, cycle_momentum=False
@@ -136,6 +157,10 @@ def train(job: Job) -> dict[str, Any]:
     ratios, seconds, loss_mean = Ratios(handle), [], float("nan")
     # On the CPU and apart from the model's: a method can neither use nor move it.
     generator = torch.Generator().manual_seed(1000 + job["seed"])
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast(device, torch.bfloat16, enabled=job["precision"] == "bf16"):
+            return nn.functional.cross_entropy(model(x), y)
 
     for epoch in range(epochs):
         start = time.perf_counter()
@@ -146,7 +171,7 @@ def train(job: Job) -> dict[str, Any]:
         for step in range(steps):
             part = slice(step * batch, (step + 1) * batch)
             x = normalise(crop(images, order[part], offsets[part], flips[part]), last)
-            loss = nn.functional.cross_entropy(model(x), labels[order[part]])
+            loss = loss_of(x, labels[order[part]])
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
@@ -162,6 +187,13 @@ def train(job: Job) -> dict[str, Any]:
     peak = peak_bytes(torch.device(device)) - data_bytes
     result = accuracy(model, tests, test_labels, last)
     write_history(handle, job)
+
+    def gradient() -> Tensor:
+        torch.manual_seed(0)  # the same dropout each time
+        model.zero_grad()
+        loss_of(normalise(images[:batch, PAD:-PAD, PAD:-PAD], last), labels[:batch]).backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
     rate = steps / statistics.median(seconds)
     print(f"accuracy {result:.2f}, ratio {ratios.row()['ratio']:.2f}, {rate:.1f} steps/s", flush=True)
     return {
@@ -172,6 +204,7 @@ def train(job: Job) -> dict[str, Any]:
         "accuracy": round(result, 3),
         "train_loss": round(loss_mean, 5),
         **ratios.row(),
+        **gradient_error(handle, gradient),
         "peak_bytes": peak,
         "seconds": round(sum(seconds), 2),
         "steps_per_s": round(rate, 2),
@@ -181,12 +214,14 @@ def train(job: Job) -> dict[str, Any]:
 
 def main() -> int:
     parser = parser_for(__doc__)
+    parser.add_argument("--model", default="resnet18", help="a model of `encke train`, or vit (a small one)")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--lr", type=float, default=0.2, help="the largest learning rate of the cycle")
     parser.add_argument("--limit", type=int, default=0, help="train and test with the first LIMIT images only")
     parser.add_argument("--channels-last", action=argparse.BooleanOptionalAction, default=True)
-    return conduct(parser, train, SETTINGS, prepare, metric="accuracy", digits=2)
+    return conduct(parser, train, SETTINGS, prepare, metric="accuracy")
 
 
 if __name__ == "__main__":

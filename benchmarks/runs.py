@@ -1,6 +1,7 @@
 """Many trainings, one table: each (method, seed) runs in its own process, and each result is appended to a CSV.
 
-accuracy_cifar.py and accuracy_gpt.py define the training; here are methods, schedule, table and statistics.
+accuracy_cifar.py and accuracy_gpt.py define the training; here are methods, schedule and table, in pairs.py the
+statistics.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -31,6 +32,8 @@ import encke  # noqa: E402
 from encke.api import Handle  # noqa: E402
 from encke.policies.presets import FIXED, PRESETS  # noqa: E402
 from encke.tools.provenance import command_line, core_count  # noqa: E402
+from encke.tools.units import duration  # noqa: E402
+from pairs import Summary, interval, show, summarise  # noqa: E402
 
 POLICIES = PRESETS | FIXED
 METHODS = ("plain", *POLICIES)
@@ -130,6 +133,7 @@ class Scheduler:
         self.limit = math.inf if minutes is None else 60 * minutes
         self.logs = logs
         self.metric = metric
+        self.waiting: list[Job] = []
         self.running: list[Worker] = []
         self.failed: list[Job] = []
         self.started = time.monotonic()
@@ -140,7 +144,7 @@ class Scheduler:
 
     def run(self, jobs: Sequence[Job]) -> list[Job]:
         """Run what fits into the time, in order; return the jobs that were not started."""
-        waiting = list(jobs)
+        waiting = self.waiting = list(jobs)
         self.logs.mkdir(parents=True, exist_ok=True)
         before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         try:
@@ -165,6 +169,12 @@ class Scheduler:
         known = self.durations.get(job["method"]) or [d for some in self.durations.values() for d in some]
         known = known + [now - worker.start for worker in self.running if worker.job["method"] == job["method"]]
         return now - self.started + max(known, default=0.0) <= self.limit
+
+    def left(self, methods: Sequence[str]) -> str:
+        """Return about how long runs of these methods will take, in words; empty before the first run has ended."""
+        every = [seconds for some in self.durations.values() for seconds in some]
+        known = [statistics.fmean(self.durations.get(method) or every) for method in methods if every]
+        return duration(sum(known) / min(self.workers, len(known))) if known else ""
 
     def start(self, job: Job, folder: Path) -> None:
         name = file_name(job)
@@ -196,7 +206,9 @@ class Scheduler:
             )
             columns = (self.metric, "train_loss", "ratio", "seconds")
             shown = ", ".join(f"{column.replace('_', ' ')} {row[column]}" for column in columns)
-            print(f"{name}: {shown}, with start and end {seconds:.1f}", flush=True)
+            methods = [other["method"] for other in [*self.waiting, *(worker.job for worker in self.running)]]
+            left = f"; {len(methods)} runs to go, about {self.left(methods)}" if methods else ""
+            print(f"{name}: {shown}, with start and end {seconds:.1f}{left}", flush=True)
 
 
 def file_name(job: Job) -> str:
@@ -254,98 +266,39 @@ class Ratios:
         return {"ratio": mean, "smallest_ratio": round(min(self.values), 3), **self.columns}
 
 
-# 97.5 % points of Student's t for 1 to 30 degrees of freedom.
-T_POINTS = (
-    *(12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281),
-    *(2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860),
-    *(2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423),
-)
+def gradient_error(handle: Handle | None, gradient: Callable[[], Tensor]) -> dict[str, float]:
+    """Detach, and return the column: |compressed - plain| / |plain| of one batch's gradient with the final weights.
 
-
-def t_point(freedom: int) -> float:
-    """Return half the width of a 95 % interval in standard errors."""
-    if freedom <= len(T_POINTS):
-        return T_POINTS[freedom - 1]
-    z = 1.959964
-    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-
-
-@dataclass(frozen=True)
-class Summary:
-    """One method over its seeds. `difference` is to plain with the same seeds, `interval` half its 95 % interval."""
-
-    method: str
-    seeds: int
-    mean: float
-    std: float | None
-    difference: float | None
-    interval: float | None
-    ratio: float
-
-
-def summarise(rows: Iterable[Mapping[str, str]], metric: str) -> list[Summary]:
-    """Summarise each method, in the order in which they first appear."""
-    methods: dict[str, dict[str, float]] = {}
-    ratios: dict[str, list[float]] = {}
-    for row in rows:
-        methods.setdefault(row["method"], {})[row["seed"]] = float(row[metric])
-        ratios.setdefault(row["method"], []).append(float(row["ratio"]))
-    plain = methods.get("plain", {})
-    summaries = []
-    for method, values in methods.items():
-        paired = [value - plain[seed] for seed, value in values.items() if seed in plain and method != "plain"]
-        interval = None
-        if len(paired) > 1:
-            interval = t_point(len(paired) - 1) * statistics.stdev(paired) / math.sqrt(len(paired))
-        summaries.append(
-            Summary(
-                method=method,
-                seeds=len(values),
-                mean=statistics.fmean(values.values()),
-                std=statistics.stdev(values.values()) if len(values) > 1 else None,
-                difference=statistics.fmean(paired) if paired else None,
-                interval=interval,
-                ratio=statistics.fmean(ratios[method]),
-            )
-        )
-    return summaries
-
-
-def show(summaries: Sequence[Summary], metric: str, digits: int) -> str:
-    """Return the summary as a table."""
-
-    def text(value: float | None, sign: str = "") -> str:
-        return "-" if value is None else f"{value:{sign}.{digits}f}"
-
-    table = [("method", "seeds", metric, "std", "to plain", "95 % +-", "ratio")]
-    for s in summaries:
-        values = (text(s.mean), text(s.std), text(s.difference, "+"), text(s.interval), f"{s.ratio:.2f}")
-        table.append((s.method, str(s.seeds), *values))
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = []
-    for method, *rest in table:
-        cells = (cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))
-        lines.append("  ".join([method.ljust(widths[0]), *cells]))
-    return "\n".join(lines)
+    `gradient` computes the gradient of all weights, of the same batch and with the same dropout each time.
+    """
+    if handle is None:
+        return {"gradient_error": 0.0}
+    compressed = gradient()
+    handle.detach()
+    exact = gradient()
+    return {"gradient_error": round(float((compressed - exact).norm() / exact.norm()), 4)}
 
 
 def plot(summaries: Sequence[Summary], metric: str, path: Path) -> None:
-    """Plot ratio against the metric; bars are one standard deviation over the seeds, the band is plain's."""
+    """Plot the difference to plain with its 95 % interval against the ratio; the grey line is the margin."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    for s in summaries:
-        if s.method == "plain":
-            axes.axhline(s.mean, color="0.6", linewidth=1, zorder=0)
-            if s.std:
-                axes.axhspan(s.mean - s.std, s.mean + s.std, color="0.92", zorder=0)
-        axes.errorbar(s.ratio, s.mean, yerr=s.std, fmt="o", capsize=3, label=f"{s.method} ({s.seeds})")
-    axes.legend(title="method (seeds)", bbox_to_anchor=(1.01, 1), loc="upper left", frameon=False)
+    for summary in summaries:
+        result, differences = summary.of(metric), summary.of(metric).differences
+        middle, ends = statistics.fmean(differences) if differences else 0.0, interval(differences)
+        bars = None if ends is None else [[middle - ends[0]], [ends[1] - middle]]
+        label = f"{summary.method} ({summary.pairs or summary.seeds})"
+        axes.errorbar(summary.of("ratio").mean, middle, yerr=bars, fmt="o", capsize=3, label=label)
+        if summary.method == "plain" and (margin := result.quantity.margin):
+            axes.axhline(-margin if result.quantity.higher_is_better else margin, color="0.6", linewidth=1, zorder=0)
+    axes.legend(title="method (pairs)", bbox_to_anchor=(1.01, 1), loc="upper left", frameon=False)
     axes.set_xlabel("ratio: bytes saved by plain autograd / bytes held")
-    axes.set_ylabel(metric)
+    unit = "%" if summaries[0].of(metric).quantity.relative else "points"
+    axes.set_ylabel(f"{metric.replace('_', ' ')}: difference to plain, {unit}")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
@@ -375,7 +328,6 @@ def conduct(
     settings: Sequence[str],
     prepare: Callable[[str, Path], str],
     metric: str,
-    digits: int,
 ) -> int:
     """Run the main program of a script and return its exit status.
 
@@ -384,8 +336,7 @@ def conduct(
         train: Trains one job and returns its row.
         settings: Options that define the training; they are columns of the table.
         prepare: Makes what the workers read from the data, in a folder, and returns its path.
-        metric: The column to summarise.
-        digits: Digits of the metric.
+        metric: The column to plot, and to show after each run.
     """
     args = parser.parse_args()
     if args.job:
@@ -408,17 +359,19 @@ def conduct(
         if waiting:
             script = Path(sys.argv[0]).resolve()
             scheduler = Scheduler(script, table, args.workers, args.minutes, args.logs, metric)
+            if left := scheduler.left([method for method, _ in waiting]):
+                print(f"they will take about {left}, judged by the runs in {args.csv.name}", flush=True)
             with tempfile.TemporaryDirectory() as folder:
                 common = {**chosen, "device": args.device or default_device(), "history": args.history}
                 common["data"] = prepare(args.data, Path(folder))
-                left = scheduler.run([{"method": m, "seed": s, **common} for m, s in waiting])
+                unstarted = scheduler.run([{"method": m, "seed": s, **common} for m, s in waiting])
             failed = scheduler.failed
-            print(f"{len(left)} runs left for another call, {len(failed)} failed", flush=True)
-    summaries = summarise(Table(args.summary or args.csv).rows(), metric)
+            print(f"{len(unstarted)} runs left for another call, {len(failed)} failed", flush=True)
+    summaries = summarise(Table(args.summary or args.csv).rows())
     if summaries:
-        print(show(summaries, metric.replace("_", " "), digits))
+        print("\n" + show(summaries))
         if args.plot:
-            plot(summaries, metric.replace("_", " "), args.plot)
+            plot(summaries, metric, args.plot)
     return 1 if failed else 0
 
 

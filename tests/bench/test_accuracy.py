@@ -24,6 +24,13 @@ def runs(monkeypatch):
 
 
 @pytest.fixture
+def pairs(runs):
+    import pairs  # type: ignore[import-not-found]
+
+    return pairs
+
+
+@pytest.fixture
 def cifar(runs):
     import accuracy_cifar
 
@@ -81,21 +88,76 @@ ROWS = [
 ]
 
 
-def test_the_summary_pairs_seeds_with_plain(runs):
-    plain, bits, division = runs.summarise(ROWS, "accuracy")
-    assert (plain.seeds, plain.mean, plain.std, plain.difference, plain.interval) == (3, 92, 2, None, None)
+def test_the_summary_pairs_seeds_with_plain(pairs):
+    plain, bits, division = pairs.summarise(ROWS)
+    assert (plain.seeds, plain.pairs, plain.of("accuracy").mean, plain.of("accuracy").differences) == (3, 0, 92, ())
     # Differences -1, 0, -2: mean -1, deviation 1, and t for two degrees of freedom is 4.3027.
-    assert bits.mean == 91 and bits.std == pytest.approx(math.sqrt(3))
-    assert bits.difference == -1 and bits.interval == pytest.approx(4.3027 / math.sqrt(3)) and bits.ratio == 14
-    assert (division.seeds, division.std, division.difference, division.interval) == (1, None, 1, None)
-    shown = runs.show([plain, bits, division], "accuracy", 2).splitlines()
-    assert shown[2].split() == ["group2", "3", "91.00", "1.73", "-1.00", "2.48", "14.00"]
+    accuracy = bits.of("accuracy")
+    assert (accuracy.plain, accuracy.mean, accuracy.differences) == (92, 91, (-1, 0, -2))
+    assert pairs.interval(accuracy.differences) == pytest.approx((-1 - 4.3027 / 3**0.5, -1 + 4.3027 / 3**0.5))
+    # One pair has a difference to plain's run with the same seed alone, and no interval.
+    assert division.of("accuracy").differences == (1,) and pairs.interval((1.0,)) is None
+    assert division.verdict == "undecided"
+    shown = pairs.show([bits]).splitlines()
+    assert shown[0] == "group2: 3 runs, 3 pairs with plain: undecided"
+    assert shown[2].split() == "accuracy, % 92.00 91.00 -1.00 -3.48 to +1.48 -0.3 undecided".split()
 
 
-def test_points_of_students_t(runs):
+def test_the_verdict_follows_the_interval_and_the_margin(pairs):
+    accuracy, loss, train, *rest = pairs.QUANTITIES
+    assert [(q.column, q.margin) for q in (accuracy, loss, train)] == [
+        ("accuracy", 0.3), ("best_loss", 0.5), ("train_loss", 2.0),
+    ]  # fmt: skip
+    assert all(quantity.margin is None for quantity in rest)
+    # By hand: mean -0.1, deviation 0.1, n = 4, t = 3.1824, half width 3.1824 * 0.1 / 2 = 0.15912.
+    differences = [-0.1 - 0.1 * 0.75**0.5, -0.1 + 0.1 * 0.75**0.5] * 2
+    low, high = pairs.interval(differences)
+    assert (low, high) == pytest.approx((-0.25912, 0.05912), abs=1e-5)
+    assert pairs.judge(differences, accuracy) == "non-inferior"
+    assert pairs.judge([d - 0.05 for d in differences], accuracy) == "undecided"  # down to -0.309
+    assert pairs.judge([d - 0.4 for d in differences], accuracy) == "inferior"  # up to -0.341
+    # A loss is better when it is lower, and a better one is never inferior.
+    assert pairs.judge([0.4, 0.4, 0.41], loss) == "non-inferior"
+    assert pairs.judge([0.6, 0.6, 0.61], loss) == "inferior"
+    assert pairs.judge([-9.0, -9.1, -9.2], train) == "non-inferior"
+    assert pairs.judge([9.0, 9.1, 9.2], accuracy) == "non-inferior"
+    assert pairs.judge([float("nan"), 0.0], accuracy) == "undecided"
+
+
+def test_losses_are_compared_in_per_cent_and_the_worst_verdict_counts(pairs):
+    rows = [
+        {"method": method, "seed": str(seed), "best_loss": str(value), "train_loss": str(train), "ratio": "1"}
+        for method, values in (("plain", (2.0, 4.0)), ("group2", (2.002, 4.004)))
+        for seed, (value, train) in enumerate(zip(values, (1.0, 1.0 if method == "plain" else 1.2), strict=True))
+    ]
+    _, bits = pairs.summarise(rows)
+    assert bits.of("best_loss").differences == pytest.approx((0.1, 0.1))
+    assert bits.of("best_loss").verdict == "non-inferior"
+    assert bits.of("train_loss").differences == pytest.approx((0, 20))
+    assert bits.verdict == bits.of("train_loss").verdict == "undecided"
+    assert bits.of("ratio").verdict is None
+
+
+def test_points_of_students_t(pairs):
     # From tables: 31, 60 and 1000 degrees of freedom lie beyond our own.
     for freedom, point in ((1, 12.706), (10, 2.228), (31, 2.0395), (60, 2.0003), (1000, 1.9623)):
-        assert runs.t_point(freedom) == pytest.approx(point, abs=5e-4)
+        assert pairs.t_point(freedom) == pytest.approx(point, abs=5e-4)
+
+
+def test_the_gradient_error_is_that_of_the_policy(runs):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
+    x = torch.randn(32, 64)
+
+    def gradient() -> torch.Tensor:
+        model.zero_grad()
+        model(x).square().mean().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    def error(method: str) -> float:
+        handle = runs.attach_method(method, model, torch.optim.SGD(model.parameters(), 0.1))
+        return runs.gradient_error(handle, gradient)["gradient_error"]
+
+    assert error("plain") == 0 < error("group8") < error("group2") < 1
 
 
 def test_a_table_survives_a_row_that_was_cut_off(runs, tmp_path):
@@ -217,8 +279,10 @@ def test_cifar_writes_a_table_and_continues_it(monkeypatch, tmp_path, pack, caps
     assert "0 runs to do, 1 in table.csv already" in capsys.readouterr().out
     assert table.read_text() == before and plot.stat().st_size > 1000
     assert call(monkeypatch, "accuracy_cifar.py", "--summary", table) == 0
-    lines = {line.split("  ")[0]: line.split() for line in capsys.readouterr().out.splitlines()}
-    assert float(lines["group2"][-1]) > 10 and float(lines["plain"][-1]) == 1
+    shown = capsys.readouterr().out
+    assert "group2: 1 runs, 1 pairs with plain: undecided" in shown
+    (ratio,) = [line.split() for line in shown.partition("group2:")[2].splitlines() if line.startswith("ratio")]
+    assert float(ratio[1]) == 1 and float(ratio[2]) > 10
     # Figures of other settings do not go into the same table.
     assert call(monkeypatch, "accuracy_cifar.py", *common, "--run", "plain:1") == 2
     assert "this call has 15" in capsys.readouterr().err
