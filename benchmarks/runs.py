@@ -28,12 +28,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from pairs import Summary, interval, show, summarise  # noqa: E402
+
 import encke  # noqa: E402
 from encke.api import Handle  # noqa: E402
 from encke.policies.presets import FIXED, PRESETS  # noqa: E402
 from encke.tools.provenance import command_line, core_count  # noqa: E402
 from encke.tools.units import duration  # noqa: E402
-from pairs import Summary, interval, show, summarise  # noqa: E402
 
 POLICIES = PRESETS | FIXED
 METHODS = ("plain", *POLICIES)

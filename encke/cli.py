@@ -104,6 +104,12 @@ def _max_batch() -> Function:
     return max_batch
 
 
+def _same_memory() -> Function:
+    from encke.bench.same_memory import same_memory
+
+    return same_memory
+
+
 def _first_hour() -> Function:
     from encke.bench.first_hour import first_hour
 
@@ -128,6 +134,7 @@ COMMANDS = {
     "bench memory": Command(_memory),
     "bench speed": Command(_speed),
     "bench max-batch": Command(_max_batch),
+    "bench same-memory": Command(_same_memory),
     "bench first-hour": Command(_first_hour),
     "study gradients": Command(_gradients, ("matplotlib", "mlxtend")),
 }

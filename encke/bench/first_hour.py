@@ -90,7 +90,7 @@ def stages(tasks: Sequence[Task]) -> list[tuple[str, Any]]:
     """Return each task twice, with the folder of its caches: empty at first, then as the first process left it."""
     found = []
     for task in tasks:
-        if not METHODS[task.method].missing(task.device, task.compile):
+        if not METHODS[task.method].missing(task.device):
             folder = tempfile.TemporaryDirectory(prefix="encke-caches-")
             for caches in ("empty", "warm"):
                 found.append((f"{task.model}: {task.method}, {caches} caches", (task, caches, folder)))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from encke.bench import plots
 from encke.bench.children import Child
@@ -13,9 +17,9 @@ from encke.bench.rows import Row, blank_row, measure_row, plain_row, table_lines
 from encke.bench.steps import Task
 from encke.tools.errors import UsageError
 from encke.tools.progress import track
-from encke.tools.provenance import write_csv
+from encke.tools.provenance import provenance, read_csv, write_csv
 from encke.tools.terminal import note, number, table, times
-from encke.tools.units import GB, size_in
+from encke.tools.units import GB, duration, size_in
 
 START = 8
 """The first batch that is tried."""
@@ -28,6 +32,14 @@ FEW = ("plain", "default", "checkpoint")
 """Methods measured without a GPU, where a search takes a minute."""
 
 
+CPU_CAP = "256MiB"
+"""Cap without a GPU, above interpreter and libraries."""
+MINUTES = {"cuda": 3.0, "cpu": 1.0}
+"""Rough time of a search before any was made."""
+COMPILED = 5
+"""How many times longer it takes if every batch is compiled anew."""
+MACHINE = ("cpu", "gpu", "torch")
+"""Columns in which rows must agree to stand in one table."""
 COLUMNS = "model method precision compile graphs device batch size unit cap_bytes".split()
 """Columns of a trial, beside its result."""
 
@@ -90,7 +102,7 @@ class Search:
 def search(task: Task) -> tuple[Row, list[Row]]:
     """Return the largest batch of one method with its figures, and the trials that led to it."""
     row = blank_row(replace(task, batch=0)) | {"largest_batch": 0}
-    if reason := METHODS[task.method].missing(task.device, task.compile):
+    if reason := METHODS[task.method].missing(task.device):
         return row | {"status": reason}, []
     trials = Search(task)
     try:
@@ -118,44 +130,88 @@ def max_batch(options: Options) -> None:
     """Find the largest batch of every method under a cap on memory, and its throughput there beside plain's at its own.
 
     A batch fits if several whole steps pass, with the optimizer's state and a collection step of the policy. Prints a
-    table and writes max_batch.csv, max_batch_trials.csv and max_batch.png (throughput against batch).
+    table and writes max_batch.csv, max_batch_trials.csv and max_batch.png (throughput against batch). A search whose
+    row is in max_batch.csv already is not made again.
     """
-    plan, out = with_defaults(options.plan(), bool(options.methods)), options.out
-    files = out / "max_batch.csv", out / "max_batch_trials.csv"
+    gpu = options.device_or_default() == "cuda"
+    methods = options.methods or (() if gpu else FEW)
+    memory = options.memory or ("16GiB" if gpu else CPU_CAP,)
+    search_all(replace(options, methods=methods, memory=memory).plan((START,)), options.out / "max_batch")
+
+
+def search_all(plan: Plan, path: Path) -> list[Row]:
+    """Search for every task of the plan that has no row yet; write PATH.csv, PATH_trials.csv and PATH.png."""
+    files = path.with_suffix(".csv"), path.with_name(f"{path.name}_trials.csv")
+    rows, trials = known_rows(files[0]), known_rows(files[1])
+    done = {key(row): row for row in rows}
     tables = plan.tables()
-    rows, trials = [], []
-    tasks = [(f"{t.model}, {t.precision}: {t.method}", t) for tasks in tables for t in tasks]
-    for task in track(tasks):
+    tasks = [task for each in tables for task in each if task_key(task) not in done]
+    announce(tasks, sum(map(len, tables)), rows, files[0])
+    for task in track([(f"{t.model}, {t.precision}, {cap_words(t.cap)}: {t.method}", t) for t in tasks]):
+        started = time.monotonic()
         row, tried = search(task)
-        rows.append(row)
+        rows.append(row | {"search_seconds": round(time.monotonic() - started, 1)})
         trials += tried
         compare_with_plain(rows)
         write_csv(files[0], rows)
         if trials:
             write_csv(files[1], trials)
-    for tasks_of_table in tables:
-        shown = {(task.model, task.precision) for task in tasks_of_table}
-        show([row for row in rows if (row["model"], row["precision"]) in shown])
+    done = {key(row): row for row in rows}
+    shown = [[done[task_key(task)] for task in each] for each in tables]
+    for group in shown:
+        show(group)
     note()
-    written = [*files[: 1 + bool(trials)], *plots.throughput_under_cap(rows, trials, out / "max_batch.png")]
-    note("wrote " + ", ".join(str(path) for path in written))
-    if not any(row["largest_batch"] for row in rows):
-        raise UsageError(
-            f"--memory {options.memory or ''}: {rows[0]['model']}, {rows[0]['method']}: {rows[0]['status']}"
-        )
+    chosen = [row for group in shown for row in group]
+    pictures = plots.throughput_under_cap(chosen, trials, path.with_suffix(".png"))
+    note("wrote " + ", ".join(str(each) for each in [*files[: 1 + bool(trials)], *pictures]))
+    if not any(row["largest_batch"] for row in chosen):
+        row = chosen[0]
+        raise UsageError(f"--memory {cap_words(row['cap_bytes'])}: {row['model']}, {row['method']}: {row['status']}")
+    return chosen
 
 
-def with_defaults(plan: Plan, chosen: bool) -> Plan:
-    """Fill in the cap, the first batch to try, and without a GPU only a few methods unless they were chosen."""
-    gpu = plan.device == "cuda"
-    cap = plan.cap or (16 * 2**30 if gpu else 256 * 2**20)
-    return replace(plan, cap=cap, batch=(START,), methods=plan.methods if gpu or chosen else FEW)
+def known_rows(path: Path) -> list[Row]:
+    """Return the rows of an earlier, interrupted call on this machine and this version of torch."""
+    here = provenance()
+    return [row for row in read_csv(path) if all(str(row.get(name) or "") == str(here[name]) for name in MACHINE)]
+
+
+def key(row: Row) -> tuple[Any, ...]:
+    """Return the columns that tell one search from another."""
+    return tuple(row[name] for name in COLUMNS if name != "batch")
+
+
+def task_key(task: Task) -> tuple[Any, ...]:
+    """Return the key of the row that a task will have."""
+    return key(blank_row(task))
+
+
+def announce(tasks: Sequence[Task], total: int, rows: Sequence[Row], file: Path) -> None:
+    """Say how many searches there are and about how long they will take, judged by those that were made already."""
+    if total > len(tasks):
+        note(f"{total - len(tasks)} of {total} searches are in {file} already; without that file they are made again")
+    taken = [row["search_seconds"] for row in rows]
+
+    def seconds(task: Task) -> float:
+        rough = 60 * MINUTES[task.device] * (COMPILED if task.compile else 1)
+        same = [row["search_seconds"] for row in rows if row["method"] == task.method]
+        return statistics.fmean(same or (taken if not task.compile else []) or [rough])
+
+    if tasks:
+        judged = "judged by the rows there" if taken else "a rough guess"
+        note(f"{len(tasks)} searches, about {duration(sum(map(seconds, tasks)))} ({judged})")
+
+
+def cap_words(cap: int | None) -> str:
+    """Return a cap in words."""
+    return f"{cap / 2**30:.4g} GiB" if cap and cap >= 2**30 else f"{(cap or 0) / 2**20:.4g} MiB"
 
 
 def compare_with_plain(rows: Sequence[Row]) -> None:
     """Add each method's batch and throughput over plain's, each at its own largest batch."""
     for row in rows:
-        plain = plain_row([r for r in rows if (r["model"], r["precision"]) == (row["model"], row["precision"])])
+        same = ("model", "precision", "device", "size", "cap_bytes")
+        plain = plain_row([other for other in rows if all(other[name] == row[name] for name in same)])
         for column, figure in (("batch_over_plain", "largest_batch"), ("throughput_over_plain", "per_second")):
             both = row.get(figure) and plain.get(figure)
             row[column] = row[figure] / plain[figure] if both else None

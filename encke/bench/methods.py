@@ -41,12 +41,10 @@ class Method:
     """Context of every forward pass."""
     needs: Literal["", "GPU", "compile", "offloader"] = ""
 
-    def missing(self, device: str, compiled: bool) -> str:
+    def missing(self, device: str) -> str:
         """Return why it cannot be measured here, in words; empty if it can."""
         if self.needs in ("GPU", "offloader") and device != "cuda":
             return "only on a GPU"
-        if self.needs == "compile" and not compiled:
-            return "only with --compile"
         if self.needs == "offloader" and offloader() is None:
             return f"not installed: {' or '.join(OFFLOADERS)}"
         return ""

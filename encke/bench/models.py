@@ -32,39 +32,52 @@ class WithLoss(nn.Module):
 
 def source(name: str) -> str:
     """Return the package that a model comes from."""
-    if name == "gpt2" and installed("transformers"):
+    if name == "llama" or (name == "gpt2" and installed("transformers")):
         return "transformers"
     return "encke" if MODELS[name].data == "tokens" or name in OURS or name in UNETS else "torchvision"
 
 
 def check_installed(name: str) -> None:
     """Raise an error if the package that the model comes from is not installed."""
-    if source(name) == "torchvision" and not installed("torchvision"):
-        raise UsageError(f"--models {name} comes from torchvision: {install_hint('torchvision')}")
+    package = source(name)
+    if package != "encke" and not installed(package):
+        raise UsageError(f"--models {name} comes from {package}: {install_hint(package)}")
 
 
 def build(name: str, size: int) -> nn.Module:
     """Build a model with random weights for images of `size` pixels or sequences of `size` tokens, without dropout."""
     if source(name) == "transformers":
-        return transformers_gpt2(size)
+        return transformers_model(name, size)
     info = MODELS[name]
     if name in UNETS:
         return registry.unet(name, info.classes)
     if info.data == "images":
-        return registry.build(info.model, info.classes, side=size)
+        return registry.build(info.model, info.classes, info.channels, size)
     shape = replace(info.model, context=max(size, info.model.context), dropout=0.0)
     return WithLoss(registry.build(shape, info.classes, tokens=True))
 
 
-def transformers_gpt2(tokens: int) -> nn.Module:
-    """Build GPT-2 small of transformers."""
+def transformers_model(name: str, tokens: int) -> nn.Module:
+    """Build GPT-2 small of transformers, or a Llama of 12 layers."""
     if installed("torchvision"):
         torchvision_models()  # transformers imports it as well, and fails where its operators do not load
     transformers = importlib.import_module("transformers")
-    sizes = {"n_positions": max(tokens, 1024), "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-    config = transformers.GPT2Config(**sizes, use_cache=False)
+    if name == "llama":
+        shape = MODELS[name].model
+        config = transformers.LlamaConfig(
+            vocab_size=MODELS[name].classes,
+            hidden_size=shape.width,
+            intermediate_size=11 * shape.width // 4,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            max_position_embeddings=max(tokens, shape.context),
+            use_cache=False,
+        )
+    else:
+        sizes = {"n_positions": max(tokens, 1024), "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+        config = transformers.GPT2Config(**sizes, use_cache=False)
     config._attn_implementation = "sdpa"
-    return transformers.GPT2LMHeadModel(config)
+    return (transformers.LlamaForCausalLM if name == "llama" else transformers.GPT2LMHeadModel)(config)
 
 
 def synthetic_batch(info: ModelInfo, batch: int, size: int, device: str) -> tuple[Tensor, ...]:
@@ -73,7 +86,7 @@ def synthetic_batch(info: ModelInfo, batch: int, size: int, device: str) -> tupl
     if info.data == "tokens":
         return (torch.randint(info.classes, (batch, size), generator=generator, device=device),)
     sides = (size,) * (2 if info.data == "images" else 3)
-    images = torch.randn(batch, 3 if info.data == "images" else 1, *sides, generator=generator, device=device)
+    images = torch.randn(batch, info.channels, *sides, generator=generator, device=device)
     labelled = (batch, *sides) if info.dense else (batch,)
     return images, torch.randint(info.classes, labelled, generator=generator, device=device)
 

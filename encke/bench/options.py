@@ -45,15 +45,21 @@ class Options:
     image: int | None = option(None, "Pixels along a side. By default 224, without a GPU 64; volumes 128 and 32.")
     tokens: int | None = option(None, "Tokens in a sequence. By default 1024, without a GPU 128.")
     steps: int = option(8, "Number of timed steps; the median is reported.")
-    memory: str | None = option(
-        None, "A cap on memory, such as 16GiB. max-batch: by default 16GiB, without a GPU 256MiB above the libraries."
+    memory: tuple[str, ...] = option(
+        (),
+        "Caps on memory such as 16GiB, one after the other; without a GPU above interpreter and libraries. max-batch: "
+        "by default 16GiB, same-memory: 8GiB, 16GiB and 24GiB, without a GPU 256MiB.",
     )
     device: Device | None = option(None, "By default a GPU if there is one.")
     out: Path = option(Path("runs/bench"), "The folder for CSV files and plots.")
 
+    def device_or_default(self) -> Device:
+        """Return the device that was named, otherwise a GPU if there is one."""
+        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
     def plan(self, batch: tuple[int, ...] = (), rounds: int = 1) -> Plan:
         """Check the options and fill in this machine's defaults."""
-        device: Device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        device = self.device_or_default()
         gpu = device == "cuda"
         if gpu and not torch.cuda.is_available():
             raise UsageError("--device cuda: no CUDA GPU is available to torch; use --device cpu")
@@ -76,11 +82,12 @@ class Options:
                 raise UsageError(f"--image {image}: {name} {why}; use a multiple of 16")
         compiled = self.compile or self.graphs
         methods = [pick(name, METHODS, "--methods") for name in self.methods] or usual(compiled)
-        cap = parse_bytes(self.memory) if self.memory is not None else None
-        if cap is not None and gpu and cap > (total := torch.cuda.get_device_properties(0).total_memory):
-            raise UsageError(f"--memory {self.memory} is more than this GPU has ({total / 2**30:.0f} GiB)")
+        caps = [parse_bytes(text) for text in self.memory]
+        if caps and gpu and max(caps) > (total := torch.cuda.get_device_properties(0).total_memory):
+            largest = self.memory[caps.index(max(caps))]
+            raise UsageError(f"--memory {largest} is more than this GPU has ({total / 2**30:.0f} GiB)")
         self.out.mkdir(parents=True, exist_ok=True)
-        sizes = (image, self.image or VOLUME[device], tokens, self.steps, cap)
+        sizes = (image, self.image or VOLUME[device], tokens, self.steps, caps or (None,))
         return Plan(models, batch, methods, self.precision, compiled, self.graphs, *sizes, device, rounds)
 
 
@@ -110,7 +117,7 @@ class Plan:
     volume: int
     tokens: int
     steps: int
-    cap: int | None
+    caps: Sequence[int | None]
     device: Device
     rounds: int = 1
 
@@ -123,18 +130,19 @@ class Plan:
         return self.batch or [MODELS[model].batch if self.device == "cuda" else CPU_BATCH[MODELS[model].data]]
 
     def tables(self) -> list[list[Task]]:
-        """Return the tasks of each table: the methods at one model, precision and batch."""
+        """Return the tasks of each table: the methods at one model, precision, cap and batch."""
         return [
-            [self.task(model, method, precision, batch) for method in self.methods]
+            [self.task(model, method, precision, batch, cap) for method in self.methods]
             for model in self.models
             for precision in self.precision
+            for cap in self.caps
             for batch in self.batches(model)
         ]
 
-    def task(self, model: str, method: str, precision: Precision, batch: int) -> Task:
-        """Return one task with the plan's other settings."""
-        size = self.size(model)
-        return Task(model, method, precision, batch, size, self.steps, self.device, self.compile, self.cap, self.graphs)
+    def task(self, model: str, method: str, precision: Precision, batch: int, cap: int | None) -> Task:
+        """Return one task with the plan's other settings. A method that needs the compiler is compiled."""
+        size, compiled = self.size(model), self.compile or METHODS[method].needs == "compile"
+        return Task(model, method, precision, batch, size, self.steps, self.device, compiled, cap, self.graphs)
 
 
 def parse_bytes(text: str, option: str = "--memory") -> int:

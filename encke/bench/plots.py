@@ -42,7 +42,7 @@ def memory_against_time(rows: Sequence[Row], path: Path) -> list[Path]:
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         label(axes, [(row["pipelined_ms"], row[peak] / 1e9, row) for row in part])
 
-    return draw(measured(rows), path, panel, ("model", "precision", "batch"))
+    return draw(measured(rows), path, panel, ("model", "precision", "cap_bytes", "batch"))
 
 
 def throughput(rows: Sequence[Row], path: Path) -> list[Path]:
@@ -55,7 +55,7 @@ def throughput(rows: Sequence[Row], path: Path) -> list[Path]:
             ends.append((last["batch"], last["per_second"], last))
         finish_throughput(axes, part, ends)
 
-    return draw(measured(rows), path, panel, ("model", "precision"))
+    return draw(measured(rows), path, panel, ("model", "precision", "cap_bytes"))
 
 
 def throughput_under_cap(rows: Sequence[Row], trials: Sequence[Row], path: Path) -> list[Path]:
@@ -64,7 +64,7 @@ def throughput_under_cap(rows: Sequence[Row], trials: Sequence[Row], path: Path)
     def panel(axes: Axes, part: Sequence[Row]) -> None:
         ends = []
         for row in part:
-            same = ("model", "precision", "method")
+            same = ("model", "precision", "cap_bytes", "method")
             tried = [t for t in trials if t["fits"] and all(t[key] == row[key] for key in same)]
             if tried:
                 curve(axes, tried, marked=False)
@@ -72,7 +72,7 @@ def throughput_under_cap(rows: Sequence[Row], trials: Sequence[Row], path: Path)
             ends.append((row["batch"], row["per_second"], row))
         finish_throughput(axes, part, ends)
 
-    return draw(measured(rows), path, panel, ("model", "precision"))
+    return draw(measured(rows), path, panel, ("model", "precision", "cap_bytes"))
 
 
 def first_steps(rows: Sequence[Row], path: Path) -> list[Path]:
@@ -185,7 +185,7 @@ def draw(
         for axes in grid.flat[len(parts) :]:
             axes.remove()
         for axes, (key, part) in zip(grid.flat, parts.items(), strict=False):
-            words = [str(key[0]), str(key[1]), *(f"batch {batch}" for batch in key[2:])]
+            words = [str(key[0]), str(key[1]), *(f"batch {batch}" for batch in key[3:])]
             words += [compiled_as(part[0]["graphs"])] if part[0]["compile"] else []
             words += [f"at most {part[0]['cap_bytes'] / GIB:.4g} GiB"] if part[0]["cap_bytes"] else []
             axes.set_title(", ".join(words), loc="left")

@@ -55,7 +55,7 @@ def measure_row(task: Task, child: Child | None = None) -> Row:
     `status` is "ok" or says why there are no figures.
     """
     row = blank_row(task)
-    if reason := METHODS[task.method].missing(task.device, task.compile):
+    if reason := METHODS[task.method].missing(task.device):
         return row | {"status": reason}
     answer = measure(task) if child is None else child.ask(measure=True, keep=True)
     row["status"] = answer.pop("failed", "ok")
@@ -79,7 +79,7 @@ def measure_all(tables: Sequence[Sequence[Task]], csv: Path, rounds: int = 1) ->
     with ExitStack() as stack:
 
         def start(tasks: Sequence[Task]) -> dict[Task, Child]:
-            able = [task for task in tasks if not METHODS[task.method].missing(task.device, task.compile)]
+            able = [task for task in tasks if not METHODS[task.method].missing(task.device)]
             return {task: stack.enter_context(Child(task)) for task in able} if rounds > 1 else {}
 
         upcoming = start(tables[0])
@@ -111,7 +111,9 @@ def medians(rows: Sequence[Row]) -> list[Row]:
     return merged
 
 
-def group_rows(rows: Sequence[Row], keys: Sequence[str] = ("model", "precision", "batch")) -> dict[Any, list[Row]]:
+def group_rows(
+    rows: Sequence[Row], keys: Sequence[str] = ("model", "precision", "batch", "cap_bytes")
+) -> dict[Any, list[Row]]:
     """Group rows by some of their columns; by default the rows of one table."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:

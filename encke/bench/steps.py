@@ -1,9 +1,9 @@
 """One measuring process: whole training steps of one model with one method, their time and memory.
 
 `python -m encke.bench.steps '<task as JSON>'` reads requests from stdin, one JSON line each, and answers each with one
-line on stdout: `{"measure": true}`, with `"keep": true` so that the next one measures the same training again, or
-`{"curve": true}` for the memory through one step, or `{"trial": 64}` to find out whether a batch of 64 fits into
-memory, or `{"first": 50}` for each of the first 50 steps.
+line on stdout: `{"measure": true}`, with `"keep": true` so that the next one measures the same training again,
+`{"curve": true}` for the memory through one step, `{"trial": 64}` to find out whether a batch of 64 fits into memory,
+`{"first": 50}` for each of the first 50 steps, or `{"accuracy": {...}}` to train until an accuracy is reached.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 import encke
+from encke.bench import accuracy
 from encke.bench.compilations import Compilations
 from encke.bench.methods import METHODS
 from encke.bench.models import MODELS, build, loss_of, optimizer_for, synthetic_batch
@@ -151,8 +152,8 @@ class Gauge:
 class Training:
     """A model, its data and its optimizer, with one method applied."""
 
-    def __init__(self, task: Task) -> None:
-        torch.manual_seed(0)
+    def __init__(self, task: Task, seed: int = 0) -> None:
+        torch.manual_seed(seed)
         self.device = task.device
         info, method = MODELS[task.model], METHODS[task.method]
         model = build(task.model, task.size).to(task.device).train()
@@ -170,6 +171,9 @@ class Training:
         self.around = method.around()
         self.collected = 0
         self.loss = torch.zeros(())
+        one_thread = task.device == "cpu" and torch.get_num_threads() == 1
+        self.clock = time.process_time if one_thread else time.perf_counter
+        """Processor time where one thread computes, so that other programs on the machine do not count."""
 
     def forward(self) -> torch.Tensor:
         """Run the forward pass and return the loss."""
@@ -210,13 +214,16 @@ class Training:
 
     def timed(self, steps: int = 1) -> tuple[float, float]:
         """Return the milliseconds of a step, for the host and until its end; several steps are waited for once."""
-        self.wait()
-        start = time.perf_counter()
+        start = self.seconds()
         for _ in range(steps):
             self.step()
-        host = time.perf_counter() - start
+        host = self.clock() - start
+        return 1e3 * host / steps, 1e3 * (self.seconds() - start) / steps
+
+    def seconds(self) -> float:
+        """Wait until the GPU has finished, and return the time: differences of two calls count."""
         self.wait()
-        return 1e3 * host / steps, 1e3 * (time.perf_counter() - start) / steps
+        return self.clock()
 
 
 class Measurement:
@@ -409,6 +416,8 @@ class Server:
         self.task = task
         self.kept: Measurement | None = None
         """The training that the next request measures again."""
+        self.data: accuracy.ImageData | None = None
+        """Real images; read before the cap on memory, because the search for the batch does not have them."""
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return the answer to a request, or the reason why there is none."""
@@ -428,8 +437,14 @@ class Server:
     def work(self, request: dict[str, Any]) -> dict[str, Any]:
         """Do what is asked; every error is the caller's business."""
         if "prepare" in request:
+            if "accuracy" in request:
+                self.data = accuracy.load(request["accuracy"]["data"], self.task.device)
             prepare(self.task, rehearsed="first" not in request)
             return {}
+        if "accuracy" in request:
+            assert self.data is not None
+            goal = accuracy.Goal(**request["accuracy"])
+            return finite_json(accuracy.train(Training(self.task, goal.seed), self.task.batch, goal, self.data))
         if "first" in request:
             return first_steps(self.task, request["first"])
         if "trial" in request:

@@ -11,7 +11,9 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -66,10 +68,29 @@ def provenance() -> dict[str, str | int | float]:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Write the rows, each with the provenance of this run after its own columns."""
+    """Write the rows, each with the provenance of this run after its own columns, or with that which it has already."""
     origin = provenance()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *origin])
+        columns = dict.fromkeys(name for row in rows for name in row if name not in origin)
+        writer = csv.DictWriter(file, [*columns, *origin])
         writer.writeheader()
-        writer.writerows({**row, **origin} for row in rows)
+        writer.writerows({**origin, **row} for row in rows)
+
+
+def read_csv(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file that `write_csv` wrote, with numbers and empty cells as they were; none without it."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [{name: cell_value(text) for name, text in row.items()} for row in csv.DictReader(file)]
+
+
+def cell_value(text: str) -> Any:
+    """Return the value of a cell: None where it is empty, a truth value, a number, or the text."""
+    if text in ("", "True", "False"):
+        return None if text == "" else text == "True"
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text

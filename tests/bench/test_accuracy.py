@@ -144,20 +144,19 @@ def test_points_of_students_t(pairs):
         assert pairs.t_point(freedom) == pytest.approx(point, abs=5e-4)
 
 
-def test_the_gradient_error_is_that_of_the_policy(runs):
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
-    x = torch.randn(32, 64)
+def test_the_gradient_error_is_measured_before_and_after_detaching(runs):
+    exact = torch.tensor([3.0, 4.0])
 
-    def gradient() -> torch.Tensor:
-        model.zero_grad()
-        model(x).square().mean().backward()
-        return torch.cat([p.grad.flatten() for p in model.parameters()])
+    class Handle:
+        attached = True
 
-    def error(method: str) -> float:
-        handle = runs.attach_method(method, model, torch.optim.SGD(model.parameters(), 0.1))
-        return runs.gradient_error(handle, gradient)["gradient_error"]
+        def detach(self) -> None:
+            self.attached = False
 
-    assert error("plain") == 0 < error("group8") < error("group2") < 1
+    handle = Handle()
+    found = runs.gradient_error(handle, lambda: exact + torch.tensor([0.0, 1.0]) * handle.attached)
+    assert found == {"gradient_error": 0.2} and not handle.attached
+    assert runs.gradient_error(None, lambda: exact) == {"gradient_error": 0.0}
 
 
 def test_a_table_survives_a_row_that_was_cut_off(runs, tmp_path):

@@ -9,6 +9,7 @@ import pytest
 
 from encke.bench import maxbatch
 from encke.bench.maxbatch import Failed, Search, compare_with_plain, confirm, largest, search
+from encke.bench.rows import blank_row
 from encke.bench.steps import Task
 from encke.cli import main
 
@@ -90,7 +91,7 @@ def test_a_batch_that_does_not_fit_by_itself_is_made_smaller(monkeypatch):
 
 
 def test_throughput_is_compared_with_plain_at_its_own_batch():
-    common = {"model": "m", "precision": "fp32"}
+    common = {"model": "m", "precision": "fp32", "device": "cpu", "size": 8, "cap_bytes": 1}
     rows = [
         common | {"method": "plain", "largest_batch": 100, "per_second": 50.0},
         common | {"method": "default", "largest_batch": 400, "per_second": 40.0},
@@ -99,6 +100,37 @@ def test_throughput_is_compared_with_plain_at_its_own_batch():
     compare_with_plain(rows)
     assert [row["batch_over_plain"] for row in rows] == [1, 4, None]
     assert [row["throughput_over_plain"] for row in rows] == [1, 0.8, None]
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """Searches that measure nothing; returns the tasks that were searched."""
+    made: list[tuple[str, int | None]] = []
+
+    def found(task: Task):
+        made.append((task.method, task.cap))
+        figures = {"status": "ok", "largest_batch": 8, "per_second": 2.0, "pipelined_ms": 5.0, "peak_above_bytes": 9}
+        return blank_row(task) | figures, [Search(task).row(8, True, 5.0)]
+
+    monkeypatch.setattr(maxbatch, "search", found)
+    return made
+
+
+def test_an_interrupted_call_goes_on_under_every_cap(searches, monkeypatch, tmp_path, capsys):
+    command = ["bench", "max-batch", "--models", "cnn", "--device", "cpu", "--out", str(tmp_path), "--methods", "plain"]
+    main([*command, "--memory", "1MiB"])
+    assert searches == [("plain", 2**20)] and "1 searches, about 1 min 00 s (a rough guess)" in capsys.readouterr().out
+    main([*command, "default", "--memory", "1MiB", "2MiB"])
+    assert searches[1:] == [("default", 2**20), ("plain", 2**21), ("default", 2**21)]
+    assert "1 of 4 searches are in" in (shown := capsys.readouterr().out) and "judged by the rows there" in shown
+    with (tmp_path / "max_batch.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["method"], row["throughput_over_plain"]) for row in rows] == [("plain", "1.0"), ("default", "1.0")] * 2
+    assert "--memory 1MiB --" not in rows[1]["command"]
+    # Rows of another machine do not belong into this table.
+    monkeypatch.setattr("encke.tools.provenance.cpu_name", lambda: "another")
+    main([*command, "--memory", "1MiB"])
+    assert searches[4:] == [("plain", 2**20)]
 
 
 @pytest.mark.slow

@@ -86,10 +86,9 @@ def test_checkpoints_save_less_and_selective_ones_something_in_between():
 
 def test_methods_say_in_words_what_they_lack(monkeypatch):
     monkeypatch.setattr("encke.bench.methods.offloader", lambda: None)
-    assert METHODS["save-on-cpu"].missing("cpu", False) == "only on a GPU"
-    assert METHODS["budget20"].missing("cpu", False) == "only with --compile"
-    assert METHODS["budget20"].missing("cpu", True) == ""
-    assert "torchtune or trl" in METHODS["offload"].missing("cuda", False)
+    assert METHODS["save-on-cpu"].missing("cpu") == "only on a GPU"
+    assert METHODS["budget20"].missing("cpu") == ""
+    assert "torchtune or trl" in METHODS["offload"].missing("cuda")
     assert "budget20" in usual(True) and "budget20" not in usual(False)
 
 

@@ -9,7 +9,7 @@ from encke.bench.models import MODELS, build, check_installed, loss_of, optimize
 from encke.tools.errors import UsageError
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n == "llama" else []) for n in MODELS])
 def test_a_model_trains_on_its_synthetic_batch(name):
     # RegNet reads values of tensors while it is built, GPT-2 of transformers when it is called.
     called_on = "cpu" if source(name) == "transformers" else "meta"
@@ -18,7 +18,7 @@ def test_a_model_trains_on_its_synthetic_batch(name):
     data = tuple(x.to(called_on) for x in synthetic_batch(MODELS[name], 2, 32, "cpu"))
     loss = loss_of(model, data)
     assert loss.shape == ()
-    expected = torch.optim.AdamW if name.startswith(("vit", "gpt", "swin", "convnext")) else torch.optim.SGD
+    expected = torch.optim.AdamW if name.startswith(("vit", "gpt", "llama", "swin", "convnext")) else torch.optim.SGD
     assert isinstance(optimizer_for(model, MODELS[name]), expected)
 
 
@@ -29,3 +29,9 @@ def test_the_source_of_a_model_is_named(monkeypatch):
         check_installed("resnet18")
     monkeypatch.setattr("encke.bench.models.installed", lambda module: True)
     assert source("gpt2") == "transformers"
+
+
+def test_llama_comes_from_transformers_alone(monkeypatch):
+    monkeypatch.setattr("encke.bench.models.installed", lambda module: False)
+    with pytest.raises(UsageError, match="--models llama comes from transformers: pip install"):
+        check_installed("llama")

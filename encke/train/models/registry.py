@@ -43,11 +43,15 @@ class ModelInfo:
     """A learning rate with which the loss does not rise in the first steps, without a warm-up."""
     dense: bool = False
     """Whether each pixel has a label of its own."""
+    channels: int = 3
+    """Channels of the images or volumes."""
 
 
 MODELS = {
     "cnn": ModelInfo(Model("cnn"), lr=0.05),
+    "digits": ModelInfo(Model("digits"), classes=10, channels=1, lr=0.02),
     "resnet18": ModelInfo(Model("resnet18"), lr=0.005),
+    "resnet18_cifar": ModelInfo(Model("resnet18", stem="cifar"), classes=10, lr=0.05),
     "resnet50": ModelInfo(Model("resnet50")),
     "wide_resnet50_2": ModelInfo(Model("wide_resnet50_2")),
     "vgg16": ModelInfo(Model("vgg16")),
@@ -59,11 +63,14 @@ MODELS = {
     "convnext_tiny": ModelInfo(Model("convnext_tiny"), batch=128, optimizer="adamw", lr=1e-4),
     "swin_t": ModelInfo(Model("swin_t"), batch=128, optimizer="adamw", lr=1e-4),
     "unet2d": ModelInfo(Model("unet2d"), classes=2, batch=32, dense=True),
-    "unet3d": ModelInfo(Model("unet3d"), "volumes", 2, 2, dense=True),
+    "unet3d": ModelInfo(Model("unet3d"), "volumes", 2, 2, dense=True, channels=1),
     "vit_b_16": ModelInfo(Model("vit_b_16"), batch=128, optimizer="adamw", lr=1e-4),
     "gpt": ModelInfo(Model("gpt"), "tokens", 256, 64, "adamw", 1e-3),
     "gpt2": ModelInfo(
         Model("gpt", context=1024, layers=12, heads=12, width=768, dropout=0.0), "tokens", 50257, 16, "adamw", 1e-4
+    ),
+    "llama": ModelInfo(
+        Model("gpt", context=4096, layers=12, heads=16, width=1024, dropout=0.0), "tokens", 32000, 4, "adamw", 1e-4
     ),
 }
 """The models that are measured and studied. `encke train` builds any model of torchvision.models as well."""
@@ -158,6 +165,7 @@ BLOCKS = (
     "SwinTransformerBlock",
     "EncoderBlock",
     "GPT2Block",
+    "LlamaDecoderLayer",
     "Block",
 )
 """Class names of the blocks that activation checkpointing is applied to."""
