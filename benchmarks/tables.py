@@ -1,0 +1,304 @@
+"""Tables of the documentation, rendered from the files in results/.
+
+python3 benchmarks/tables.py [--check]
+
+A table stands between `<!-- table: NAME; SETTING -->` and `<!-- end -->`. This script writes all of them anew after a
+file has changed; with --check it only tells which differ. tests/test_figures.py explains the markers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+REGION = re.compile(r"<!-- table: ([\w-]+); (.*?) -->\n(.*?)<!-- end -->", re.DOTALL)
+TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
+GB = 1e9
+
+
+@cache
+def read(file: str) -> list[dict[str, str]]:
+    """Return the rows of a file in results/."""
+    with (RESULTS / file).open(newline="") as opened:
+        return list(csv.DictReader(opened))
+
+
+def values(file: str, column: str, **where: object) -> list[float]:
+    """Return a column of the rows in which the other columns have these values; an error if there are none."""
+    rows = [row for row in read(file) if all(row[name] == str(value) for name, value in where.items())]
+    found = [float(row[column]) for row in rows if row[column]]
+    if not found:
+        raise ValueError(f"{file} has no {column} where {where}")
+    return found
+
+
+def median(file: str, column: str, **where: object) -> float:
+    """Return the median of such values."""
+    return statistics.median(values(file, column, **where))
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "".join(re.sub(r" +", " ", f"| {' | '.join(cells)} |") + "\n" for cells in lines)
+
+
+def span(found: Sequence[float], digits: int = 1) -> str:
+    """Return the smallest and the largest value."""
+    return f"{min(found):.{digits}f} to {max(found):.{digits}f}"
+
+
+STEPS = "readme_h200.csv"
+CASES = {
+    "batch 256, fp32": {"precision": "fp32", "batch": 256, "compile": False},
+    "batch 256, bf16": {"precision": "bf16", "batch": 256, "compile": False},
+    "batch 64, bf16": {"precision": "bf16", "batch": 64, "compile": False},
+    "batch 256, bf16, compiled": {"precision": "bf16", "batch": 256, "compile": True},
+}
+WIDE = 0.1
+"""README shows the range of the rounds where it is wider than this part of the median."""
+
+
+def readme() -> str:
+    """Steps and peaks of ResNet-50, plain beside the default policy."""
+    rows = []
+    for name, case in CASES.items():
+        found = [values(STEPS, "pipelined_ms", method=method, **case) for method in ("plain", "default")]
+        steps = [statistics.median(each) for each in found]
+        peaks = [median(STEPS, "peak_bytes", method=method, **case) / GB for method in ("plain", "default")]
+        wide = [f" ({span(each)})" if max(each) - min(each) > WIDE * min(each) else "" for each in found]
+        cells = [f"{step:.1f} ms{range_}" for step, range_ in zip(steps, wide, strict=True)]
+        cells += [f"{peak:.2f} GB" for peak in peaks]
+        for pair in (cells[:2], cells[2:]):
+            first = cells.index(pair[0])
+            if float(pair[1].split()[0]) < float(pair[0].split()[0]):
+                cells[first + 1] = f"**{pair[1]}**"
+        rows.append([name, *cells])
+    return markdown(["ResNet-50", "step, plain", "step, Encke", "peak, plain", "peak, Encke"], rows)
+
+
+def steps() -> str:
+    """Every figure of readme_h200.csv that is published."""
+    rows = []
+    for name, case in CASES.items():
+        methods = [
+            m for m in ("plain", "default", "checkpoint") if any(matches(r, method=m, **case) for r in read(STEPS))
+        ]
+        for method in methods:
+            times = values(STEPS, "pipelined_ms", method=method, **case)
+            first, second = (median(STEPS, f"{n}_ms", method=method, **case) / 1e3 for n in ("first", "second"))
+            collection = ""
+            if method == "default":
+                peak = median(STEPS, "peak_with_collection_bytes", method=method, **case) / GB
+                collection = f"{median(STEPS, 'collection_ms', method=method, **case):.0f} ms, {peak:.2f} GB"
+            rows.append(
+                [
+                    name if method == "plain" else "",
+                    method if method != "checkpoint" else "checkpoint each block",
+                    f"{statistics.median(times):.1f} ms ({span(times)})",
+                    f"{median(STEPS, 'peak_bytes', method=method, **case) / GB:.2f} GB",
+                    f"{first:.1f} s, {second:.2f} s",
+                    collection,
+                ]
+            )
+    return markdown(["ResNet-50", "method", "step", "peak", "first two steps", "collection step"], rows)
+
+
+def matches(row: dict[str, str], **where: object) -> bool:
+    """Return whether the columns have these values."""
+    return all(row[name] == str(value) for name, value in where.items())
+
+
+GRAPHS = "4 (seeds by way of pinned memory)"
+
+
+def cuda_graphs() -> str:
+    """Steps of compiled ResNet-50 as CUDA graphs, each waited for, and the memory reserved."""
+    rows = []
+    for batch in (64, 256):
+        cells = []
+        for method in ("plain", "default"):
+            where = {"code": GRAPHS, "batch": batch, "method": method}
+            step, peak = (median("speed_h200.csv", column, **where) for column in ("step_ms", "reserved_bytes"))
+            cells.append(f"{step:.1f} ms, {peak / GB:.2f} GB")
+        rows.append([f"batch {batch}", *cells])
+    return markdown(["", "plain", "Encke"], rows)
+
+
+def graphs_or_not() -> str:
+    """Steps of ResNet-50 at batch 64, eager and as CUDA graphs."""
+    rows = []
+    for name, code in (("eager", "4"), ("CUDA graphs", GRAPHS)):
+        where = {"code": code, "batch": 64}
+        cells = [
+            f"{median('speed_h200.csv', 'step_ms', method=method, **where):.1f} ms" for method in ("plain", "default")
+        ]
+        rows.append([name, *cells])
+    return markdown(["ResNet-50, bf16, 64 images", "plain", "with Encke"], rows)
+
+
+def kernel_rates() -> str:
+    """Share of a copy's bandwidth."""
+    rows = []
+    for dtype, size, name in (("float32", 512, "fp32"), ("bfloat16", 256, "bf16")):
+        for what in ("gq 2 bits", *(f"gq 2 bits, channels_last {channels}" for channels in (64, 256, 1024))):
+            found = [row for row in read("rate_h200.csv") if matches(row, dtype=dtype, MiB=size, what=what)]
+            if found:
+                layout = what.removeprefix("gq 2 bits").replace(", channels_last ", "channels_last, channels: ")
+                cells = [f"{100 * float(found[0][f'{way}_share']):.0f} %" for way in ("encode", "decode")]
+                rows.append([f"{name}, {layout or 'contiguous'}, {size} MiB", *cells])
+    return markdown(["", "encode", "decode"], rows)
+
+
+CODECS = {
+    "`ErrorBounded`, nearest, COMET's bounds": "ErrorBounded nearest",
+    "`ErrorBounded`, dithered, COMET's bounds": "ErrorBounded dithered",
+    "SZ3, COMET's bounds": "SZ3",
+    "SZ3 without prediction, COMET's bounds": "SZ3, no prediction",
+    "zfp, COMET's bounds": "zfp",
+    "order-0 entropy of the levels, COMET's bounds": "entropy of the levels",
+    "`ErrorBounded`, nearest, bound of 2 bits": "ErrorBounded nearest, bound of 2 bits",
+    "`ErrorBounded`, dithered, bound of 2 bits": "ErrorBounded dithered, bound of 2 bits",
+    "SZ3, bound of 2 bits": "SZ3, bound of 2 bits",
+    "`GroupQuant`, 2 bits": "GroupQuant 2 bits",
+    "`GroupQuant`, 3 bits": "GroupQuant 3 bits",
+    "`GroupQuant`, 4 bits": "GroupQuant 4 bits",
+}
+
+
+def codecs() -> str:
+    """Codecs on activations of a ResNet-18, on one thread."""
+    rows = []
+    for name, codec in CODECS.items():
+        (row,) = (row for row in read("codec_activations_cpu.csv") if matches(row, tensor="all 26", codec=codec))
+        cells = []
+        for column, form in (("ratio", ".2f"), ("variance", ".3f"), ("encode_mb_s", ",.0f"), ("decode_mb_s", ",.0f")):
+            cells.append(format(float(row[column]), form) if row[column] else "")
+        rows.append([name, *cells])
+    return markdown(["", "ratio", "variance", "encode MB/s", "decode MB/s"], rows)
+
+
+STEP_POLICIES = {
+    "default": "default policy",
+    "group2": "`GroupQuant(bits=2)`",
+    "dithered": '`ErrorBounded(0.1, "rel", "dithered")`, about the same variance',
+    "nearest": '`ErrorBounded(0.1, "rel")`',
+}
+
+
+def cpu_step() -> str:
+    """Time of a step over plain's in processor time, and bytes."""
+    rows = []
+    for row in sorted(read("cpu_step.csv"), key=lambda row: list(STEP_POLICIES).index(row["policy"])):
+        name = f"{row['model']}, {row['batch']} images of {row['image']} pixels"
+        sizes = [f"{float(row[column]):.1f} MB" for column in ("saved_mb", "packed_mb")]
+        rows.append([name, STEP_POLICIES[row["policy"]], f"{float(row['cpu_ratio']):.2f}", *sizes])
+    heads = ["model", "codec or policy", "time over plain", "saved by autograd", "kept"]
+    return markdown(heads, sorted(rows, key=lambda cells: cells[0]))
+
+
+STUDIED = {"resnet18": "ResNet-18", "vgg16": "VGG-16", "gpt": "GPT"}
+
+
+def theory_errors() -> str:
+    """Measured over predicted error of the gradient."""
+    rows = []
+    for model, name in STUDIED.items():
+        file = f"study_{model}_gradients.csv"
+        for bound in (0.05, 0.2, 1.0):
+            columns = [("stochastic", "measured_over_exact"), ("stochastic", "measured_over_certain")]
+            columns += [("nearest", f"{end}") for end in ("measured_over_exact", "measured_over_paper")]
+            columns += [("nearest", "loop_measured_over_target")]
+            found = [values(file, column, rounding=way, bound_over_rms=bound) for way, column in columns]
+            label = f"{name} ({len(found[0])})" if bound == 0.05 else ""
+            rows.append([label, f"{bound:g}", *(span(each, 2) for each in found)])
+    heads = ["model (layers)", "bound", "stochastic", "... deterministic part exact", "nearest"]
+    return markdown([*heads, "nearest, COMET's formula", "nearest, closed loop"], rows)
+
+
+def theory_zeros() -> str:
+    """Error of the gradient with exact zeros and without."""
+    rows = []
+    for model, name in STUDIED.items():
+        for inputs, words in (("alone", "one input lossy"), ("together", "all of them, no norms")):
+            found = [values(f"study_{model}_zeros.csv", f"{inputs}_{zeros}") for zeros in ("zeros", "no_zeros")]
+            rows.append([f"{name}, {words}", *(span(each, 2) for each in found)])
+    return markdown(["error over gradient, rms", "with exact zeros", "without"], rows)
+
+
+def compatibility(library: str) -> str:
+    """Models of one library."""
+    rows = [row for row in read("compatibility_cpu.csv") if row["library"] == library]
+    cells = [
+        [f"{float(row['ratio']):.1f}", f"{float(row['gradient_error']):.2f}"] if row["ratio"] else ["", ""]
+        for row in rows
+    ]
+    return markdown(
+        ["model", "ratio", "error", "verdict"],
+        ([row["model"], *figures, row["verdict"]] for row, figures in zip(rows, cells, strict=True)),
+    )
+
+
+@dataclass(frozen=True)
+class Table:
+    """A published table: the files that it is made of, and the function that renders it."""
+
+    files: tuple[str, ...]
+    render: Callable[[], str]
+
+
+STUDIES = tuple(f"study_{model}" for model in STUDIED)
+TABLES = {
+    "readme": Table((STEPS,), readme),
+    "steps": Table((STEPS,), steps),
+    "cuda-graphs": Table(("speed_h200.csv",), cuda_graphs),
+    "graphs-or-not": Table(("speed_h200.csv",), graphs_or_not),
+    "kernel-rates": Table(("rate_h200.csv",), kernel_rates),
+    "codecs": Table(("codec_activations_cpu.csv",), codecs),
+    "cpu-step": Table(("cpu_step.csv",), cpu_step),
+    "theory-errors": Table(tuple(f"{study}_gradients.csv" for study in STUDIES), theory_errors),
+    "theory-zeros": Table(tuple(f"{study}_zeros.csv" for study in STUDIES), theory_zeros),
+    **{
+        f"compatibility-{library}": Table(("compatibility_cpu.csv",), lambda library=library: compatibility(library))
+        for library in ("transformers", "timm", "diffusers", "torch_geometric")
+    },
+}
+"""Every rendered table by the name in its marker."""
+
+
+def updated(text: str) -> str:
+    """Return a page with its tables rendered anew."""
+
+    def replace(region: re.Match[str]) -> str:
+        new = TABLE.sub(lambda _: TABLES[region[1]].render(), region[3], count=1)
+        return region[0].replace(region[3], new)
+
+    return REGION.sub(replace, text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a page differs")
+    check = parser.parse_args().check
+    differing = []
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        text = page.read_text()
+        if (new := updated(text)) != text:
+            differing.append(page.name)
+            if not check:
+                page.write_text(new)
+    print(f"{'differ' if check else 'written'}: {', '.join(differing) or 'none'}")
+    return int(check and bool(differing))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
