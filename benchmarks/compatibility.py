@@ -31,7 +31,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import encke  # noqa: E402
 from encke.codecs import ErrorBounded  # noqa: E402
-from encke.policies import Fixed  # noqa: E402
+from encke.policies import Comet, Fixed  # noqa: E402
 from encke.tools.provenance import version, write_csv  # noqa: E402
 from encke.train.models.vision import torchvision_models  # noqa: E402
 
@@ -389,6 +389,8 @@ def judge_all(library: str, only: str | None) -> Iterator[dict[str, Any]]:
         worker.end()
 
 
+SETTING = f"default, sigma {Comet().tolerance:g}, version {encke.__version__}"
+"""What tests/test_figures.py takes for today's default."""
 COLUMNS = ("library", "model", "parameters", "bound_0_equal", "ratio", "gradient_error", "verdict")
 
 
@@ -411,6 +413,8 @@ def page(rows: list[dict[str, Any]], left_out: dict[str, int]) -> str:
             WIDTH,
         ),
         "",
+        f"<!-- figures: compatibility_cpu.csv; {SETTING} -->",
+        "",
         "| library | version | models | work | median ratio | median error | largest error |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
@@ -425,13 +429,21 @@ def page(rows: list[dict[str, Any]], left_out: dict[str, int]) -> str:
         )
     counts = ", ".join(f"{names.get(key, key)} {count}" for key, count in left_out.items())
     words = f"Models that do not build or train in this small form without Encke are not counted: {counts}."
-    lines += ["", textwrap.fill(words, WIDTH)]
+    lines += ["", "<!-- end -->", "", textwrap.fill(words, WIDTH)]
     for library in dict.fromkeys(row["library"] for row in judged):
-        lines += ["", f"## {names.get(library, library)}", "", "| model | ratio | error | verdict |"]
+        lines += [
+            "",
+            f"## {names.get(library, library)}",
+            "",
+            f"<!-- table: compatibility-{library}; {SETTING} -->",
+            "",
+        ]
+        lines += ["| model | ratio | error | verdict |"]
         lines += ["| --- | --- | --- | --- |"]
         for row in (row for row in judged if row["library"] == library):
             figures = f"{row['ratio']:.1f} | {row['gradient_error']:.2f}" if "ratio" in row else " | "
             lines.append(f"| {row['model']} | {figures} | {row['verdict']} |")
+        lines += ["", "<!-- end -->"]
     return "\n".join(lines) + "\n"
 
 

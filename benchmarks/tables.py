@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from pairs import summarise  # noqa: E402
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 REGION = re.compile(r"<!-- table: ([\w-]+); (.*?) -->\n(.*?)<!-- end -->", re.DOTALL)
@@ -248,6 +251,54 @@ def compatibility(library: str) -> str:
     )
 
 
+def evidence(file: str, method: str, label: str, left_out: Sequence[str] = ()) -> str:
+    """One method against plain, with the verdict of docs/evidence.md."""
+    (summary,) = (each for each in summarise(read(file)) if each.method == method)
+    rows = [c.cells() for c in summary.comparisons if c.quantity.column not in left_out]
+    heads = [f"n = {summary.pairs} pairs", "plain", label, "difference", "95 % interval", "margin", "verdict"]
+    return markdown(heads, rows)
+
+
+def scaling() -> str:
+    """Ranks of a data-parallel training: the broadcast of the decisions beside a step."""
+    rows = []
+    for row in read("scaling_cpu.csv"):
+        times = [f"{float(row[f'{name}_cpu_ms']):.1f} ms" for name in ("step", "collection", "share")]
+        agree = "yes" if row["same_settings"] == "True" else "NO"
+        rows.append([row["ranks"], agree, *times, f"{float(row['share_ms']):.0f} ms", f"{int(row['share_bytes']):,}"])
+    heads = ["ranks", "same settings", "ordinary step", "collection step", "broadcast", "... until it is through"]
+    return markdown([*heads, "bytes"], rows)
+
+
+def same_memory(*files: str) -> str:
+    """Each method at its largest batch under a cap."""
+    rows = []
+    for row in (row for file in files for row in read(file)):
+        name = f"{row['model']}, {int(row['cap_bytes']) / 2**20:g} MiB"
+        speed, over = float(row["per_second"]), float(row["throughput_over_plain"])
+        rows.append([name, row["method"], row["largest_batch"], f"{speed:.0f}", f"{over:.2f}"])
+    return markdown(["model, cap", "method", "largest batch", "images a second", "over plain's"], rows)
+
+
+def time_to_accuracy() -> str:
+    """Small trainings at the largest batch under a cap."""
+    rows = []
+    for method in dict.fromkeys(row["method"] for row in read(ACCURACY)):
+        mine = [row for row in read(ACCURACY) if row["method"] == method]
+        reached = [row for row in mine if row["status"] == "ok"]
+        seconds, epochs = (
+            f"{statistics.median(float(row[column]) for row in reached):.0f}" if reached else ""
+            for column in ("seconds", "epochs")
+        )
+        best = max(float(row["best_accuracy"]) for row in mine)
+        rows.append([method, mine[0]["batch"], f"{len(reached)} of {len(mine)}", epochs, seconds, f"{best:.1f} %"])
+    return markdown(["method", "batch", "reached", "epochs", "seconds", "best accuracy"], rows)
+
+
+ACCURACY = "same_memory_accuracy_cpu.csv"
+SAME = ("same_memory_cpu.csv", "same_memory_small_cpu.csv")
+
+
 @dataclass(frozen=True)
 class Table:
     """A published table: the files that it is made of, and the function that renders it."""
@@ -265,6 +316,15 @@ TABLES = {
     "kernel-rates": Table(("rate_h200.csv",), kernel_rates),
     "codecs": Table(("codec_activations_cpu.csv",), codecs),
     "cpu-step": Table(("cpu_step.csv",), cpu_step),
+    "evidence-gpt": Table(
+        ("gpt_cpu.csv",), lambda: evidence("gpt_cpu.csv", "default", "default", ("peak_bytes", "seconds"))
+    ),
+    "evidence-cifar": Table(
+        ("accuracy_cifar_h200.csv",), lambda: evidence("accuracy_cifar_h200.csv", "default", "`Comet(sigma=0.3)`")
+    ),
+    "scaling": Table(("scaling_cpu.csv",), scaling),
+    "same-memory": Table(SAME, lambda: same_memory(*SAME)),
+    "time-to-accuracy": Table((ACCURACY,), time_to_accuracy),
     "theory-errors": Table(tuple(f"{study}_gradients.csv" for study in STUDIES), theory_errors),
     "theory-zeros": Table(tuple(f"{study}_zeros.csv" for study in STUDIES), theory_zeros),
     **{

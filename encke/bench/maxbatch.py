@@ -13,7 +13,7 @@ from encke.bench import plots
 from encke.bench.children import Child
 from encke.bench.methods import METHODS
 from encke.bench.options import Options, Plan
-from encke.bench.rows import Row, blank_row, measure_row, plain_row, table_lines, title
+from encke.bench.rows import Row, blank_row, cap_words, measure_row, plain_row, table_lines, title
 from encke.bench.steps import Task
 from encke.tools.errors import UsageError
 from encke.tools.progress import track
@@ -200,11 +200,6 @@ def announce(tasks: Sequence[Task], total: int, rows: Sequence[Row], file: Path)
     if tasks:
         judged = "judged by the rows there" if taken else "a rough guess"
         note(f"{len(tasks)} searches, about {duration(sum(map(seconds, tasks)))} ({judged})")
-
-
-def cap_words(cap: int | None) -> str:
-    """Return a cap in words."""
-    return f"{cap / 2**30:.4g} GiB" if cap and cap >= 2**30 else f"{(cap or 0) / 2**20:.4g} MiB"
 
 
 def compare_with_plain(rows: Sequence[Row]) -> None:

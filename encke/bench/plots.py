@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from encke.bench.methods import METHODS, compiled_as
+from encke.bench.rows import cap_words
 from encke.tools.figures import figure
 from encke.tools.terminal import note
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 COLOURS = {"plain": "#222222", "encke": "#1f5fbf", "other": "#c4541a", "peer": "#c4541a", "limit": "#777777"}
 MARKERS = "osD^vP*X<>hd"
-GIB = 2**30
 GAP = 0.06
 """Gap between the names beside a panel, as a share of its height."""
 
@@ -187,7 +187,7 @@ def draw(
         for axes, (key, part) in zip(grid.flat, parts.items(), strict=False):
             words = [str(key[0]), str(key[1]), *(f"batch {batch}" for batch in key[3:])]
             words += [compiled_as(part[0]["graphs"])] if part[0]["compile"] else []
-            words += [f"at most {part[0]['cap_bytes'] / GIB:.4g} GiB"] if part[0]["cap_bytes"] else []
+            words += [f"at most {cap_words(part[0]['cap_bytes'])}"] if part[0]["cap_bytes"] else []
             axes.set_title(", ".join(words), loc="left")
             axes.grid(alpha=0.3, which="both")
             panel(axes, part)

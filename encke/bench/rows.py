@@ -131,9 +131,14 @@ def title(row: Mapping[str, Any]) -> str:
     words += [compiled_as(row["graphs"])] if row["compile"] else []
     words += [f"batch {row['batch']}"] if row["batch"] else []
     words += [size, row["device"]]
-    words += [f"at most {row['cap_bytes'] / 2**30:.4g} GiB"] if row["cap_bytes"] else []
+    words += [f"at most {cap_words(row['cap_bytes'])}"] if row["cap_bytes"] else []
     words += [f"median of {row['round']} rounds"] if row["round"] > 1 else []
     return ", ".join(words)
+
+
+def cap_words(cap: int | None) -> str:
+    """Return a cap in words, in the units in which caps are given."""
+    return f"{cap / 2**30:.4g} GiB" if cap and cap >= 2**30 else f"{(cap or 0) / 2**20:.4g} MiB"
 
 
 def plain_row(rows: Sequence[Row]) -> Row:

@@ -10,9 +10,9 @@ from typing import Any
 
 from encke.bench.accuracy import Goal
 from encke.bench.children import Child
-from encke.bench.maxbatch import CPU_CAP, START, cap_words, known_rows, search_all
+from encke.bench.maxbatch import CPU_CAP, START, known_rows, search_all
 from encke.bench.options import Options, option
-from encke.bench.rows import Row, blank_row, plain_row, table_lines
+from encke.bench.rows import Row, blank_row, cap_words, plain_row, table_lines
 from encke.bench.steps import Task
 from encke.tools.errors import UsageError
 from encke.tools.progress import track
