@@ -13,6 +13,7 @@ from encke.capture.facts import SiteFacts
 from encke.capture.ledger import SIZE_PENDING, Record
 from encke.capture.nodes import expand_window
 from encke.capture.passes import ForwardPass, Frame
+from encke.capture.recompute import cast_origin, recompute
 from encke.capture.saved import Saved, SharedCell
 from encke.capture.scores import Scores
 from encke.codecs import Codec, Lossless
@@ -68,7 +69,10 @@ def exact_codec(facts: SiteFacts, dtype: torch.dtype, frame: Frame) -> Codec:
 
 
 def shared_cell(facts: SiteFacts, t: Tensor, layout: Layout, length: int, forward: ForwardPass) -> SharedCell:
-    """Return the cell of the memory that `t` covers: the one that this forward pass has already, or a new one."""
+    """Return the cell of the memory that `t` covers: the one that this forward pass has already, or a new one.
+
+    Copies that casts have made of one tensor have one cell.
+    """
     storage = t.untyped_storage()
     run = (layout.size, layout.stride) if layout.copied else length
     key = (storage._cdata, t.storage_offset(), run, t.dtype, t._version)
@@ -78,11 +82,35 @@ def shared_cell(facts: SiteFacts, t: Tensor, layout: Layout, length: int, forwar
         cell = known[0]()
         if cell is not None:
             return cell
+    origin = cast_origin(t)
+    known = None if origin is None else forward.casts.get(origin)
+    if known is not None and not facts.changed:
+        cell = known[0]()
+        if cell is not None:
+            cell.record.saved_bytes += forward.tally.count(storage)
+            return cell
     record = Record(facts, forward.tally.count(storage))
     forward.tally.records.append(record)
     cell = SharedCell(mix(forward.step, facts.site.number, forward.rank), record)
-    forward.cells[key] = (weakref.ref(cell), storage_ref(storage))
+    forward.cells[key] = entry = (weakref.ref(cell), storage_ref(storage))
+    if origin is not None:
+        forward.casts[origin] = entry
     return cell
+
+
+def ask_for_others(cell: SharedCell, facts: SiteFacts, length: int, dtype: torch.dtype, scores: Scores) -> None:
+    """Ask a cell, before it is packed, for what other sites will need of it in this pass, as far as is known."""
+    for sharer in tuple(facts.sharers):
+        more = codec_for(scores, sharer, dtype, None)
+        if more is not None:
+            # Rows of another memory than last time are known when that reader saves.
+            cell.ask(more, rows=sharer.rows[1] if sharer.rows[0] == length else None)
+    for dependent in tuple(facts.dependents):
+        more = codec_for(scores, dependent, dtype, None) if dependent.site.need == "lossy" else None
+        if dependent.recomputed is False or more is None:
+            facts.dependents.discard(dependent)
+        else:
+            cell.ask(more)
 
 
 def encode(
@@ -108,7 +136,12 @@ def encode(
     # Groups across the rows that a norm reads do not serve it.
     crosses = packed is not None and packed.plan is not None and packed.layout.rows != cell.rows
     if packed is None or crosses or not satisfies(packed.codec, codec):
-        if length is None:
+        again = None
+        if length is not None and deferred is None and forward.recomputes:
+            again = recompute(t, record.facts, layout, codec)
+        if again is not None:
+            packed = again
+        elif length is None:
             packed = codec.encode_flat(t, layout, cell.key, record.facts.encoder_state)
         elif deferred is None:
             packed = codec.encode_run(t, layout, length, cell.key, record.facts.encoder_state)
@@ -122,7 +155,7 @@ def encode(
             packed = codec.encode_flat(flat, layout, cell.key, record.facts.encoder_state)
         cell.packed = packed
         cell.decoded = None
-        record.codec = codec
+        record.codec = codec if again is None else "recomputed"
         record.packed_bytes = SIZE_PENDING if packed.pending_size else packed.nbytes
     cell.held = None
     if forward.collection is not None:

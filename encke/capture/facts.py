@@ -28,6 +28,7 @@ class SiteFacts:
 
     __slots__ = (
         "changed",
+        "dependents",
         "function",
         "high",
         "encoder_state",
@@ -39,6 +40,7 @@ class SiteFacts:
         "position",
         "raw_slot",
         "reader",
+        "recomputed",
         "rows",
         "sharers",
         "siblings",
@@ -81,6 +83,10 @@ class SiteFacts:
         """Length of the run of memory saved last, and the rows in it that the reader normalises."""
         self.sharers: set[SiteFacts] = set()
         """Sites that later save the same memory: the strictest of them decides."""
+        self.dependents: set[SiteFacts] = set()
+        """Sites whose tensors are computed again from what is saved here (encke/capture/recompute.py)."""
+        self.recomputed: tuple[Any, ...] | bool | None = None
+        """Operations by which backward computes what is saved here; False if it must not, None if not tried yet."""
         self.changed = False
         """Whether the memory had other values when another site saved it before: written through `tensor.data`."""
         self.examined = False

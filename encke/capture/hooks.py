@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from encke.capture import attention
 from encke.capture.casts import CastWeight, cast_weight
 from encke.capture.deferred import DeferredForward
-from encke.capture.encoding import MASK, codec_for, encode, encode_alone, shared_cell
+from encke.capture.encoding import MASK, ask_for_others, codec_for, encode, encode_alone, shared_cell
 from encke.capture.facts import SiteFacts, SiteState
 from encke.capture.ledger import CAST_AGAIN, CASTS, KEPT, Ledger, Record
 from encke.capture.modules import Layer
@@ -60,7 +60,9 @@ class Capture:
         """Training forward passes so far."""
         self.rank = 0
         # Sharded weights have no memory between forward and backward.
-        self.casts_again = root is None or not any(is_wrapper(p) for p in root.parameters())
+        self.whole_weights = root is None or not any(is_wrapper(p) for p in root.parameters())
+        """Whether weights are there between forward and backward."""
+        self.casts_again = self.whole_weights
         """Whether the copies that autocast makes of weights are made again in backward."""
         self.ledger = Ledger()
         self.passes = Passes((self.pack, unpack), self._begin_pass, self._end_pass)
@@ -79,6 +81,7 @@ class Capture:
     def _begin_pass(self, forward: ForwardPass) -> None:
         self.begin_step()
         forward.step, forward.rank = self.step, self.rank
+        forward.recomputes = self.whole_weights
         if self.schedule is not None:
             forward.collection = self.schedule.begin_pass()
         measures = self.scores.due(self.step) if self.schedule is None else forward.collection is not None
@@ -230,12 +233,8 @@ class Capture:
                 facts.distrust()
                 return self._hold(t, frame, facts.index)
             first.sharers.add(facts)
-        elif facts.sharers:
-            for sharer in tuple(facts.sharers):
-                more = codec_for(self.scores, sharer, t.dtype, None)
-                if more is not None:
-                    # Rows of another memory than last time are known when that reader saves.
-                    cell.ask(more, rows=sharer.rows[1] if sharer.rows[0] == length else None)
+        elif facts.sharers or facts.dependents:
+            ask_for_others(cell, facts, length, t.dtype, self.scores)
         cell.ask(codec, codec is not MASK, rows)
         if not cell.settled or forward.collection is not None:
             if not cell.waiting:

@@ -55,6 +55,7 @@ class ForwardPass:
 
     __slots__ = (
         "calls",
+        "casts",
         "cells",
         "collection",
         "deferred",
@@ -65,6 +66,7 @@ class ForwardPass:
         "outer",
         "pending",
         "rank",
+        "recomputes",
         "step",
         "tally",
         "visited",
@@ -80,6 +82,8 @@ class ForwardPass:
         self.frames.clear()
         self.calls: dict[Layer, int] = {}
         self.cells: dict[tuple[Any, ...], tuple[weakref.ref[SharedCell], weakref.ref[torch.UntypedStorage]]] = {}
+        self.casts: dict[tuple[Any, ...], tuple[weakref.ref[SharedCell], weakref.ref[torch.UntypedStorage]]] = {}
+        """Cells of copies that casts have made, by `recompute.cast_origin`."""
         self.pending: set[Saved] = set()
         """Savings whose reader is not known yet."""
         self.visited: set[int] = {ACCUMULATE}
@@ -99,6 +103,8 @@ class ForwardPass:
         """Saving that one of our own layers makes next."""
         self.step = 0
         self.rank = 0
+        self.recomputes = False
+        """Whether saved tensors may be computed again in backward, from others and from weights."""
 
     def run_deferred(self) -> None:
         """Run a deferred forward now, without packing what it saves."""

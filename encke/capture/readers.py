@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from encke.capture.attention import INPUTS
-from encke.capture.encoding import codec_for, encode, encode_alone, limits_of
+from encke.capture.encoding import ask_for_others, codec_for, encode, encode_alone, limits_of
 from encke.capture.facts import SiteFacts, SiteState
 from encke.capture.ledger import Record
 from encke.capture.needs import CANONICAL, CHECKPOINT, SETTINGS, TABLE, need_of
@@ -267,6 +267,8 @@ class Readers:
                 frame.lossy.add(facts.index)
             if cell.record.facts is not facts:
                 cell.record.facts.sharers.add(facts)
+            elif facts.dependents:
+                ask_for_others(cell, facts, held.numel(), held.dtype, self.scores)
         if cell.waiting == 0 and not changed:
             if cell.wanted:
                 encode(cell, saved, forward, held)

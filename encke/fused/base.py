@@ -184,5 +184,7 @@ def packed_for(saved: Any, grad: Tensor) -> GroupQuantPacked | None:
     cell = saved.cell
     if cell is None or cell.held is not None:
         return None
-    packed: Any = cell.packed
-    return packed if packed is not None and packed.codec.reads_packed and grad.dtype == packed.dtype else None
+    packed = cell.packed
+    # What is computed again has a codec, but no codes.
+    known = isinstance(packed, GroupQuantPacked) and packed.codec.reads_packed and grad.dtype == packed.dtype
+    return packed if known else None

@@ -1,0 +1,288 @@
+"""Saved tensors that need not be kept: backward computes them again from what the operation that made them saved.
+
+A linear layer behind an activation saves the activation's result, and the activation has saved its own input. One of
+the two is enough. The same holds for the layers behind a normalisation, and for the product in a gated MLP:
+
+    forward     gate -> Silu -> Mul(.., up) -> down_proj     Silu.self, Mul.self, Mul.other, Mm.self are saved
+    held        gate (Silu.self) and up (Mul.other)
+    backward    Mul.self = silu(gate),  Mm.self = silu(gate) * up
+
+Whether a tensor is computed again is decided each time it is saved, by the autograd graph behind it: only through
+operations in `RULES`, views that keep the order of elements, and casts; and only from sources that are packed at least
+as finely as the tensor itself would be. A source that is too coarse is packed more finely from the next pass on
+(`SiteFacts.dependents`). The first time, the result is compared with the tensor itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from encke.capture.attention import value_of
+from encke.capture.casts import CastWeight
+from encke.capture.facts import SiteFacts
+from encke.capture.nodes import operation_name
+from encke.capture.saved import Saved, SharedCell
+from encke.codecs import Codec, Packed
+from encke.codecs.algebra import satisfies
+from encke.codecs.layout import Layout, run_of
+from encke.torch_internals import RAW_SAVED, saved_setting
+
+RESHAPES = {"View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Alias"}
+"""Views that keep the order of elements."""
+CAST = "ToCopy"
+MIN_BITS = 4
+"""Fewest bits of a source that is read through a curved function: errors without bias have one behind it."""
+WORSE = 2.0
+"""Largest error of a recomputed tensor, in units of the error that packing the tensor itself would have."""
+PARTIAL = ("mask", "sign", "range", "shape", "recomputed")
+"""Needs whose readers do not keep values."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the result of an operation is computed from what its node has."""
+
+    operands: tuple[tuple[str, int | None], ...]
+    """Slot of each operand, and the edge of the graph behind it where the slot is empty; None if it may be missing."""
+    function: Callable[[Any], Callable[..., Tensor]]
+    """Returns the function of the operands, given the node."""
+    curved: bool = False
+    """Whether the function is not linear in each operand."""
+    same_bits: bool = True
+    """Whether it returns the bits that the operation did."""
+
+
+def layer_norm(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Normalise with the mean and deviation of the exact input: linear in `x`."""
+    y = (x - mean) * rstd
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+def rms_norm(x: Tensor, rstd: Tensor, weight: Tensor | None) -> Tensor:
+    """Normalise with the deviation of the exact input: linear in `x`."""
+    y = x * rstd
+    return y if weight is None else y * weight
+
+
+def dropout(x: Tensor, mask: Tensor, p: float) -> Tensor:
+    """Zero and scale as `mask` tells."""
+    return x * mask * (1 / (1 - p))
+
+
+RULES = {
+    "Mul": Rule((("self", 0), ("other", 1)), lambda node: torch.mul),
+    "Silu": Rule((("self", None),), lambda node: functional.silu, curved=True),
+    "Gelu": Rule(
+        (("self", None),),
+        lambda node: partial(functional.gelu, approximate=saved_setting(node, "approximate")),
+        curved=True,
+    ),
+    "NativeLayerNorm": Rule(
+        (("input", 0), ("result1", None), ("result2", None), ("weight", None), ("bias", None)),
+        lambda node: layer_norm,
+        same_bits=False,
+    ),
+    "FusedRmsNorm": Rule((("input", 0), ("result1", None), ("weight", None)), lambda node: rms_norm, same_bits=False),
+    "NativeDropout": Rule(
+        (("", 0), ("result1", None)), lambda node: partial(dropout, p=saved_setting(node, "p")), same_bits=False
+    ),
+    "Softmax": Rule((("result", None),), lambda node: torch.Tensor.detach),
+    "SafeSoftmax": Rule((("result", None),), lambda node: torch.Tensor.detach),
+}
+"""Operations whose result can be computed again from what they save."""
+OPTIONAL = ("weight", "bias")
+"""Slots that may be empty."""
+
+
+class Expression:
+    """A tensor as a function of saved ones."""
+
+    __slots__ = ("dtypes", "function", "operands", "shape", "signature")
+
+    def __init__(self, node: Any, function: Callable[..., Tensor], dtypes: tuple[torch.dtype, ...], shape: Any) -> None:
+        self.function = function
+        self.operands: list[Any] = []
+        """Expressions, objects that our hooks gave to autograd, and None."""
+        self.dtypes = dtypes
+        """Casts of the result, in order."""
+        self.shape = shape
+        self.signature: tuple[Any, ...] = (operation_name(node), dtypes)
+        """Operations and casts, by which a decision is remembered."""
+
+    def value(self) -> Tensor:
+        """Compute the tensor."""
+        result = self.function(*map(operand_value, self.operands))
+        for dtype in self.dtypes:
+            result = result.to(dtype)
+        return result.reshape(self.shape)
+
+
+def operand_value(raw: Any) -> Tensor | None:
+    """Return the tensor that an operand of an expression stands for."""
+    if raw is None:
+        return None
+    if isinstance(raw, Expression):
+        return raw.value()
+    return raw.restore() if isinstance(raw, CastWeight) else value_of(raw)
+
+
+class Recomputed(Packed):
+    """Stand-in for a tensor that is computed again. Its codec is the one that its sources are at least as fine as."""
+
+    __slots__ = ("expression",)
+
+    def __init__(self, codec: Codec, layout: Layout, dtype: torch.dtype, numel: int, expression: Expression) -> None:
+        super().__init__(codec, layout, dtype, numel)
+        self.expression = expression
+
+    def decode(self) -> Tensor:
+        """Compute the tensor."""
+        with torch.no_grad():
+            return self.expression.value()
+
+
+def cast_origin(t: Tensor) -> tuple[Any, ...] | None:
+    """Return a key that is the same for all casts of one tensor; None for what no cast has made.
+
+    Autocast casts the input of each layer anew: query, key and value projections save three copies of one tensor. What
+    was modified in place since, or is cast from a leaf, has no such key.
+    """
+    node, index, dtypes = behind(t.grad_fn, t.output_nr)
+    if not dtypes or node is None or hasattr(node, "variable") or t._version or not t.is_contiguous():
+        return None
+    return node, index, dtypes, t.numel(), t.device
+
+
+def behind(node: Any, index: int) -> tuple[Any, int, tuple[torch.dtype, ...]]:
+    """Return the node and output that a tensor was made by, before casts and views, and the casts, first one first."""
+    dtypes: tuple[torch.dtype, ...] = ()
+    while node is not None:
+        name = operation_name(node)
+        if name == CAST:
+            dtypes = (node._input_metadata[0].dtype, *dtypes)
+        elif name not in RESHAPES:
+            break
+        node, index = node.next_functions[0]
+    return node, index, dtypes
+
+
+def recompute(t: Tensor, facts: SiteFacts, layout: Layout, codec: Codec) -> Recomputed | None:
+    """Return what stands for a tensor that backward can compute again; None if it has to be packed.
+
+    Args:
+        t: The tensor that is saved.
+        facts: The site that saves it first.
+        layout: Its layout.
+        codec: Codec that it would be packed with.
+    """
+    if facts.recomputed is False or facts.site.need != "lossy" or facts.site.slot == "result":
+        return None
+    # Of codecs that promise a bound, a source within the bound tells nothing about the result.
+    if t._version or not layout.dense or not (codec.exact or codec.reads_packed):
+        return None
+    coarse: list[SiteFacts] = []
+    expression = express(t.grad_fn, t.output_nr, t.shape, t.device, codec, coarse)
+    if expression is None:
+        return None
+    if coarse:
+        for source in coarse:
+            source.dependents |= {facts, *facts.sharers, *facts.dependents}
+        return None
+    found = Recomputed(codec, layout, t.dtype, t.numel(), expression)
+    if facts.recomputed != expression.signature:
+        facts.recomputed = expression.signature if as_good(found, t, layout) else False
+        if not facts.recomputed:
+            return None
+    return found
+
+
+def express(
+    node: Any, index: int, shape: Any, device: torch.device, codec: Codec, coarse: list[SiteFacts]
+) -> Expression | None:
+    """Return a tensor as a function of saved ones; None if it is not.
+
+    Args:
+        node: The node that made the tensor.
+        index: Number of the tensor among the node's results.
+        shape: Its shape.
+        device: Its device.
+        codec: Codec that lossy sources have to be as fine as.
+        coarse: Gets the sites of sources that are not, but may become so.
+    """
+    node, index, dtypes = behind(node, index)
+    rule = None if node is None or index else RULES.get(operation_name(node))
+    if rule is None or (codec.exact and not rule.same_bits):
+        return None
+    needed = codec.refined(min_bits=MIN_BITS) if rule.curved and not codec.exact else codec
+    if needed is None:
+        return None
+    found = Expression(node, rule.function(node), dtypes, shape)
+    for slot, edge in rule.operands:
+        raw = raw_operand(node, slot) if slot else None
+        if raw is None and slot not in OPTIONAL:
+            child, number = node.next_functions[edge] if edge is not None else (None, 0)
+            if child is None:
+                return None
+            raw = express(child, number, tuple(child._input_metadata[number].shape), device, needed, coarse)
+            if raw is None:
+                return None
+            found.signature += raw.signature
+        elif raw is not None and not usable(raw, device):
+            return None
+        elif isinstance(raw, Saved) and raw.tensor is None:
+            assert raw.cell is not None and raw.cell.packed is not None
+            if not satisfies(raw.cell.packed.codec, needed):
+                if needed != codec:
+                    # Twice the bits for the source would not be less than packing the tensor as well.
+                    return None
+                coarse.append(raw.cell.record.facts)
+        found.operands.append(raw)
+    return found
+
+
+def raw_operand(node: Any, slot: str) -> Any:
+    """Return the object that our hooks gave to autograd for a slot; None for an empty one."""
+    try:
+        raw = getattr(node, RAW_SAVED + slot, None)
+        return None if raw is None else raw.data
+    except RuntimeError:
+        return None
+
+
+def usable(raw: Any, device: torch.device) -> bool:
+    """Return whether the values behind a saved object can be had in backward."""
+    if isinstance(raw, CastWeight):
+        return raw.parameter.device == device
+    if isinstance(raw, Saved):
+        cell: SharedCell | None = raw.cell
+        if raw.device != device or raw.site.need in PARTIAL or raw.pending is not None:
+            return False
+        return raw.tensor is not None or (
+            cell is not None and cell.held is None and cell.packed is not None and cell.packed.codec.restores_values
+        )
+    t = raw[0]
+    # Sharded training frees the memory of weights that are views of a larger one.
+    base = t._base
+    return bool(t.device == device or t.dim() == 0) and not (base is not None and isinstance(base, nn.Parameter))
+
+
+def as_good(found: Recomputed, t: Tensor, layout: Layout) -> bool:
+    """Return whether a recomputed tensor has the error that packing it would have, or nearly so. The host waits."""
+    exact, again = t.detach(), found.decode()
+    if again.shape != exact.shape or again.dtype != exact.dtype:
+        return False
+    codec = found.codec
+    if codec.exact:
+        return torch.equal(again, exact)
+    with torch.no_grad():
+        packed = codec.encode_flat(run_of(exact, layout, exact.numel()), layout)
+        own = packed.decode_in(layout).float() - exact.float()
+        return bool((again.float() - exact.float()).norm() <= WORSE * own.norm())
