@@ -57,8 +57,7 @@ NORMALIZED: dict[tuple[str, str], tuple[str, str | None]] = {
     ("NativeLayerNorm", "input"): ("last", "normalized_shape"),
     ("FusedRmsNorm", "input"): ("last", "normalized_shape"),
     ("NativeGroupNorm", "input"): ("groups", "group"),
-    # RMS norm written out begins with x.pow(2).mean(-1).
-    ("Pow", "self"): ("last", None),
+    ("RmsNorm", "input"): ("last", None),
 }
 """Readers that normalise: the dimensions they do it over, and the setting of their node that tells how many."""
 
@@ -101,6 +100,8 @@ LISTED: dict[Need | Kind, dict[str, str]] = {
         "NativeLayerNorm": "input",
         "NativeGroupNorm": "input",
         "FusedRmsNorm": "input",
+        # Written out: x.pow(2).mean(-1) reads `input`, x * rsqrt(..) the others (`nodes.square_of`, `nodes.scales`).
+        "RmsNorm": "input self other",
         "Softmax": "result",
         "SafeSoftmax": "result",
     },

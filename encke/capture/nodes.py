@@ -19,6 +19,8 @@ VIEWS = {
     "AsStrided", "Slice", "Select", "Clone", "Alias", "Detach", "Split", "Chunk", "Unbind", "SplitWithSizes",
 }  # fmt: skip
 PRODUCTS = {"Addmm", "Mm", "Linear", "Addmv", "Mv", "Dot", "Bmm", "Baddbmm", "Convolution"}
+LAST = 2**64 - 1
+"""The last dimension, as nodes keep it."""
 KNOWN: dict[type, str] = {}
 """The names of operations whose nodes have a type of their own."""
 _slots: dict[type, list[str]] = {}
@@ -155,6 +157,27 @@ def norm_of(node: Any, operation: str, slot: str) -> tuple[str, int] | None:
         return kind, int(kind == "last")
     number = saved_setting(node, setting)
     return kind, number if isinstance(number, int) else len(number)
+
+
+def square_of(mean: Any) -> Any:
+    """Return the node of a square whose mean over the last dimension is taken, as RMS norms do; None for others."""
+    if operation_name(mean) != "Mean":
+        return None
+    square = mean.next_functions[0][0]
+    if square is None or operation_name(square) != "Pow" or saved_setting(square, "exponent", None) != 2:
+        return None
+    last = len(square._input_metadata[0].shape) - 1
+    dims = saved_setting(mean, "dim", None)
+    # A node keeps -1 as the largest number.
+    return square if dims is not None and tuple(dims) in ((last,), (LAST,)) else None
+
+
+def scales(node: Any, slot: str) -> bool:
+    """Return whether a slot is read for the gradient of one over a deviation, which the node multiplies it with."""
+    if operation_name(node) != "Mul" or slot not in ("self", "other"):
+        return False
+    deviation = node.next_functions[slot == "self"][0]
+    return deviation is not None and operation_name(deviation) == "Rsqrt"
 
 
 def window_of(node: Any) -> tuple[tuple[int, ...], ...] | None:

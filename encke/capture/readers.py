@@ -46,8 +46,10 @@ from encke.capture.nodes import (
     operation_name,
     reads_input,
     saved_by,
+    scales,
     setting_of,
     signature,
+    square_of,
     window_of,
 )
 from encke.capture.passes import Frame, Threads
@@ -83,6 +85,7 @@ class Readers:
         forward = self.threads.forward
         visited, pending = forward.visited, forward.pending
         readers: list[Any] = []
+        squares: set[Any] = set()
         stack = [grad_fn]
         while stack and pending:
             node = stack.pop()
@@ -98,14 +101,20 @@ class Readers:
             if unknown:
                 pending.difference_update(unknown)
                 readers.append(node)
+            squares.add(square_of(node))
             stack.extend(next_node for next_node, _ in node.next_functions)
         # In the order of the forward pass, by which occurrences are numbered.
         for node in sorted(readers, key=sequence_number):
-            for saved, frame in self.learn(node):
+            for saved, frame in self.learn(node, node in squares):
                 self.settle(saved, frame)
 
-    def learn(self, node: Any) -> list[tuple[Saved, Frame]]:
-        """Name the sites of what `node` saved and nobody knew yet; return what was pending, with its layer's call."""
+    def learn(self, node: Any, in_norm: bool = False) -> list[tuple[Saved, Frame]]:
+        """Name the sites of what `node` saved and nobody knew yet; return what was pending, with its layer's call.
+
+        Args:
+            node: The node.
+            in_norm: It is the square with which an RMS norm begins that is written out.
+        """
         mine = [(slot, saved) for slot, saved in saved_by(node) if saved.owner is self]
         learnt: list[tuple[Saved, Frame]] = []
         for slot, saved in mine:
@@ -115,7 +124,7 @@ class Readers:
             frame = pending.frame
             saved.pending = None
             facts.reader = operation_name(node)
-            facts.site = self._site(node, slot, saved, pending)
+            facts.site = self._site(node, slot, saved, pending, in_norm)
             if facts.site in self.not_finite:
                 facts.become_exact()
             unstable = self._read_settings(node, slot, facts, frame, mine)
@@ -154,16 +163,16 @@ class Readers:
             facts.sources = frozenset(other.facts.index for name, other in savings if name in INPUTS)
         facts.of_module = forward in (POOLS if facts.window is not None else EMBEDDINGS)
         if site.need == "lossy":
-            facts.norm = norm_of(node, site.operation, slot)
+            facts.norm = norm_of(node, site.operation, site.slot)
         told = facts.window is not None or facts.high is not None
         if site.need != "exact" or told:
             # Functions save a list of tensors.
             name = slot if hasattr(type(node), RAW_SAVED + slot) else slot.rstrip("0123456789")
             if hasattr(type(node), RAW_SAVED + name):
                 facts.raw_slot, facts.position = RAW_SAVED + name, int(slot.removeprefix(name) or 0)
-        return (told and not facts.of_module) or (site.operation, site.slot) in SETTING_SITES
+        return (told and not facts.of_module) or (facts.reader, slot) in SETTING_SITES
 
-    def _site(self, node: Any, slot: str, saved: Saved, pending: Pending) -> Site:
+    def _site(self, node: Any, slot: str, saved: Saved, pending: Pending, in_norm: bool) -> Site:
         """Return the key of the site where `node` saved `saved` under the name `slot`."""
         facts, frame = saved.facts, pending.frame
         operation = CANONICAL.get(facts.reader, facts.reader)
@@ -174,6 +183,8 @@ class Readers:
                 "told apart there; detach() it, or train it without torch.compile."
             )
         need = self._need(node, operation, slot, saved, pending)
+        if need == "lossy" and (in_norm or scales(node, slot)):
+            operation, slot = "RmsNorm", "input" if in_norm else slot
         return new_site(frame, facts.index, operation, slot, need, dtype, dimensions)
 
     def learn_checkpoint(self, t: Tensor, frame: Frame, index: int) -> SiteFacts:

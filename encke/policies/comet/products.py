@@ -90,10 +90,20 @@ def linear(node: Any, slot: str, size: tuple[int, ...]) -> WeightProduct | None:
     return WeightProduct(Product(rows), weight, len(size) - 1, lambda g, x: g.flatten(0, -2).t() @ x.flatten(0, -2))
 
 
+def scale(node: Any, slot: str, size: tuple[int, ...]) -> WeightProduct | None:
+    """Return the gradient of a weight that scales the last dimension, as a norm's does."""
+    weight = leaf_behind(node.next_functions[slot == "self"][0])
+    if weight is None or not size or tuple(weight.shape) != (size[-1],):
+        return None
+    rows = math.prod(size[:-1])
+    return WeightProduct(Product(rows), weight, len(size) - 1, lambda g, x: (g * x).flatten(0, -2).sum(0))
+
+
 PRODUCTS: dict[str, Callable[[Any, str, tuple[int, ...]], WeightProduct | None]] = {
     "Convolution": convolution,
     "Mm": matrix,
     "Addmm": matrix,
     "Linear": linear,
+    "Mul": scale,
 }
 """Operations whose backward computes a weight's gradient as a product: reader of (node, slot, size of the input)."""
