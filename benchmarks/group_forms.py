@@ -2,9 +2,9 @@
 
 A dithered code of a group has the variance step^2 / 12 for each value that is not an exact zero. Dense codes are those
 of `GroupQuant`: in groups without negative values one code stands for zero. The sparse form is a bitmap of the
-non-zeros, where a tensor has zeros, and then codes for the non-zeros alone. Each group has 32 bits of scales. Variance is
-relative to `GroupQuant(bits=2)`, tensor by tensor, and averaged over all values. "at equal variance" is the rate over
-that of `GroupQuant` with groups of 128, whose rate between two numbers of bits is interpolated.
+non-zeros, where a tensor has zeros, and then codes for the non-zeros alone. Each group has 32 bits of scales. Variance
+is relative to `GroupQuant(bits=2)`, tensor by tensor, and averaged over all values. `at_equal_variance` is the rate
+over that of `GroupQuant` with groups of 128, whose rate between two numbers of bits is interpolated.
 
 python3 benchmarks/group_forms.py FILE.safetensors [--csv FILE]
 """

@@ -12,7 +12,6 @@ from encke.codecs.layout import Layout
 from encke.kernels import GroupFormat, GroupPlan, mix
 from encke.kernels.formats import channel_stride
 
-
 RATES = (2, 3, 4, 8)
 """Bits of a code."""
 
