@@ -73,6 +73,8 @@ ANY = (
     "{a}.transpose(0, 1).contiguous().transpose(0, 1)",
     "torch.stack({a}.unbind(0)[::-1])",
     "F.softmax({a}, 1)",
+    # NaN where all is masked; plain training has numbers beside it.
+    "F.softmax({a}.masked_fill({b} > 0, -torch.inf), 1)",
     "F.log_softmax({a}, 1)",
     "{a} * {r}.mean() + {i}.mean()",
 )
