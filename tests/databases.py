@@ -370,6 +370,6 @@ def smooth_excess(sample: Sample, codec: GroupQuant) -> float | None:
         slope = slope + error  # a result may come back outside of the function's range
     jump = JUMPS.get(operation, 0)
     if operation == "PreluKernel":
-        jump = max(jump, float((1 - leaves[1]).abs().max()))  # the table states it for slopes from 0 to 2
+        jump = max(jump, float((1 - leaves[1].detach()).abs().max()))  # the table states it for slopes from 0 to 2
     allowed = given.abs() * (slope * error + jump)
     return float(((packed - plain).abs() - allowed).max() / (plain.abs().max() + 1e-12))

@@ -125,6 +125,7 @@ class Readers:
             saved.pending = None
             facts.reader = operation_name(node)
             facts.site = self._site(node, slot, saved, pending, in_norm)
+            assert saved.cell is not None
             if facts.site in self.not_finite:
                 facts.become_exact()
             unstable = self._read_settings(node, slot, facts, frame, mine)
