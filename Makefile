@@ -45,10 +45,10 @@ lint: .venv/installed-dev
 	$(PYTHON) -m codespell_lib encke tests benchmarks examples docs/hooks.py mkdocs.yml Makefile pyproject.toml $(MARKDOWN)
 	$(PYTHON) -m pymarkdown scan $(MARKDOWN)
 
-# A warning is an error, and nothing is loaded from the network. A test of `make test` builds it the same way.
+# A warning is an error (not with --quiet, which hides warnings from --strict). A test of `make test` does the same.
 docs: export NO_MKDOCS_2_WARNING := 1
 docs: .venv/installed-dev
-	$(PYTHON) -m mkdocs build --strict --quiet
+	$(PYTHON) -m mkdocs build --strict
 
 browser:
 	@command -v chromium chromium-browser google-chrome || \

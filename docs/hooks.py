@@ -60,7 +60,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, uri, content=relinked(text, folder)))
     for uri, text in {**api_pages(), "commands.md": command_page()}.items():
         files.append(File.generated(config, uri, content=text))
-    for name in sorted(linked):
+    for name in sorted(name for name in linked if (ROOT / name).is_file()):  # mkdocs warns of the others
         files.append(File.generated(config, f"files/{name}", abs_src_path=str(ROOT / name)))
     return files
 
