@@ -200,10 +200,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("model.name", "data.kind", "data.path", "epochs", "batch", "optimizer.lr", "policy.name", "precision"),
         *("out", "resume", "overwrite"),
     ),
-    "training": ("steps", "accumulate", "label_smoothing", "channels_last", "compile", "seed", "device"),
-    "files and screen": ("save", "metrics", "sites", "table"),
+    "training": (),
+    "files and screen": ("save", "metrics", "sites", "table", "ratios", "log"),
 }
-"""Headings of the help before those of the sections, and the settings under each."""
+"""Headings of the help before those of the sections, and the settings under each; all others belong to `training`."""
 MAY_BE_CODE = ("model.name", "data.kind")
 """Settings that may name code by a Python path. It is run only if the command line names it."""
 S = TypeVar("S", bound=Settings)
@@ -388,7 +388,7 @@ def options_of(kind: Any, default: Any, prefix: str = "") -> Iterator[Option]:
         else:
             groups = [title for title, names in GROUPS.items() if full in names]
             short = next((section for section, first in SECTIONS.items() if first == full), "")
-            yield Option(full, hint, value, explained[name], groups[0] if groups else prefix[:-1] or "other", short)
+            yield Option(full, hint, value, explained[name], groups[0] if groups else prefix[:-1] or "training", short)
 
 
 def parse(kind: type[S], arguments: Sequence[str], default: S, where: str, about: str = "") -> S:
