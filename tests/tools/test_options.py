@@ -43,7 +43,7 @@ def test_words_become_values(kind: Any, words: list[str], wanted: Any) -> None:
     [
         (int, ["1.5"], ["--it", "int", "'1.5'"]),
         (int | None, ["nine"], ["--it", "'nine'"]),
-        (Literal["nearest", "stochastic"] | None, ["stocastic"], ["'stocastic'", "did you mean stochastic"]),
+        (Literal["nearest", "stochastic"] | None, ["stochast"], ["'stochast'", "did you mean stochastic"]),
         (tuple[float, float], ["1"], ["--it", "2 arguments"]),
         (float, [], ["--it", "one argument"]),
     ],
