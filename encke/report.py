@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -108,7 +109,7 @@ class Report:
         return "\n".join([*(line.rstrip() for line in lines), note])
 
 
-def aligned(rows: list[tuple[str, ...]], most: int) -> list[str]:
+def aligned(rows: Sequence[tuple[str, ...]], most: int) -> list[str]:
     """Return rows in columns that are at most `most` characters wide together.
 
     Where that is too narrow for the names in the first two columns, their beginnings are left out.

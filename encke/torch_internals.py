@@ -143,7 +143,7 @@ def called_by_checkpoint(above: int) -> bool:
     return False
 
 
-profiler_enabled: Callable[[], bool] = _find("autograd._profiler_enabled", "estimates")
+profiler_enabled: Callable[[], bool] = _find("autograd._profiler_enabled", "records of memory")
 """Return whether a profiler of torch is at work. Checked with 2.11 to 2.13."""
 
 # -- tensor subclasses -------------------------------------------------------------------------------------------------
