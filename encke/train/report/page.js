@@ -301,50 +301,50 @@
     responsive(figure, (place, width) => {
       const height = width < 500 ? 250 : 320;
       const highest = Math.max(...curves.map((curve) => curve.peak_bytes), 1);
-      const longest = Math.max(...curves.map((curve) => curve.seconds), 1e-9);
       const unit = highest >= 1e9 ? [1e9, "GB"] : highest >= 1e6 ? [1e6, "MB"] : [1e3, "kB"];
-      const time = longest >= 1 ? [1, "s"] : [1e-3, "ms"];
       const marks = ticks(0, highest / unit[0], 5);
       const text = (value) => `${short(value)} ${unit[1]}`;
       const margin = 12 + 7 * Math.max(...marks.map((value) => text(value).length));
       const [bottom, right] = [height - 34, width - 14];
       const vertical = scale(0, (highest / unit[0]) * 1.12, bottom, 8);
-      const horizontal = scale(0, longest / time[0], margin, right);
-      const at = (seconds, bytes) => [horizontal(seconds / time[0]), vertical(bytes / unit[0])];
+      const horizontal = scale(0, 1, margin, right);
+      const at = (done, bytes) => [horizontal(done), vertical(bytes / unit[0])];
       const svg = canvas(width, height, figure.querySelector("figcaption").textContent);
       for (const value of marks) {
         const y = vertical(value);
         svg.append(draw("line", { class: "rule", x1: margin, x2: right, y1: y, y2: y }));
         svg.append(draw("text", { x: margin - 8, y: y + 4, "text-anchor": "end" }, text(value)));
       }
-      for (const value of ticks(0, longest / time[0], Math.max(2, width / 110))) {
-        svg.append(draw("text", { x: horizontal(value), y: height - 16, "text-anchor": "middle" }, short(value)));
+      for (const value of [0, 0.25, 0.5, 0.75, 1]) {
+        const anchor = value < 1 ? "middle" : "end";
+        const place = { x: horizontal(value), y: height - 16, "text-anchor": anchor };
+        svg.append(draw("text", place, `${100 * value} %`));
       }
-      svg.append(draw("text", { x: right, y: height - 1, "text-anchor": "end" }, `time in the step, ${time[1]}`));
+      svg.append(draw("text", { x: right, y: height - 1, "text-anchor": "end" }, "of the step"));
       for (const curve of curves) {
-        const each = curve.seconds / curve.bytes.length;
-        const points = curve.bytes.map((bytes, i) => at((i + 0.5) * each, bytes));
+        const count = curve.bytes.length;
+        const points = curve.bytes.map((bytes, i) => at((i + 0.5) / count, bytes));
         const path = points.map(([x, y]) => `${x.toFixed(1)} ${y.toFixed(1)}`).join("L");
         const [first, last] = [points[0][0].toFixed(1), points.at(-1)[0].toFixed(1)];
         const area = `M${first} ${bottom}L${path}L${last} ${bottom}z`;
         svg.append(draw("path", { d: area, style: `fill:${curve.colour};opacity:0.14` }));
         svg.append(draw("path", { class: "curve", d: `M${path}`, style: `stroke:${curve.colour}` }));
-        const reached = curve.bytes[Math.min(curve.bytes.length - 1, Math.floor(curve.forward_seconds / each))];
-        const [x, y] = at(curve.forward_seconds, reached);
+        const turn = curve.forward_seconds / curve.seconds;
+        const [x, y] = at(turn, curve.bytes[Math.min(count - 1, Math.floor(turn * count))]);
         const style = `stroke:${curve.colour};stroke-dasharray:1 3`;
         svg.append(draw("line", { x1: x, x2: x, y1: bottom, y2: y, style }));
       }
-      const [turn, rest] = at(curves[0].forward_seconds, curves[0].resting_bytes);
+      const [turn, rest] = at(curves[0].forward_seconds / curves[0].seconds, curves[0].resting_bytes);
       svg.append(draw("line", { class: "cursor", x1: margin, x2: right, y1: rest, y2: rest }));
       if (bottom - rest > 40) svg.append(draw("text", { x: margin + 6, y: rest + 16 }, "weights, optimizer, data"));
       svg.append(draw("text", { x: turn - 7, y: bottom - 7, "text-anchor": "end" }, "forward"));
       svg.append(draw("text", { x: turn + 12, y: bottom - 7 }, "backward"));
       for (const curve of curves) {
         const highestAt = curve.bytes.indexOf(Math.max(...curve.bytes));
-        const [x, y] = at(((highestAt + 0.5) * curve.seconds) / curve.bytes.length, curve.peak_bytes);
+        const [x, y] = at((highestAt + 0.5) / curve.bytes.length, curve.peak_bytes);
         svg.append(draw("circle", { cx: x, cy: y, r: 4, style: `fill:${curve.colour}` }));
         const label = `${curve.name}: peak ${size(curve.peak_bytes)}`;
-        const half = label.length * 3.6;
+        const half = label.length * 4.1;
         const middle = Math.max(margin + half, Math.min(right - half, x));
         const named = { class: "peak", x: middle, y: y - 9, "text-anchor": "middle", style: `fill:${curve.colour}` };
         svg.append(draw("text", named, label));
