@@ -8,7 +8,7 @@ from encke.tools.progress import StatusLine
 from encke.tools.terminal import columns, parts
 from encke.tools.units import duration, size
 
-BAR = 16
+BAR = 12
 """Characters of the bar in the live line."""
 REPEATED = 20
 """Lines of ratios under the same names."""
@@ -37,7 +37,7 @@ def live_line(line: dict[str, Any], steps: int, epochs: float, left: float, unit
     if line["accuracy"] is not None:
         figures.append(f"{100 * line['accuracy']:.1f} %")
     if line["ratio"] is not None:
-        figures.append(f"{line['ratio']:.1f}x smaller")
+        figures.append(f"ratio {line['ratio']:.1f}x")
     if line["peak_bytes"] is not None:
         figures.append(f"peak {size(line['peak_bytes'])}")
     figures.append(f"{line['per_second']:,.0f} {unit}/s")

@@ -24,15 +24,21 @@ LINE: dict[str, Any] = {
 def test_bar_epoch_and_time_left_always_fit(width):
     text = live_line(LINE, 500_000, 100.0, 3600 * 23.5, "tokens", width)
     assert len(text) <= width
-    assert text.startswith("[##--------------] epoch 12.25 of 100, ") and text.endswith(", 23 h 30 min left")
+    assert text.startswith("[#-----------] epoch 12.25 of 100, ") and text.endswith(", 23 h 30 min left")
     assert "loss 1.2346" in text or width == 60
+
+
+def test_80_columns_have_room_for_loss_accuracy_and_ratio():
+    line = {**LINE, "step": 500, "epoch": 0.28, "peak_bytes": None}
+    text = live_line(line, 1000, 0.5, 15, "images", 79)
+    assert text == "[######------] epoch 0.28 of 0.5, loss 1.2346, 76.5 %, ratio 14.3x, 15 s left"
 
 
 def test_a_wide_terminal_shows_every_figure():
     text = live_line(LINE, 500_000, 100.0, 5, "images", 200)
-    assert "loss 1.2346, 76.5 %, 14.3x smaller, peak 123.40 GB, 12,346 images/s, 5 s left" in text
+    assert "loss 1.2346, 76.5 %, ratio 14.3x, peak 123.40 GB, 12,346 images/s, 5 s left" in text
     bare = {**LINE, "accuracy": None, "ratio": None, "peak_bytes": None, "step": 500_000}
-    assert live_line(bare, 500_000, 100.0, 0, "tokens", 200).startswith("[################] epoch 12.25 of 100, loss")
+    assert live_line(bare, 500_000, 100.0, 0, "tokens", 200).startswith("[############] epoch 12.25 of 100, loss")
 
 
 def test_ratios_of_many_convolutions_are_split_into_lines_that_fit():
