@@ -296,7 +296,7 @@ def test_the_memory_of_one_step_is_recorded(tmp_path, monkeypatch):
 
 
 def test_the_ratio_of_every_convolution_is_shown_at_every_step(tmp_path, capsys):
-    train(settings(tmp_path / "run", "--steps", "3", "--ratios", "1"))
+    train(settings(tmp_path / "run", "--steps", "3", "--ratios", "1", "--data.size", "28"))
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
     start = next(i for i, words in enumerate(shown) if words and words[0] == "step")
     assert len(shown[start]) == 7 and shown[start][-1] == "all"  # five convolutions
