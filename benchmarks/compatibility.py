@@ -29,9 +29,11 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tables import TODAY  # noqa: E402
+
 import encke  # noqa: E402
 from encke.codecs import ErrorBounded  # noqa: E402
-from encke.policies import Comet, Fixed  # noqa: E402
+from encke.policies import Fixed  # noqa: E402
 from encke.tools.provenance import version, write_csv  # noqa: E402
 from encke.train.models.vision import torchvision_models  # noqa: E402
 
@@ -389,8 +391,6 @@ def judge_all(library: str, only: str | None) -> Iterator[dict[str, Any]]:
         worker.end()
 
 
-SETTING = f"default, sigma {Comet().tolerance:g}, version {encke.__version__}"
-"""What tests/test_figures.py takes for today's default."""
 COLUMNS = ("library", "model", "parameters", "bound_0_equal", "ratio", "gradient_error", "verdict")
 
 
@@ -404,16 +404,16 @@ def page(rows: list[dict[str, Any]], left_out: dict[str, int]) -> str:
         "",
         "<!-- written by: python3 benchmarks/compatibility.py --page docs/compatibility.md -->",
         "",
+        f"<!-- figures: compatibility_cpu.csv; {TODAY} -->",
+        "",
         textwrap.fill(
             f"{len(judged)} small models with random weights, one training step on the CPU. {len(works)} of them work: "
             "at error bound 0 the gradient is that of plain training bit for bit, and with the default policy it is "
             "finite. Every saved tensor is compressed (`min_bytes=1`), however small. *Ratio* is what autograd saves "
             "over what is kept; *error* is that of the whole gradient, |g - plain| / |plain|, in the second step on "
-            "the same batch. Trained models and larger batches have other errors.",
+            f"the same batch. Trained models and larger batches have other errors. The policy is {TODAY}.",
             WIDTH,
         ),
-        "",
-        f"<!-- figures: compatibility_cpu.csv; {SETTING} -->",
         "",
         "| library | version | models | work | median ratio | median error | largest error |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -435,10 +435,12 @@ def page(rows: list[dict[str, Any]], left_out: dict[str, int]) -> str:
             "",
             f"## {names.get(library, library)}",
             "",
-            f"<!-- table: compatibility-{library}; {SETTING} -->",
+            f"<!-- table: compatibility-{library}; {TODAY} -->",
             "",
+            f"Policy: {TODAY}.",
+            "",
+            "| model | ratio | error | verdict |",
         ]
-        lines += ["| model | ratio | error | verdict |"]
         lines += ["| --- | --- | --- | --- |"]
         for row in (row for row in judged if row["library"] == library):
             figures = f"{row['ratio']:.1f} | {row['gradient_error']:.2f}" if "ratio" in row else " | "

@@ -19,13 +19,20 @@ from functools import cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 from pairs import summarise  # noqa: E402
+
+import encke  # noqa: E402
+from encke.policies.comet.allocate import BITS  # noqa: E402
+from encke.policies.comet.policy import Comet  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 REGION = re.compile(r"<!-- table: ([\w-]+); (.*?) -->\n(.*?)<!-- end -->", re.DOTALL)
 TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
 GB = 1e9
+TODAY = f"default: sigma {Comet().tolerance:g}, {'/'.join(map(str, BITS))} bits, version {encke.__version__}"
+"""Today's default policy, as markers name it."""
 
 
 @cache

@@ -162,4 +162,4 @@ def test_a_cap_too_small_for_one_sample_ends_in_a_clear_line(tmp_path, capsys):
         )
     assert end.value.code == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert "1MiB" in line and "not even one sample fits" in line and "cnn" in line
+    assert "--memory 1 MiB" in line and "not even one sample fits" in line and "cnn" in line

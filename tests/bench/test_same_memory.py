@@ -1,14 +1,16 @@
-"""`encke bench same-memory`: which searches and trainings are made, and one real training under a cap."""
+"""`encke bench same-memory`: which searches and trainings are made, and trainings to an accuracy."""
 
 from __future__ import annotations
 
 import csv
-import sys
+import io
+import json
+from dataclasses import asdict
 
 import pytest
 import torch
 
-from encke.bench import accuracy, maxbatch, same_memory
+from encke.bench import accuracy, maxbatch, same_memory, steps
 from encke.bench.accuracy import Goal, ImageData
 from encke.bench.maxbatch import Search
 from encke.bench.options import Options
@@ -16,8 +18,6 @@ from encke.bench.rows import blank_row
 from encke.bench.steps import Task, Training
 from encke.cli import main
 from encke.train.data.in_memory import StoredImages
-
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="a cap on the memory of a process needs Linux")
 
 
 def rows_of(path):
@@ -110,14 +110,11 @@ def test_a_training_ends_when_the_accuracy_is_reached_or_the_epochs_are_over():
     assert not found["reached"] and found["seconds"] is None and found["epochs"] == 1
 
 
-@pytest.mark.slow
-@LINUX
-def test_digits_train_under_a_cap(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
-    command = ["--models", "cnn", "--methods", "plain", "--memory", "256MiB", "--image", "32", "--steps", "1"]
-    small = ["--accuracy", "30", "--accuracy-memory", "256MiB", "--seeds", "1", "--epochs", "1"]
-    monkeypatch.setattr(maxbatch, "largest", lambda fits: 16 * fits(16))
-    main(["bench", "same-memory", *command, *small, "--out", str(tmp_path)])
-    (row,) = rows_of(tmp_path / "same_memory_accuracy.csv")
-    assert row["status"] == "ok" and float(row["best_accuracy"]) >= 30 and row["batch"] == "16"
-    assert "time to 30 %" in capsys.readouterr().out
+def test_a_measuring_process_trains_to_an_accuracy(monkeypatch):
+    data = ImageData(easy_images(64), easy_images(32), torch.tensor(110.0), torch.tensor(100.0))
+    monkeypatch.setattr(accuracy, "load", lambda path, device: data)
+    monkeypatch.setattr(steps, "prepare", lambda task, rehearsed: None)
+    task = Task("digits", "plain", "fp32", batch=16, size=8, steps=1, device="cpu")
+    answers = io.StringIO()
+    steps.Server(task).serve(io.StringIO(json.dumps({"accuracy": asdict(Goal(1, 1, 0))}) + "\n"), answers)
+    assert json.loads(answers.getvalue())["reached"]
