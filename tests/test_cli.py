@@ -44,7 +44,7 @@ def test_version_is_that_of_the_package(capsys):
         ([], ["demo", "bench"]),
         (["--help"], ["demo", "bench", "train", "report", "data"]),
         (["data", "--help"], ["lmdb", "dogs"]),
-        (["bench", "--help"], ["codec", "memory", "speed", "max-batch"]),
+        (["bench", "--help"], ["codec", "memory", "speed", "max-batch", "same-memory"]),
         (["bench", "speed", "--help"], ["--models", "--methods", "--memory", "--compile"]),
         (["bench", "codec", "--help"], ["--data", "--bound", "--device", "--out"]),
         (["demo", "--help"], ["--epochs", "--out"]),
@@ -296,7 +296,7 @@ def test_a_bare_installation_says_what_to_install(name):
 
 
 BENCH = {
-    **dict.fromkeys(("bench memory", "bench speed", "bench max-batch"), ("--models", "resnet18")),
+    **dict.fromkeys(("bench memory", "bench speed", "bench max-batch", "bench same-memory"), ("--models", "resnet18")),
     **dict.fromkeys(("bench first-hour", "estimate"), ("resnet18",)),
 }
 """Arguments with which a command needs a package that is not installed."""

@@ -37,7 +37,7 @@ CPU_CAP = "256MiB"
 MINUTES = {"cuda": 3.0, "cpu": 1.0}
 """Rough time of a search before any was made."""
 COMPILED = 5
-"""How many times longer it takes if every batch is compiled anew."""
+"""Factor on the time of a search that compiles the model at every batch."""
 MACHINE = ("cpu", "gpu", "torch")
 """Columns in which rows must agree to stand in one table."""
 COLUMNS = "model method precision compile graphs device batch size unit cap_bytes".split()
