@@ -77,10 +77,11 @@ class Search:
             self.child = Child(self.task)
         answer = self.child.ask(trial=batch)
         fitting = bool(answer.get("fits"))
-        if answer.get("died"):
-            self.close()
-        elif not fitting and not answer.get("out_of_memory"):
+        if not fitting and not answer.get("died") and not answer.get("out_of_memory"):
             raise Failed(answer["failed"])
+        if answer.get("died") or (not fitting and self.task.device == "cpu"):
+            # A process in which an allocation has failed keeps memory: smaller batches would not fit into it either.
+            self.close()
         self.reason = answer.get("failed", self.reason)
         self.trials.append(self.row(batch, fitting, answer.get("step_ms")))
         return fitting

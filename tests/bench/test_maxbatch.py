@@ -65,7 +65,8 @@ def test_a_process_that_dies_counts_as_one_that_does_not_fit(monkeypatch):
     FakeChild.started = 0
     trials = Search(TASK)
     assert largest(trials.fits) == 20
-    assert FakeChild.started == 2
+    # On a CPU 24 and 22, which do not fit, end their process as well: it would keep memory.
+    assert FakeChild.started == 4
     assert [(row["batch"], row["fits"]) for row in trials.trials][:3] == [(8, True), (16, True), (32, False)]
     assert trials.trials[0]["per_second"] == 8e3 / 2.0
 
