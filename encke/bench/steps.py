@@ -30,6 +30,7 @@ from encke.bench.methods import METHODS
 from encke.bench.models import MODELS, build, loss_of, optimizer_for, synthetic_batch
 from encke.codecs import GroupQuant
 from encke.policies import Fixed
+from encke.policies.comet.allocate import BITS
 from encke.tools import process
 from encke.tools.files import finite_json
 from encke.tools.step_memory import StepMemory, StepRecorder
@@ -367,7 +368,7 @@ def trial(task: Task) -> dict[str, Any]:
 def load_kernels() -> None:
     """Load the kernels of every number of bits: which of them a policy chooses depends on the batch."""
     x = torch.randn(16, 3, 24, 24)
-    for bits in (2, 4, 8):
+    for bits in BITS:
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3))
         with encke.attach(model, Fixed(GroupQuant(bits=bits))):
             for _ in range(2):
