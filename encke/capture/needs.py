@@ -57,6 +57,7 @@ NORMALIZED: dict[tuple[str, str], tuple[str, str | None]] = {
     ("NativeLayerNorm", "input"): ("last", "normalized_shape"),
     ("FusedRmsNorm", "input"): ("last", "normalized_shape"),
     ("NativeGroupNorm", "input"): ("groups", "group"),
+    # Written out: sites of x.pow(2).mean(-1), and of x * rsqrt(..), have this name (`Readers._site`).
     ("RmsNorm", "input"): ("last", None),
 }
 """Readers that normalise: the dimensions they do it over, and the setting of their node that tells how many."""
@@ -100,8 +101,6 @@ LISTED: dict[Need | Kind, dict[str, str]] = {
         "NativeLayerNorm": "input",
         "NativeGroupNorm": "input",
         "FusedRmsNorm": "input",
-        # Written out: x.pow(2).mean(-1) reads `input`, x * rsqrt(..) the others (`nodes.square_of`, `nodes.scales`).
-        "RmsNorm": "input self other",
         "Softmax": "result",
         "SafeSoftmax": "result",
     },

@@ -59,16 +59,21 @@ class Rule:
     """Whether it returns the bits that the operation did."""
 
 
+def widened(x: Tensor) -> Tensor:
+    """Return 16-bit values in 32 bits."""
+    return x.float() if x.element_size() == 2 else x
+
+
 def layer_norm(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """Normalise with the mean and deviation of the exact input: linear in `x`."""
-    y = (x - mean) * rstd
+    y = (widened(x) - mean) * rstd
     y = y if weight is None else y * weight
     return y if bias is None else y + bias
 
 
 def rms_norm(x: Tensor, rstd: Tensor, weight: Tensor | None) -> Tensor:
     """Normalise with the deviation of the exact input: linear in `x`."""
-    y = x * rstd
+    y = widened(x) * rstd
     return y if weight is None else y * weight
 
 
@@ -131,6 +136,8 @@ def operand_value(raw: Any) -> Tensor | None:
         return None
     if isinstance(raw, Expression):
         return raw.value()
+    if isinstance(raw, Tensor):
+        return raw  # a number
     return raw.restore() if isinstance(raw, CastWeight) else value_of(raw)
 
 
@@ -224,7 +231,7 @@ def express(
     needed = codec.refined(min_bits=MIN_BITS) if rule.curved and not codec.exact else codec
     if needed is None:
         return None
-    found = Expression(node, rule.function(node), dtypes, shape)
+    found = Expression(node, rule.function(node), (node._input_metadata[0].dtype, *dtypes), shape)
     for slot, edge in rule.operands:
         raw = raw_operand(node, slot) if slot else None
         if raw is None and slot not in OPTIONAL:
@@ -268,6 +275,11 @@ def usable(raw: Any, device: torch.device) -> bool:
         return raw.tensor is not None or (
             cell is not None and cell.held is None and cell.packed is not None and cell.packed.codec.restores_values
         )
+    if isinstance(raw, Tensor):
+        return raw.dim() == 0
+    # Hooks of others may have been at work when the operation saved.
+    if type(raw) is not tuple or len(raw) < 2 or not isinstance(raw[0], Tensor) or raw[0]._version != raw[1]:
+        return False
     t = raw[0]
     # Sharded training frees the memory of weights that are views of a larger one.
     base = t._base
