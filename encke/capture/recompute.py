@@ -228,6 +228,9 @@ def express(
     rule = None if node is None or index else RULES.get(operation_name(node))
     if rule is None or (codec.exact and not rule.same_bits):
         return None
+    # Functions of users may have the name of an operation.
+    if not hasattr(node, "encke_slots") and not hasattr(type(node), RAW_SAVED + rule.operands[-1][0]):
+        return None
     needed = codec.refined(min_bits=MIN_BITS) if rule.curved and not codec.exact else codec
     if needed is None:
         return None
@@ -258,7 +261,8 @@ def express(
 def raw_operand(node: Any, slot: str) -> Any:
     """Return the object that our hooks gave to autograd for a slot; None for an empty one."""
     try:
-        raw = getattr(node, RAW_SAVED + slot, None)
+        slots = getattr(node, "encke_slots", None)
+        raw = getattr(node, RAW_SAVED + slot, None) if slots is None else node._raw_saved_tensors[slots.index(slot)]
         return None if raw is None else raw.data
     except RuntimeError:
         return None

@@ -297,6 +297,30 @@ def test_behind_a_frozen_norm_the_input_of_an_adapter_is_computed_from_the_norm_
     assert "a:Addmm.mat1" in recomputed(handle) and not any("base" in name for name in codecs(handle))
 
 
+def test_functions_of_users_with_the_name_of_an_operation_are_left_alone() -> None:
+    class Silu(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return 3 * x
+
+        @staticmethod
+        def backward(ctx, grad: Tensor) -> Tensor:
+            return 3 * grad
+
+    class Act(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Silu.apply(x)
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), Act(), nn.Linear(WIDTH, WIDTH))
+    model = copy.deepcopy(plain)
+    handle = encke.attach(model, EXACT)
+    for _ in range(3):
+        assert all(map(torch.equal, gradients(plain, batch()), gradients(model, batch())))
+    assert not recomputed(handle)
+
+
 def test_double_backward_checkpoint_and_a_second_backward() -> None:
     results = []
     for attached in (False, True):
