@@ -15,7 +15,7 @@ from encke.capture.casts import CastWeight, cast_weight
 from encke.capture.deferred import DeferredForward
 from encke.capture.encoding import MASK, ask_for_others, codec_for, encode, encode_alone, shared_cell
 from encke.capture.facts import SiteFacts, SiteState
-from encke.capture.ledger import CAST_AGAIN, CASTS, KEPT, Ledger, Record
+from encke.capture.ledger import CAST_AGAIN, CASTS, COMPUTED, LEFT_OUT, UNUSUAL, Ledger, Record
 from encke.capture.modules import Layer
 from encke.capture.needs import CHECKPOINT
 from encke.capture.nodes import (
@@ -129,7 +129,7 @@ class Capture:
                 forward.run_deferred()
                 deferred = None
             if not frame.layer.compress or unusual(t):
-                return self._keep(t)
+                return self._keep(t, UNUSUAL if frame.layer.compress else LEFT_OUT)
         if forward.pending:
             self.readers.read_graph(t.grad_fn)
         if deferred is not None:
@@ -139,7 +139,7 @@ class Capture:
             if matches(known, t):
                 need = known.site.need
                 if need == "weight":
-                    return self._cast_again(t) or self._keep(t)
+                    return self._cast_again(t) or self._keep(t, COMPUTED)
                 if need != "shape":
                     return self._save(t, known, frame, forward)
                 if not unfrozen(known.site, frame.layer):
@@ -151,8 +151,8 @@ class Capture:
             return self._save(t, self.readers.learn_checkpoint(t, frame, index), frame, forward)
         return self._hold(t, frame, index)
 
-    def _keep(self, t: Tensor, facts: SiteFacts = KEPT) -> Kept:
-        """Keep `t` itself; a sparse one has no single storage to count."""
+    def _keep(self, t: Tensor, facts: SiteFacts) -> Kept:
+        """Keep `t` itself, and count it at a site; a sparse one has no single storage to count."""
         if t.layout == torch.strided and not is_wrapper(t) and not is_parameter_view(t):
             tally = self.threads.forward.tally
             size = tally.count(t.untyped_storage())

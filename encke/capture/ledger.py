@@ -35,8 +35,10 @@ class Record:
         return self.facts.site
 
 
-KEPT = SiteFacts(Site("", "(kept as they are)", ""))
-"""Tensors of layers that are left out and of unusual kinds, and copies of weights that cannot be made again."""
+LEFT_OUT = SiteFacts(Site("", "(layers left out)", ""))
+UNUSUAL = SiteFacts(Site("", "(sparse and other unusual tensors)", ""))
+COMPUTED = SiteFacts(Site("", "(tensors computed from weights)", ""))
+"""Copies of weights that cannot be made again, and weights that are computed from others."""
 SMALL_ONES = SiteFacts(Site("", "(small tensors)", ""))
 CAST_AGAIN = "cast again"
 CASTS = SiteFacts(Site("", "(copies of weights)", ""))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import encke
 from encke.capture import needs
@@ -144,3 +145,25 @@ def test_values_that_are_not_finite_stay_exact(packed):
     handle = encke.attach(model, Fixed(GroupQuant(2)))
     gradient(model)
     assert {row.bound for row in boundaries(handle)} <= {""}
+
+
+@pytest.mark.parametrize("policy", [EXACT, Fixed(GroupQuant(8))], ids=["bound 0", "8 bits"])
+def test_selective_checkpointing(packed, policy):
+    saved = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+
+    class Selective(Net):
+        def forward(self, tokens: Tensor) -> Tensor:
+            h = self.embed(tokens)
+            contexts = partial(create_selective_checkpoint_contexts, saved)
+            for block in self.blocks:
+                h = checkpoint(block, h, 1, use_reentrant=False, context_fn=contexts)
+            return self.head(h)
+
+    torch.manual_seed(0)
+    model = Selective()
+    plain = gradient(copy.deepcopy(model))
+    handle = encke.attach(model, policy)
+    for _ in range(3):
+        found = gradient(model)
+        assert torch.equal(found, plain) if policy is EXACT else (found - plain).norm() < 0.02 * plain.norm()
+    assert len(boundaries(handle)) == 3
