@@ -1,7 +1,8 @@
 """Copies of weights that autocast makes: cast again in backward instead of kept from forward to backward.
 
 Autocast casts a float32 weight to 16 bits, and autograd saves that copy for the layer's backward. The copy can be had
-again from the weight itself, bit for bit, at the cost of one cast.
+again from the weight itself, bit for bit, at the cost of one cast. The graph tells which weight it was made of. A
+frozen weight is not in the graph: there the layer tells, and the copy is compared with the weight once.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from encke.capture.facts import SiteFacts
 
 CAST = "ToCopyBackward0"
 """Node of a cast."""
@@ -48,9 +52,36 @@ def cast_weight(t: Tensor, changed: Callable[[], None]) -> CastWeight | None:
     if node is None or type(node).__name__ != CAST:
         return None
     parameter = getattr(node.next_functions[0][0], "variable", None)
-    # Another cast of the weight has to give the same memory.
-    if type(parameter) is not nn.Parameter or parameter.dtype == copy.dtype or parameter.device != copy.device:
+    return CastWeight(parameter, t, changed) if may_be_copy(copy, parameter) else None
+
+
+def cast_frozen(t: Tensor, module: Any, facts: SiteFacts, changed: Callable[[], None]) -> CastWeight | None:
+    """Return a stand-in for a tensor that is, or views, the copy of a linear layer's frozen weight; else None.
+
+    Args:
+        t: The tensor that is saved.
+        module: The layer whose call saves it.
+        facts: The site, which remembers the weight, and its version, that such a tensor was equal to.
+        changed: Called if the weight turns out to have been modified.
+    """
+    copy: Any = t if t._base is None else t._base
+    if type(module) is not nn.Linear or copy.requires_grad or copy._version:
         return None
+    weight = module.weight
+    if weight.requires_grad or not may_be_copy(copy, weight):
+        return None
+    known = (weight, weight._version)
+    if facts.copied is None or facts.copied[0] is not weight or facts.copied[1] != weight._version:
+        # The host waits for the GPU, once as long as the weight stays frozen.
+        if not torch.equal(weight.detach().to(copy.dtype), copy):
+            return None
+        facts.copied = known
+    return CastWeight(weight, t, changed)
+
+
+def may_be_copy(copy: Tensor, parameter: Any) -> bool:
+    """Return whether another cast of a parameter gives memory of the same dtype and layout."""
+    if type(parameter) is not nn.Parameter or parameter.dtype == copy.dtype or parameter.device != copy.device:
+        return False
     same = parameter.shape == copy.shape and parameter.stride() == copy.stride() and copy.storage_offset() == 0
-    dense = parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
-    return CastWeight(parameter, t, changed) if same and dense else None
+    return same and parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()

@@ -28,6 +28,7 @@ class SiteFacts:
 
     __slots__ = (
         "changed",
+        "copied",
         "dependents",
         "function",
         "high",
@@ -91,6 +92,8 @@ class SiteFacts:
         """Whether the memory had other values when another site saved it before: written through `tensor.data`."""
         self.examined = False
         """Whether the values saved here were looked at, for NaN and infinities."""
+        self.copied: tuple[Any, int] | None = None
+        """Frozen weight, and its version, of which a cast copy was found here (encke/capture/casts.py)."""
         self.encoder_state = EncoderState()
         self.function: Any = None
         """Function that runs in the operation's place (encke/fused); False if there is none, None if not asked yet."""

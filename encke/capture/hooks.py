@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from encke.capture import attention
-from encke.capture.casts import CastWeight, cast_weight
+from encke.capture.casts import CastWeight, cast_frozen, cast_weight
 from encke.capture.deferred import DeferredForward
 from encke.capture.encoding import MASK, ask_for_others, codec_for, encode, encode_alone, shared_cell
 from encke.capture.facts import SiteFacts, SiteState
@@ -139,7 +139,7 @@ class Capture:
             if matches(known, t):
                 need = known.site.need
                 if need == "weight":
-                    return self._cast_again(t) or self._keep(t, COMPUTED)
+                    return self._cast_again(t, known, frame) or self._keep(t, COMPUTED)
                 if need != "shape":
                     return self._save(t, known, frame, forward)
                 if not unfrozen(known.site, frame.layer):
@@ -160,9 +160,11 @@ class Capture:
                 tally.records.append(Record(facts, size, size))
         return keep(t)
 
-    def _cast_again(self, t: Tensor) -> CastWeight | None:
+    def _cast_again(self, t: Tensor, facts: SiteFacts, frame: Frame) -> CastWeight | None:
         """Release the copy that autocast made of a weight, to be made again in backward."""
-        found = cast_weight(t, self._keep_casts) if self.casts_again else None
+        if not self.casts_again:
+            return None
+        found = cast_weight(t, self._keep_casts) or cast_frozen(t, frame.layer.owner(), facts, self._keep_casts)
         if found is not None:
             tally = self.threads.forward.tally
             record = Record(CASTS, tally.count(t.untyped_storage()))

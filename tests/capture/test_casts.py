@@ -124,3 +124,31 @@ def test_a_released_graph_releases_the_weight(batch):
     del model
     gc.collect()
     assert weight() is None
+
+
+def test_copies_of_frozen_weights_are_released() -> None:
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inp, self.base, self.next = nn.Linear(64, 128), nn.Linear(128, 128), nn.Linear(128, 128)
+            for layer in (self.base, self.next):
+                layer.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.next(self.base(self.inp(x)))
+
+    torch.manual_seed(0)
+    plain = Adapted()
+    model = copy.deepcopy(plain)
+    handle = encke.attach(model, EXACT)
+    x = torch.randn(256, 64)
+    for _ in range(3):
+        run(plain, x), run(model, x)
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.inp.parameters(), model.inp.parameters(), strict=True))
+    rows = {row.operation: row.saved_bytes for row in handle.report().sites}
+    assert rows["(copies of weights)"] == 2 * 128 * 128 * 2 and "(tensors computed from weights)" not in rows
+    loss = run(model, x, backward=False)
+    with torch.no_grad():
+        model.base.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="was modified between forward and backward"):
+        loss.backward()
