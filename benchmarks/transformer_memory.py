@@ -58,7 +58,9 @@ def build(name: str) -> tuple[nn.Module, Callable[[], Batch]]:
     if name == "bert":
         config = transformers.BertConfig(**common, **off, intermediate_size=2048, vocab_size=VOCABULARY)
         return transformers.BertForMaskedLM(config).train(), tokens
-    config = transformers.ViTConfig(**common, **off, intermediate_size=2048, image_size=128, patch_size=8, num_labels=10)
+    config = transformers.ViTConfig(
+        **common, **off, intermediate_size=2048, image_size=128, patch_size=8, num_labels=10
+    )
     return transformers.ViTForImageClassification(config).train(), images
 
 

@@ -144,7 +144,9 @@ def test_copies_of_frozen_weights_are_released() -> None:
     x = torch.randn(256, 64)
     for _ in range(3):
         run(plain, x), run(model, x)
-        assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.inp.parameters(), model.inp.parameters(), strict=True))
+        assert all(
+            torch.equal(p.grad, q.grad) for p, q in zip(plain.inp.parameters(), model.inp.parameters(), strict=True)
+        )
     rows = {row.operation: row.saved_bytes for row in handle.report().sites}
     assert rows["(copies of weights)"] == 2 * 128 * 128 * 2 and "(tensors computed from weights)" not in rows
     loss = run(model, x, backward=False)
