@@ -29,7 +29,7 @@ from encke.tools.provenance import write_csv  # noqa: E402
 from encke.tools.units import size  # noqa: E402
 from encke.train.models.vision import torchvision_models  # noqa: E402
 
-STEPS, DRAWS, VOCABULARY = 13, 3, 2000
+STEPS, DRAWS, VOCABULARY = 13, 1, 2000
 COPIES = "(copies of weights)"
 Batch = dict[str, Tensor]
 
