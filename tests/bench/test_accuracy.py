@@ -47,6 +47,7 @@ def gpt(runs):
 def call(monkeypatch, script: str, *arguments: object) -> int:
     """Runs a script's command in this process; its workers are processes of their own."""
     monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / script), *map(str, arguments)])
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
     with pytest.raises(SystemExit) as done:
         runpy.run_path(sys.argv[0], run_name="__main__")
     return int(done.value.code)
