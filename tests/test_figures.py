@@ -127,10 +127,7 @@ def problems(region: Region, page: str) -> list[str]:
     return found + [f"{figure} is not in {region.files}" for figure in figures if not in_files(figure, region.files)]
 
 
-PENDING = pytest.mark.xfail(strict=True, reason="its tables are being measured again, and have no markers yet")
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[PENDING] if n == "docs/comet.md" else []) for n in NAMES])
+@pytest.mark.parametrize("name", NAMES)
 def test_figures_come_from_a_file_and_say_their_setting(name: str) -> None:
     text = (ROOT / name).read_text()
     assert text.count("<!-- end -->") == len(MARKER.findall(text)), "a marker without an end, or an end without one"
