@@ -159,6 +159,10 @@ class Recomputed(Packed):
         with torch.no_grad():
             return self.expression.value()
 
+    def intact(self, source: Tensor) -> bool:
+        """Return True: where a source holds a NaN or an infinity it is exact, so the result is what it was."""
+        return True
+
 
 def cast_origin(t: Tensor) -> tuple[Any, ...] | None:
     """Return a key that is the same for all casts of one tensor; None for what no cast has made.
