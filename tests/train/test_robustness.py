@@ -218,7 +218,7 @@ def full(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoint.pt", "result.json"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoint.pt", "memory.json", "result.json"])
 def test_a_disk_that_fills_up_names_the_file_and_the_way_on(run, finished, name, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         if name == "metrics.jsonl":
@@ -226,7 +226,10 @@ def test_a_disk_that_fills_up_names_the_file_and_the_way_on(run, finished, name,
         elif name == "checkpoint.pt":
             patch.setattr(checkpoint.torch, "save", full)
         else:
-            patch.setattr(checkpoint, "write_json", full)
+            write = checkpoint.write_json
+            patch.setattr(
+                checkpoint, "write_json", lambda path, data: (full if path.name == name else write)(path, data)
+            )
         line = failure(capsys, "train", run, "--resume")
     assert f"cannot write {run / name} (No space left on device; " in line
     assert line.endswith(f"encke train {run} --resume goes on")
