@@ -51,7 +51,7 @@ def cast_weight(t: Tensor, changed: Callable[[], None]) -> CastWeight | None:
     node = copy.grad_fn
     if node is None or type(node).__name__ != CAST:
         return None
-    parameter = getattr(node.next_functions[0][0], "variable", None)
+    parameter: Any = getattr(node.next_functions[0][0], "variable", None)
     return CastWeight(parameter, t, changed) if may_be_copy(copy, parameter) else None
 
 
@@ -67,7 +67,7 @@ def cast_frozen(t: Tensor, module: Any, facts: SiteFacts, changed: Callable[[], 
     copy: Any = t if t._base is None else t._base
     if type(module) is not nn.Linear or copy.requires_grad or copy._version:
         return None
-    weight = module.weight
+    weight: Any = module.weight
     if weight.requires_grad or not may_be_copy(copy, weight):
         return None
     known = (weight, weight._version)

@@ -186,5 +186,6 @@ def packed_for(saved: Any, grad: Tensor) -> GroupQuantPacked | None:
         return None
     packed = cell.packed
     # What is computed again has a codec, but no codes.
-    known = isinstance(packed, GroupQuantPacked) and packed.codec.reads_packed and grad.dtype == packed.dtype
-    return packed if known else None
+    if not isinstance(packed, GroupQuantPacked) or not packed.codec.reads_packed or grad.dtype != packed.dtype:
+        return None
+    return packed
