@@ -47,7 +47,7 @@ PARTIAL = ("mask", "sign", "range", "shape", "recomputed")
 
 @dataclass(frozen=True)
 class Rule:
-    """How the result of an operation is computed from what its node has."""
+    """Way to compute the result of an operation from what its node has."""
 
     operands: tuple[tuple[str, int | None], ...]
     """Slot of each operand, and the edge of the graph behind it where the slot is empty; None if it may be missing."""
