@@ -150,10 +150,6 @@ class Recomputed(Packed):
         super().__init__(codec, layout, dtype, numel)
         self.expression = expression
 
-    def intact(self, source: Tensor) -> bool:
-        """Return True: the sources are, and each value is computed by itself."""
-        return True
-
     def decode(self) -> Tensor:
         """Compute the tensor."""
         with torch.no_grad():
