@@ -298,7 +298,7 @@ def test_behind_a_frozen_norm_the_input_of_an_adapter_is_computed_from_the_norm_
 
 
 def test_functions_of_users_with_the_name_of_an_operation_are_left_alone() -> None:
-    class Silu(torch.autograd.Function):
+    class Gelu(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x: Tensor) -> Tensor:
             ctx.save_for_backward(x)
@@ -310,7 +310,7 @@ def test_functions_of_users_with_the_name_of_an_operation_are_left_alone() -> No
 
     class Act(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return Silu.apply(x)
+            return Gelu.apply(x)
 
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), Act(), nn.Linear(WIDTH, WIDTH))
