@@ -82,7 +82,7 @@ def shared_cell(facts: SiteFacts, t: Tensor, layout: Layout, length: int, forwar
         cell = known[0]()
         if cell is not None:
             return cell
-    origin = cast_origin(t)
+    origin = cast_origin(t, facts.signature[3])
     known = None if origin is None else forward.casts.get(origin)
     if known is not None and not facts.changed:
         cell = known[0]()

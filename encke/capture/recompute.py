@@ -105,6 +105,8 @@ RULES = {
 """Operations whose result can be computed again from what they save."""
 OPTIONAL = ("weight", "bias")
 """Slots that may be empty."""
+PASSED = RESHAPES | {CAST}
+"""Operations that are looked through."""
 
 
 class Expression:
@@ -160,12 +162,16 @@ class Recomputed(Packed):
         return True
 
 
-def cast_origin(t: Tensor) -> tuple[Any, ...] | None:
+def cast_origin(t: Tensor, producer: str | None) -> tuple[Any, ...] | None:
     """Return a key that is the same for all casts of one tensor; None for what no cast has made.
+
+    `producer` is the operation that made the tensor, as its site knows it: most sites are asked no more than that.
 
     Autocast casts the input of each layer anew: query, key and value projections save three copies of one tensor. What
     was modified in place since, or is cast from a leaf, has no such key.
     """
+    if producer not in PASSED:
+        return None
     node, index, dtypes = behind(t.grad_fn, t.output_nr)
     if not dtypes or node is None or hasattr(node, "variable") or t._version or not t.is_contiguous():
         return None
@@ -194,7 +200,10 @@ def recompute(t: Tensor, facts: SiteFacts, layout: Layout, codec: Codec) -> Reco
         layout: Its layout.
         codec: Codec that it would be packed with.
     """
-    if facts.recomputed is False or facts.site.need != "lossy" or facts.site.slot == "result":
+    producer = facts.signature[3]
+    if facts.recomputed is False or not (producer in RULES or producer in PASSED):
+        return None
+    if facts.site.need != "lossy" or facts.site.slot == "result":
         return None
     # Of codecs that promise a bound, a source within the bound tells nothing about the result.
     if t._version or not layout.dense or not (codec.exact or codec.reads_packed):
