@@ -204,9 +204,8 @@ class Handle:
             >>> state = handle.state_dict()
             >>> encke.attach(torch.nn.Linear(2, 2)).load_state_dict(state)
         """
-        capture = self._capture
-        policy = self.policy.state_dict()
-        return {"version": STATE_VERSION, "step": capture.step, "policy": policy, "scores": dict(capture.scores.bits)}
+        policy, capture = self.policy.state_dict(), self._capture
+        return {"version": STATE_VERSION, "step": capture.step, "policy": policy, **capture.decisions()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()` of an earlier run. A state that does not fit changes nothing.
@@ -224,13 +223,13 @@ class Handle:
             raise ValueError(f"this is not a state of encke: it lacks {sorted(missing)}")
         if state["version"] not in range(1, STATE_VERSION + 1):
             raise ValueError(f"this state has version {state['version']}; this release reads up to {STATE_VERSION}")
-        before = dict(self._capture.scores.bits)
+        before = self._capture.decisions()
         try:
             step = int(state["step"])
-            self._capture.scores.load(state.get("scores", {}))
+            self._capture.load_decisions(state)
             self.policy.load_state_dict(state["policy"])
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            self._capture.scores.load(before)
+            self._capture.load_decisions(before)
             why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             raise ValueError(f"cannot continue from this state: {why}") from error
         self._capture.step = step

@@ -41,6 +41,7 @@ def test_the_table_fits_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch
     found = report.Report(
         "Comet()", 10**8, 10**7, 10**9, 2, (long, report.Row("fc", "Addmm", "mat1", "kept", "", 9, 9))
     )
+    monkeypatch.setenv("COLUMNS", "200")
     whole = str(found)
     monkeypatch.setenv("COLUMNS", "80")
     narrow = str(found)

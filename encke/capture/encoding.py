@@ -13,7 +13,7 @@ from encke.capture.facts import SiteFacts
 from encke.capture.ledger import SIZE_PENDING, Record
 from encke.capture.nodes import expand_window
 from encke.capture.passes import ForwardPass, Frame
-from encke.capture.recompute import cast_origin, recompute
+from encke.capture.recompute import Recomputations, all_dependents, cast_origin, recompute
 from encke.capture.saved import Saved, SharedCell
 from encke.capture.scores import Scores
 from encke.codecs import Codec, Lossless
@@ -98,19 +98,22 @@ def shared_cell(facts: SiteFacts, t: Tensor, layout: Layout, length: int, forwar
     return cell
 
 
-def ask_for_others(cell: SharedCell, facts: SiteFacts, length: int, dtype: torch.dtype, scores: Scores) -> None:
+def ask_for_others(
+    cell: SharedCell, facts: SiteFacts, length: int, dtype: torch.dtype, scores: Scores, known: Recomputations
+) -> None:
     """Ask a cell, before it is packed, for what other sites will need of it in this pass, as far as is known."""
     for sharer in tuple(facts.sharers):
         more = codec_for(scores, sharer, dtype, None)
         if more is not None:
             # Rows of another memory than last time are known when that reader saves.
             cell.ask(more, rows=sharer.rows[1] if sharer.rows[0] == length else None)
-    for dependent in tuple(facts.dependents):
-        more = codec_for(scores, dependent, dtype, None) if dependent.site.need == "lossy" else None
-        if dependent.recomputed is False or more is None:
-            facts.dependents.discard(dependent)
-        else:
-            cell.ask(more)
+    asked: list[Codec] | None = None
+    if facts.dependents:
+        codecs = (codec_for(scores, each, dtype, None) for each in all_dependents(facts) if each.site.need == "lossy")
+        asked = [codec for codec in codecs if codec is not None]
+    needed = known.source(facts.site.place, asked)
+    if needed is not None:
+        cell.ask(needed)
 
 
 def encode(
@@ -136,9 +139,14 @@ def encode(
     # Groups across the rows that a norm reads do not serve it.
     crosses = packed is not None and packed.plan is not None and packed.layout.rows != cell.rows
     if packed is None or crosses or not satisfies(packed.codec, codec):
-        again = None
-        if length is not None and deferred is None and forward.recomputes:
-            again = recompute(t, record.facts, layout, codec)
+        again, known = None, forward.recomputations
+        if known is not None and deferred is None:
+            if length is not None:
+                again = recompute(t, (t.grad_fn, t.output_nr), record.facts, layout, codec, known)
+            elif cell.producer is not None:
+                node, index, first = cell.producer
+                rows = with_rows(first, cell.rows)
+                again = recompute(first.restore(t), (node, index), record.facts, rows, codec, known)
         if again is not None:
             packed = again
         elif length is None:

@@ -5,6 +5,7 @@ The questions between autograd and the codecs: whose tensor is this, was its mem
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from encke.capture.nodes import (
 )
 from encke.capture.passes import ForwardPass, Frame, Passes
 from encke.capture.readers import Readers, is_wrapper, matches
+from encke.capture.recompute import Recomputations
 from encke.capture.saved import Pending, Saved
 from encke.capture.scores import Scores
 from encke.capture.sites import Site
@@ -68,6 +70,7 @@ class Capture:
         self.passes = Passes((self.pack, unpack), self._begin_pass, self._end_pass)
         self.threads = self.passes.threads
         self.scores = Scores(policy)
+        self.recomputations = Recomputations()
         self.readers = Readers(self.scores, root, self.threads)
 
     def begin_step(self) -> None:
@@ -78,10 +81,23 @@ class Capture:
         self.readers.step = self.step
         self.rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
+    def decisions(self) -> dict[str, Any]:
+        """Return what capture has decided beside the policy, as plain data."""
+        return {"scores": dict(self.scores.bits), "recomputed": self.recomputations.state_dict()}
+
+    def load_decisions(self, state: Mapping[str, Any]) -> None:
+        """Take over what another run has decided.
+
+        Raises:
+            ValueError: A part of the state is none of ours.
+        """
+        self.scores.load(state.get("scores", {}))
+        self.recomputations.load_state_dict(state.get("recomputed", {}))
+
     def _begin_pass(self, forward: ForwardPass) -> None:
         self.begin_step()
         forward.step, forward.rank = self.step, self.rank
-        forward.recomputes = self.whole_weights
+        forward.recomputations = self.recomputations if self.whole_weights else None
         if self.schedule is not None:
             forward.collection = self.schedule.begin_pass()
         measures = self.scores.due(self.step) if self.schedule is None else forward.collection is not None
@@ -94,6 +110,7 @@ class Capture:
         for saved in forward.pending:
             # Held until backward tells who reads it.
             if saved.cell is not None and saved.cell.packed is None:
+                saved.cell.producer = None
                 saved.cell.record.packed_bytes = saved.cell.record.saved_bytes
         if forward.collection is not None:
             ends = [tensor.grad_fn for tensor in tensors_in(output)]
@@ -202,6 +219,8 @@ class Capture:
             saved.tensor, saved.version = keep(t)
         cell.waiting += 1
         cell.hold(flat)
+        if cell.record.facts is facts and not t._version:
+            cell.producer = (t.grad_fn, t.output_nr, layout)
         forward.pending.add(saved)
         return saved
 
@@ -235,8 +254,8 @@ class Capture:
                 facts.distrust()
                 return self._hold(t, frame, facts.index)
             first.sharers.add(facts)
-        elif facts.sharers or facts.dependents:
-            ask_for_others(cell, facts, length, t.dtype, self.scores)
+        elif facts.sharers or self.recomputations.concern(facts):
+            ask_for_others(cell, facts, length, t.dtype, self.scores, self.recomputations)
         cell.ask(codec, codec is not MASK, rows)
         if not cell.settled or forward.collection is not None:
             if not cell.waiting:

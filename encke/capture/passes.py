@@ -66,7 +66,7 @@ class ForwardPass:
         "outer",
         "pending",
         "rank",
-        "recomputes",
+        "recomputations",
         "step",
         "tally",
         "visited",
@@ -103,8 +103,8 @@ class ForwardPass:
         """Saving that one of our own layers makes next."""
         self.step = 0
         self.rank = 0
-        self.recomputes = False
-        """Whether saved tensors may be computed again in backward, from others and from weights."""
+        self.recomputations: Any = None
+        """Decisions about tensors that backward computes again (`recompute.Recomputations`); None if it must not."""
 
     def run_deferred(self) -> None:
         """Run a deferred forward now, without packing what it saves."""

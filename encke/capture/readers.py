@@ -279,12 +279,12 @@ class Readers:
                 frame.lossy.add(facts.index)
             if cell.record.facts is not facts:
                 cell.record.facts.sharers.add(facts)
-            elif facts.dependents:
-                ask_for_others(cell, facts, held.numel(), held.dtype, self.scores)
+            elif forward.recomputations is not None and forward.recomputations.concern(facts):
+                ask_for_others(cell, facts, held.numel(), held.dtype, self.scores, forward.recomputations)
         if cell.waiting == 0 and not changed:
             if cell.wanted:
                 encode(cell, saved, forward, held)
-            cell.held = None
+            cell.held = cell.producer = None
 
     def is_weight(self, t: Tensor) -> bool:
         """Return whether a tensor lies in the memory of a parameter or buffer of the model.

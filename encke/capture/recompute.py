@@ -30,7 +30,7 @@ from encke.capture.facts import SiteFacts
 from encke.capture.nodes import operation_name
 from encke.capture.saved import Saved, SharedCell
 from encke.codecs import Codec, Packed
-from encke.codecs.algebra import satisfies
+from encke.codecs.algebra import satisfies, strictest
 from encke.codecs.layout import Layout, run_of
 from encke.torch_internals import RAW_SAVED, saved_setting
 
@@ -107,6 +107,8 @@ OPTIONAL = ("weight", "bias")
 """Slots that may be empty."""
 PASSED = RESHAPES | {CAST}
 """Operations that are looked through."""
+STATE = ("decisions", "sources")
+"""Keys of a state."""
 
 
 class Expression:
@@ -191,41 +193,111 @@ def behind(node: Any, index: int) -> tuple[Any, int, tuple[torch.dtype, ...]]:
     return node, index, dtypes
 
 
-def recompute(t: Tensor, facts: SiteFacts, layout: Layout, codec: Codec) -> Recomputed | None:
+class Recomputations:
+    """Decisions about the tensors of one model that backward computes again. A resumed run makes the same ones."""
+
+    def __init__(self) -> None:
+        self.decisions: dict[str, str] = {}
+        """Operations by which the tensors of a place are computed, as text; empty if they are packed."""
+        self.sources: dict[str, Codec] = {}
+        """Codec that others need of what a place saves."""
+
+    def concern(self, facts: SiteFacts) -> bool:
+        """Return whether others may be computed from what a site saves."""
+        return bool(facts.dependents) or (bool(self.sources) and facts.site.place in self.sources)
+
+    def source(self, place: str, asked: list[Codec] | None) -> Codec | None:
+        """Return the codec that others need of what a place saves.
+
+        Args:
+            place: The place.
+            asked: Codecs of the others; None if they are not known in this process yet, but may be from a state.
+        """
+        if asked:
+            self.sources[place] = strictest(asked)
+        elif asked is not None:
+            self.sources.pop(place, None)
+        return self.sources.get(place)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the decisions as plain data."""
+        sources = {place: codec.to_dict() for place, codec in self.sources.items()}
+        return {"decisions": dict(self.decisions), "sources": sources}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take over the decisions of another run.
+
+        Raises:
+            ValueError: This is no such state.
+        """
+        decisions, sources = (state.get(name, {}) if isinstance(state, dict) else None for name in STATE)
+        if not isinstance(decisions, dict) or not isinstance(sources, dict):
+            raise ValueError(f"decisions about recomputed tensors must be two dictionaries, got {state!r}")
+        if not all(isinstance(text, str) for pair in decisions.items() for text in pair):
+            raise ValueError("decisions about recomputed tensors must be text by place")
+        known = {str(place): Codec.from_dict(codec) for place, codec in sources.items()}
+        self.decisions, self.sources = dict(decisions), known
+
+
+def all_dependents(facts: SiteFacts) -> set[SiteFacts]:
+    """Return the sites whose tensors are computed from what a site saves, at once or through others."""
+    found: set[SiteFacts] = set()
+    stack = list(facts.dependents)
+    while stack:
+        each = stack.pop()
+        if each not in found and each.recomputed is not False:
+            found.add(each)
+            stack += each.dependents
+    # Those who share memory with one of them.
+    return found.union(*(each.sharers for each in found))
+
+
+def recompute(
+    t: Tensor, producer: tuple[Any, int], facts: SiteFacts, layout: Layout, codec: Codec, known: Recomputations
+) -> Recomputed | None:
     """Return what stands for a tensor that backward can compute again; None if it has to be packed.
 
     Args:
         t: The tensor that is saved.
+        producer: The node that made it, and its number among the node's results.
         facts: The site that saves it first.
         layout: Its layout.
         codec: Codec that it would be packed with.
+        known: Decisions so far.
     """
-    producer = facts.signature[3]
-    if facts.recomputed is False or not (producer in RULES or producer in PASSED):
+    operation = facts.signature[3]
+    if facts.recomputed is False or not (operation in RULES or operation in PASSED):
         return None
     if facts.site.need != "lossy" or facts.site.slot == "result":
         return None
     # Of codecs that promise a bound, a source within the bound tells nothing about the result.
     if t._version or not layout.dense or not (codec.exact or codec.reads_packed):
         return None
-    coarse: list[SiteFacts] = []
-    expression = express(t.grad_fn, t.output_nr, t.shape, t.device, codec, coarse)
+    sources: dict[SiteFacts, bool] = {}
+    expression = express(*producer, t.shape, t.device, codec, sources)
     if expression is None:
         return None
-    if coarse:
-        for source in coarse:
-            source.dependents |= {facts, *facts.sharers, *facts.dependents}
+    fine = all(sources.values())
+    if not fine or facts.recomputed != expression.signature:
+        for source in sources:
+            source.dependents.add(facts)
+    if not fine:
         return None
     found = Recomputed(codec, layout, t.dtype, t.numel(), expression)
     if facts.recomputed != expression.signature:
-        facts.recomputed = expression.signature if as_good(found, t, layout) else False
-        if not facts.recomputed:
+        place, text = facts.site.place, repr(expression.signature)
+        decided = known.decisions.get(place)
+        # A state tells what another process found out, of the same operations.
+        good = bool(decided) if decided in ("", text) else as_good(found, t, layout)
+        known.decisions[place] = text if good else ""
+        facts.recomputed = expression.signature if good else False
+        if not good:
             return None
     return found
 
 
 def express(
-    node: Any, index: int, shape: Any, device: torch.device, codec: Codec, coarse: list[SiteFacts]
+    node: Any, index: int, shape: Any, device: torch.device, codec: Codec, sources: dict[SiteFacts, bool]
 ) -> Expression | None:
     """Return a tensor as a function of saved ones; None if it is not.
 
@@ -235,7 +307,7 @@ def express(
         shape: Its shape.
         device: Its device.
         codec: Codec that lossy sources have to be as fine as.
-        coarse: Gets the sites of sources that are not, but may become so.
+        sources: Gets the sites of sources that are, or may become so, and whether they are.
     """
     node, index, dtypes = behind(node, index)
     rule = None if node is None or index else RULES.get(operation_name(node))
@@ -254,7 +326,7 @@ def express(
             child, number = node.next_functions[edge] if edge is not None else (None, 0)
             if child is None:
                 return None
-            raw = express(child, number, tuple(child._input_metadata[number].shape), device, needed, coarse)
+            raw = express(child, number, tuple(child._input_metadata[number].shape), device, needed, sources)
             if raw is None:
                 return None
             found.signature += raw.signature
@@ -262,11 +334,12 @@ def express(
             return None
         elif isinstance(raw, Saved) and raw.tensor is None:
             assert raw.cell is not None and raw.cell.packed is not None
-            if not satisfies(raw.cell.packed.codec, needed):
-                if needed != codec:
-                    # Twice the bits for the source would not be less than packing the tensor as well.
-                    return None
-                coarse.append(raw.cell.record.facts)
+            fine = satisfies(raw.cell.packed.codec, needed)
+            if not fine and needed != codec:
+                # Twice the bits for the source would not be less than packing the tensor as well.
+                return None
+            if needed == codec:
+                sources[raw.cell.record.facts] = fine
         found.operands.append(raw)
     return found
 

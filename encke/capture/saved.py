@@ -30,6 +30,7 @@ class SharedCell:
         "key",
         "lock",
         "packed",
+        "producer",
         "readers",
         "record",
         "rows",
@@ -55,6 +56,8 @@ class SharedCell:
         self.checksum: list[int] | None = None
         """Checksum of the memory when it was first held; None if nobody asked."""
         self.lock: threading.Lock | None = None
+        self.producer: tuple[Any, int, Layout] | None = None
+        """Node and output that made the tensor, and its layout, while the memory is held."""
 
     def ask(self, codec: Codec, values: bool = False, rows: tuple[int, int] | None = None) -> None:
         """Add a reader that needs no more than `codec`, and may normalise these rows of the memory.

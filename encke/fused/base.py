@@ -184,8 +184,8 @@ def packed_for(saved: Any, grad: Tensor) -> GroupQuantPacked | None:
     cell = saved.cell
     if cell is None or cell.held is not None:
         return None
-    packed = cell.packed
-    # What is computed again has a codec, but no codes.
-    if not isinstance(packed, GroupQuantPacked) or not packed.codec.reads_packed or grad.dtype != packed.dtype:
+    packed: Any = cell.packed
+    # What is computed again has a codec, but no codes and no plan.
+    if packed is None or packed.plan is None or not packed.codec.reads_packed or grad.dtype != packed.dtype:
         return None
     return packed

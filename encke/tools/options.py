@@ -91,7 +91,9 @@ class Layout(argparse.HelpFormatter):
         if not action.option_strings:
             return str(action.metavar)
         flags = action.option_strings[:1] if action.const is False else action.option_strings
-        return ", ".join(flags) + ("" if action.nargs == 0 else f" {self._format_args(action, str(action.metavar))}")
+        times = action.nargs if isinstance(action.nargs, int) else 1
+        values = [f"[{action.metavar} ...]"] if action.nargs == "*" else [str(action.metavar)] * times
+        return " ".join([", ".join(flags), *values])
 
 
 def help_width() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import encke
 from encke.capture import recompute
 from encke.capture.sites import Site
 from encke.codecs import Codec, ErrorBounded, GroupQuant
-from encke.policies import Fixed
+from encke.policies import Comet, Fixed
 from encke.policies.base import Policy
 
 EXACT, FINE = Fixed(ErrorBounded(0)), Fixed(GroupQuant(8))
@@ -385,3 +386,36 @@ def test_only_squares_whose_mean_is_taken_are_norms() -> None:
     for _ in range(3):
         gradients(model, batch())
     assert {":Pow.self", "norm:RmsNorm.input"} <= set(codecs(handle))
+
+
+def test_a_resumed_run_computes_again_what_the_first_one_did() -> None:
+    runs = []
+    for _ in range(2):
+        model = make("llama")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        runs.append((model, optimizer, encke.attach(model, Comet(every=3), optimizer)))
+    (model, optimizer, handle), (later, its_optimizer, its_handle) = runs
+    for _ in range(4):
+        gradients(model, batch())
+        optimizer.step()
+    later.load_state_dict(model.state_dict())
+    its_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    its_handle.load_state_dict(handle.state_dict())
+    for _ in range(4):
+        # The first pass of a process learns who reads what; it must hold what a later pass holds.
+        first, second = gradients(model, batch()), gradients(later, batch())
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        assert recomputed(handle) == recomputed(its_handle) != set()
+        optimizer.step()
+        its_optimizer.step()
+
+
+@pytest.mark.parametrize("state", [[], {"decisions": 1}, {"decisions": {"a": 1}}, {"sources": {"a": {"name": "?"}}}])
+def test_a_damaged_state_changes_nothing(state: Any) -> None:
+    model = make("llama")
+    handle = encke.attach(model)
+    gradients(model, batch())
+    before = handle.state_dict()
+    with pytest.raises(ValueError, match="cannot continue from this state"):
+        handle.load_state_dict({**before, "recomputed": state})
+    assert handle.state_dict()["recomputed"] == before["recomputed"]
