@@ -234,7 +234,7 @@ print(held)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's process memory")
 def test_memory_held_after_forward_drops_measured_from_outside() -> None:
     held = {}

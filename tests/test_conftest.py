@@ -55,7 +55,7 @@ def test_soak_runs_the_marked_tests_and_property_tests_at_length(tmp_path: Path)
     assert "3 passed, 1 deselected" in shown
 
 
-@pytest.mark.parametrize("processes", [(), ("-n", "2", "--dist", "worksteal")])
+@pytest.mark.parametrize("processes", [(), pytest.param(("-n", "2", "--dist", "worksteal"), marks=pytest.mark.soak)])
 def test_no_test_is_started_after_the_time_box(processes: tuple[str, ...], tmp_path: Path) -> None:
     shown = run(tmp_path, "--soak", "--minutes", "0", *processes)
     assert "3 tests were not started within 0 minutes" in shown

@@ -11,7 +11,7 @@ from encke import demo as demo_module
 from encke.cli import main
 from encke.demo import outcome
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 
 
 # Most of the peak has to be saved tensors: many layers with few weights.
@@ -19,7 +19,7 @@ SIZES = {"densenet121": ("64", "12"), "resnet50": ("96", "16")}
 STEPS = 16
 
 
-@pytest.fixture(scope="module", params=["densenet121", pytest.param("resnet50", marks=pytest.mark.soak)])
+@pytest.fixture(scope="module", params=SIZES)
 def demo(request, tmp_path_factory):
     out = tmp_path_factory.mktemp("demo")
     image, batch = SIZES[request.param]

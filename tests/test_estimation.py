@@ -12,6 +12,8 @@ from encke.cli import main
 from encke.estimation import BATCHES, STEPS, Forecast, Line, copied, resized
 from encke.tools.allocations import Allocations
 
+pytestmark = pytest.mark.slow
+
 
 def network() -> nn.Module:
     torch.manual_seed(0)

@@ -68,7 +68,9 @@ def test_every_example_is_run_and_listed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.soak] * (name == "diffusion_unet.py")) for name in ARGUMENTS]
+)
 def test_example(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], one_thread: None
 ) -> None:

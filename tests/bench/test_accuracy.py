@@ -266,7 +266,7 @@ def test_crops_are_those_of_each_padded_image(cifar):
     assert cifar.normalise(cut, channels_last=True).shape == (2, 3, 8, 8)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_cifar_writes_a_table_and_continues_it(monkeypatch, tmp_path, pack, capsys):
     table, plot = tmp_path / "table.csv", tmp_path / "plot.png"
     common = ["--data", pack[0], "--csv", table, "--logs", tmp_path / "logs", "--device", "cpu", "--workers", 2]

@@ -154,7 +154,7 @@ def test_the_largest_batch_under_a_cap_on_the_process(tmp_path, capsys):
     assert "largest batch" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @LINUX
 def test_a_cap_too_small_for_one_sample_ends_in_a_clear_line(tmp_path, capsys):
     with pytest.raises(SystemExit) as end:

@@ -74,7 +74,7 @@ def test_plain_default_and_checkpoint_side_by_side(tmp_path, capsys):
     assert "default" in shown and "only on a GPU" in shown and "about" in shown
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_transformer_gives_tokens_in_a_second(tmp_path, capsys):
     options = ["--models", "gpt", "--tokens", "32", "--batch", "2", "3", "--steps", "1", "--methods", "plain"]
     main(["bench", "speed", *options, "--out", str(tmp_path)])
@@ -99,7 +99,7 @@ def test_a_cap_that_is_too_small_is_out_of_memory():
     assert answer["failed"] == "out of memory"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_rounds_are_measured_in_turn_and_their_median_is_shown(tmp_path, capsys):
     options = ["--models", "cnn", "--image", "16", "--batch", "4", "--steps", "1", "--methods", "plain", "group2"]
     main(["bench", "speed", *options, "--rounds", "2", "--out", str(tmp_path)])

@@ -17,6 +17,8 @@ from encke.compiled import aot
 from encke.torch_internals import AOT_INLINE, aot_graph_compile
 from tests.compiled.common import TWO, compile, gradients, graphs, images, net, same
 
+pytestmark = pytest.mark.slow
+
 
 def current() -> Any:
     """Return what AOTAutograd would call."""

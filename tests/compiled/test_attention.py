@@ -62,7 +62,7 @@ def test_gradients_are_those_of_eager_mode(name: str, monkeypatch: pytest.Monkey
     handle.detach()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_inductor() -> None:
     model = Attention(8.0, is_causal=True)
     compiled = compile(model, backend="inductor")

@@ -60,7 +60,10 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     rewrite_everywhere(monkeypatch)
 
 
-@pytest.mark.parametrize(("dynamic", "codecs"), [(False, "run time"), (True, "run time"), (False, "constant")])
+@pytest.mark.parametrize(
+    ("dynamic", "codecs"),
+    [(True, "run time"), *(pytest.param(False, codecs, marks=pytest.mark.soak) for codecs in ("run time", "constant"))],
+)
 def test_functions_take_the_place_of_operators(everywhere: None, monkeypatch, dynamic: bool, codecs: str) -> None:
     if codecs == "constant":
         constant_codecs(monkeypatch)
@@ -110,7 +113,7 @@ def half_step_without_statistics() -> tuple[str, list[Tensor], list[Tensor]]:
         return half_step(dynamic=False)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_statistics_come_from_encoders(everywhere: None, monkeypatch: pytest.MonkeyPatch, dynamic: bool) -> None:
     plain_code, plain_gradients, plain_statistics = half_step_without_statistics()
     distances: list[int] = []
@@ -136,6 +139,7 @@ def test_statistics_come_from_encoders(everywhere: None, monkeypatch: pytest.Mon
     assert "welford" in plain_code and "welford" not in code
 
 
+@pytest.mark.soak
 def test_operators_are_called_where_functions_are_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lowerings, "DIRECT_ON", set())
     code, _ = code_and_gradients()

@@ -413,7 +413,7 @@ for kind in sys.argv[1:]:
 
 
 @inductor
-@pytest.mark.slow
+@pytest.mark.soak
 def test_graphs_cached_by_another_process_are_not_mixed_up(tmp_path: Path) -> None:
     found = []
     for kinds in (("plain", "2"), ("8", "2", "plain")):

@@ -110,7 +110,7 @@ def assert_error_is_as_predicted(x: Tensor, decoded: Tensor, codec: Codec) -> No
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("direct", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_inductor_compiles_nothing_either(seen: Seen, monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
     if direct:
         monkeypatch.setattr("encke.compiled.lowerings.DIRECT_ON", {"cuda", "cpu"})

@@ -37,6 +37,8 @@ from tests.compiled.common import (
     same,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:

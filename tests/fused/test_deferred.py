@@ -28,7 +28,7 @@ from encke.torch_internals import top_saved_tensors_hooks
 pytest.importorskip("triton")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read by triton.jit when the kernels are imported
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TWO_BITS = Fixed(GroupQuant(bits=2))

@@ -68,7 +68,14 @@ def test_default_follows_plain(compiled: bool, tmp_path: Path) -> None:
     assert callbacks[0].handle.report().ratio > 2
 
 
-@pytest.mark.parametrize("options", [{}, {"bf16": True}, {"gradient_accumulation_steps": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bf16": True},
+        *(pytest.param(each, marks=pytest.mark.soak) for each in ({}, {"gradient_accumulation_steps": 2})),
+    ],
+    ids=str,
+)
 def test_loss_is_computed_in_chunks(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     chunked = logits.chunked_cross_entropy
@@ -179,7 +186,7 @@ def test_other_saved_tensor_hooks_are_named(tmp_path: Path) -> None:
         run.train()
 
 
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("dora", [pytest.param(False, marks=pytest.mark.soak), True], ids=["lora", "dora"])
 def test_adapters(dora: bool, tmp_path: Path) -> None:
     needs("peft")
     from peft import LoraConfig, get_peft_model
@@ -219,6 +226,7 @@ os._exit(0)  # gloo's threads sometimes abort an ordinary exit
 """
 
 
+@pytest.mark.soak
 def test_two_processes(tmp_path: Path) -> None:
     script, root = tmp_path / "worker.py", Path(__file__).parents[2]
     script.write_text(TWO_PROCESSES)

@@ -78,6 +78,7 @@ def test_two_processes_train_what_one_does_and_the_first_writes(tmp_path):
     assert json.loads((tmp_path / "two" / "environment.json").read_text())["world"] == 2
 
 
+@pytest.mark.soak
 def test_two_compressed_processes_killed_and_resumed_end_with_the_same_weights(tmp_path):
     more = ["digits", *SMALL.split(), "--save", "0.3"]
     run(tmp_path / "whole", *more)

@@ -374,7 +374,7 @@ def run_command(*arguments: str, allocator: bool = False, session: bool = False)
     )
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory of the process is read from /proc")
 def test_memory_of_a_process_is_told_where_it_means_something(tmp_path):
     command = ["-m", "encke", "train", "digits", *SMALL.split(), "--batch", "48", "--metrics", "1", "--steps", "4"]
@@ -409,7 +409,7 @@ def test_a_run_killed_at_any_moment_resumes_and_ends_with_the_same_result(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.soak)])
 def test_a_signal_to_all_processes_of_a_run_saves_too(tmp_path, number):
     for split, count in (("train", 12), ("val", 2)):
         for name in ("a", "b"):

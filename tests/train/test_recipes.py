@@ -10,6 +10,7 @@ from encke.train.command import recipes
 from encke.train.loop import train
 from encke.train.settings import read
 
+LONG = ("vgg16-imagenet", "densenet161-imagenet", "alexnet-imagenet", "efficientnet_b0-imagenet", "resnet50-imagenet")
 QUICK = ("digits", "resnet18-cifar10", "gpt-text")
 REPEATED = ("alexnet-dogs", "alexnet-dogs96", "resnet50-dogs96", "efficientnet_b0-dogs96", "resnet164-cifar100")
 """Recipes whose large model another recipe trains: here a small one is enough for the other settings."""
@@ -29,7 +30,11 @@ def small(name: str, *more: str):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in recipes()]
+    "name",
+    [
+        name if name in QUICK else pytest.param(name, marks=[pytest.mark.slow, *[pytest.mark.soak] * (name in LONG)])
+        for name in recipes()
+    ],
 )
 def test_a_recipe_does_two_steps(name, tmp_path):
     result = train(small(name, "--out", str(tmp_path / "run")))

@@ -8,6 +8,8 @@ import torch
 from encke.kernels import GroupFormat, GroupPlan, reference
 from tests.kernels.common import CONTENTS, SEEDS, SIZES, content, one_thread, plain_nan, with_dtypes
 
+pytestmark = pytest.mark.slow
+
 cpu = pytest.importorskip("encke.kernels.cpu", reason="needs numba")
 CPU = torch.device("cpu")
 FORMATS = [(2, False), (3, False), (4, True), (8, False)]

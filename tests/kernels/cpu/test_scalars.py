@@ -32,7 +32,7 @@ def test_without_a_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scalars.jit(lambda x: x + 1)(1) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_change_in_another_file_compiles_kernels_again(tmp_path: Path) -> None:
     """numba itself looks at a kernel's own file only."""
     shutil.copytree(PACKAGE, tmp_path / "encke", ignore=shutil.ignore_patterns("__pycache__"))

@@ -14,17 +14,17 @@ ROOT = Path(__file__).resolve().parents[3]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF = float("inf")
 SEED = 0x9E3779B97F4A7C15 >> 1
-# The interpreter is slow: the quick tests take the two most used dtypes.
+# The interpreter is slow: all but the two most used dtypes are tested at length.
 DTYPES = [
     torch.bfloat16,
     torch.float32,
-    pytest.param(torch.float16, marks=pytest.mark.slow),
-    pytest.param(torch.float64, marks=pytest.mark.slow),
+    pytest.param(torch.float16, marks=pytest.mark.soak),
+    pytest.param(torch.float64, marks=pytest.mark.soak),
 ]
 # Compiling takes ten seconds for a dtype: the others are compiled at length.
 COMPILED_DTYPES = [
     "float32",
-    "bfloat16",
+    pytest.param("bfloat16", marks=pytest.mark.soak),
     pytest.param("float64", marks=pytest.mark.soak),
     pytest.param("float16", marks=pytest.mark.soak),
 ]

@@ -30,7 +30,7 @@ def check(x: torch.Tensor, bound: float, rel: float, rounding: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rounding", [NEAREST, STOCHASTIC, DITHERED])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_every_kind_of_block(dtype, rounding):
     check(content("blocks", 5500, dtype), *((INF, 1e-3) if rounding == STOCHASTIC else (1e-2, INF)), rounding)
 
@@ -107,7 +107,7 @@ build(planes_decode.decode_kernel, pointers | {"out": "*u8"}, {"DTYPE": dtype, "
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("dtype", COMPILED_DTYPES)
 def test_compiles_for_hopper(dtype):
     compile_for_hopper(COMPILE, dtype)

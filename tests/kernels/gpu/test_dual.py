@@ -56,6 +56,6 @@ build(dual.dp_mask_kernel, {"masks": "*u8", "out": "*u8"}, {"P": 2, "BYTES": 512
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_compiles_for_hopper() -> None:
     compile_for_hopper(COMPILE)

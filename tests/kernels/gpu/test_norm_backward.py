@@ -145,7 +145,7 @@ def test_channels_last(size, positive):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("last", [False, True])
 def test_dtypes_and_bits(last, dtype, bits):
     affine = {2: torch.float32, 3: torch.float32, 4: None, 8: torch.bfloat16}[bits]
@@ -282,6 +282,6 @@ for together, below in ((False, False), (False, True), (True, False)):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_compiles_for_hopper():
     compile_for_hopper(COMPILE)

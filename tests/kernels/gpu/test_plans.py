@@ -9,7 +9,7 @@ from encke.kernels import GroupFormat, GroupPlan, reference
 from tests.kernels.gpu.common import COMPILED_DTYPES, DEVICE, DTYPES, SEED, compile_for_hopper, content, same
 
 gpu = pytest.importorskip("encke.kernels.gpu", reason="needs triton")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 
 def plans(format: GroupFormat, numel: int) -> tuple[GroupPlan, GroupPlan]:
@@ -77,7 +77,7 @@ def test_groups_of_a_channel(dtype, pixels, channels, bits):
 
 @pytest.mark.parametrize(("bits", "signs"), [(2, False), (3, False), (4, True), (8, False)])
 @pytest.mark.parametrize(("row", "stride"), [(96, 1), (130, 1), (49, 6), (1, 3)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.soak)])
 def test_groups_within_rows(dtype, row, stride, bits, signs):
     names = ("normal", "relu", "zeros", "special", "negative", "far", "largest")
     x = torch.stack([content(name, row, dtype) for name in names for _ in range(stride)])
@@ -97,7 +97,7 @@ def test_groups_within_rows(dtype, row, stride, bits, signs):
 @pytest.mark.parametrize(("row", "stride", "rows"), [
     (49, 1, 70), (196, 1, 35), (784, 1, 3), (3136, 1, 3), (3137, 1, 2), (259, 3, 2), (98, 66, 1),
 ])  # fmt: skip
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.soak)])
 def test_planes(dtype, row, stride, rows, bits):
     """Planes that do not fill groups: bytes and values of the reference, from aligned memory and from any other."""
     numel = row * stride * rows

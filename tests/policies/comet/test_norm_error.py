@@ -19,6 +19,8 @@ from encke.policies import Comet
 from encke.policies.comet.measure import NormGradientSample, TensorStats, WeightGradientSample, mixed_share
 from encke.train.models.repvgg import RepVgg
 
+pytestmark = pytest.mark.slow
+
 
 def backward(x: Tensor, g: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
     return torch.ops.aten.native_batch_norm_backward(
