@@ -16,7 +16,7 @@ from encke.capture import encoding, hooks, ledger
 from encke.capture.nodes import saved_by
 from encke.codecs import GroupQuant
 from encke.policies import Fixed
-from tests.capture.common import EXACT, assert_same, batch, twins
+from tests.capture.common import EXACT, batch, twins
 from tests.integration.test_end_to_end import saved_in
 
 
@@ -91,13 +91,10 @@ def test_one_decoded_copy_serves_all_who_read_at_the_same_time() -> None:
     assert cell.flat(False).numel() == x.numel()
 
 
-def run_chain(steps: int, model: nn.Module) -> list[torch.Tensor]:
-    grads = []
-    for step in range(steps):
-        model.zero_grad()
-        model(batch(step)).square().mean().backward()
-        grads.append(model[0].weight.grad.clone())
-    return grads
+def chain_gradient(step: int, model: nn.Module) -> torch.Tensor:
+    model.zero_grad()
+    model(batch(step)).square().mean().backward()
+    return model[0].weight.grad.clone()
 
 
 def chain(layers: int) -> nn.Sequential:
@@ -126,23 +123,25 @@ class Reuse:
 
 def test_a_thousand_reused_addresses_change_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, model = chain(20), chain(20)
-    expected = run_chain(80, plain)
     reuse = Reuse(monkeypatch)
     encke.attach(model, EXACT)
-    got = run_chain(80, model)
+    step = 0
+    # How often an address comes again depends on the allocator: about ten times a step.
+    while reuse.count < 1000 and step < 1000:
+        assert torch.equal(chain_gradient(step, model), chain_gradient(step, plain))
+        step += 1
     assert reuse.count >= 1000
-    assert_same(expected, got)
 
 
 def test_without_the_storage_guard_gradients_go_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above would notice: this is what it looks like."""
 
     plain, model = chain(20), chain(20)
-    expected = run_chain(5, plain)
+    expected = [chain_gradient(step, plain) for step in range(5)]
     for module in (encoding, ledger):
         monkeypatch.setattr(module, "storage_ref", lambda storage: lambda: "alive")
     encke.attach(model, EXACT)
-    got = run_chain(5, model)
+    got = [chain_gradient(step, model) for step in range(5)]
     assert not all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
