@@ -32,7 +32,7 @@ ARGUMENTS = {
 """Settings that make each example small."""
 TWO_PROCESSES = {"ddp.py", "fsdp2.py"}
 LEAST_RATIO = {"graph_network.py": 1.2, "sft_lora.py": 2.5}
-"""What a maximum reads stays exact."""
+"""Smallest ratio that counts, where it is below 3: inputs of a maximum stay exact, and LoRA saves little."""
 RUN_AND_LEAVE = """
 import os, runpy, sys
 sys.argv = sys.argv[1:]

@@ -65,7 +65,8 @@ def cast_frozen(t: Tensor, module: Any, facts: SiteFacts, changed: Callable[[], 
         changed: Called if the weight turns out to have been modified.
     """
     copy: Any = t if t._base is None else t._base
-    if type(module) is not nn.Linear or copy.requires_grad or copy._version:
+    # A `forward` that was replaced may multiply by anything.
+    if type(module) is not nn.Linear or "forward" in module.__dict__ or copy.requires_grad or copy._version:
         return None
     weight: Any = module.weight
     if weight.requires_grad or not may_be_copy(copy, weight):

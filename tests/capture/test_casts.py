@@ -154,3 +154,20 @@ def test_copies_of_frozen_weights_are_released() -> None:
         model.base.weight.mul_(2)
     with pytest.raises(RuntimeError, match="was modified between forward and backward"):
         loss.backward()
+
+
+def test_a_replaced_forward_may_multiply_by_another_constant() -> None:
+    torch.manual_seed(0)
+    operand: list[Tensor | None] = [None]
+    plain = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 128))
+    plain[1].requires_grad_(False)
+    model = copy.deepcopy(plain)
+    for base in (plain[1], model[1]):
+        own = base.weight
+        base.forward = lambda x, own=own: nn.functional.linear(x, own if operand[0] is None else operand[0])
+    encke.attach(model, EXACT)
+    x = torch.randn(256, 64)
+    for step in range(6):
+        operand[0] = torch.randn(128, 128) if step > 3 else None
+        run(plain, x), run(model, x)
+        assert torch.equal(plain[0].weight.grad, model[0].weight.grad)
