@@ -1,6 +1,6 @@
-"""Time of a ResNet-50 training step on a GPU: step and host time, and the kernels' own time by kind.
+"""Time of a training step on a GPU: step and host time, and the kernels' own time by kind.
 
-python3 benchmarks/step_kernels.py [--batch 256] [--precision fp32|bf16] [--method group2]
+python3 benchmarks/step_kernels.py [--model resnet50] [--batch 256] [--precision fp32|bf16] [--method default]
         [--compile | --graphs] [--top 20]
 """
 
@@ -9,15 +9,16 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from pathlib import Path
 
 import torch
-import torchvision
 from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from encke.bench.methods import METHODS  # noqa: E402
+from encke.bench.options import Options  # noqa: E402
+from encke.bench.steps import Training  # noqa: E402
+from encke.train.models.registry import MODELS  # noqa: E402
 
 KINDS = {
     "gq_encode": "encode",
@@ -47,51 +48,37 @@ def kind(name: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--method", choices=[name for name, each in METHODS.items() if each.kind != "other"])
-    parser.set_defaults(method="group2")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=sorted(MODELS), default="resnet50")
+    parser.add_argument("--batch", type=int, help="by default the model's usual batch")
+    parser.add_argument("--tokens", type=int, help="tokens in a sequence")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
+    parser.add_argument("--method", choices=METHODS, default="default")
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--graphs", action="store_true", help="the same, with CUDA graphs")
+    parser.add_argument("--graphs", action="store_true", help="compile, with CUDA graphs")
+    parser.add_argument("--warm", type=int, default=24, help="warm-up steps; the default policy collects in the 20th")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--top", type=int, default=0, help="also that many kernels by name, with calls in a step")
     args = parser.parse_args()
-    half = args.precision == "bf16"
+    compiled = args.compile or args.graphs
+    options = Options((args.model,), (args.method,), (args.precision,), compiled, args.graphs, tokens=args.tokens)
+    task = options.plan(() if args.batch is None else (args.batch,)).tables()[0][0]
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
-    model = torchvision.models.resnet50().cuda()
-    x, y = torch.randn(args.batch, 3, 224, 224, device="cuda"), torch.randint(0, 1000, (args.batch,), device="cuda")
-    if half:
-        model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
-    mode = "reduce-overhead" if args.graphs else None
-    run = torch.compile(model, fullgraph=True, mode=mode) if args.compile or args.graphs else model
-    METHODS[args.method].attach(run, optimizer)
-
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cuda", torch.bfloat16, enabled=half):
-            loss = torch.nn.functional.cross_entropy(run(x), y)
-        loss.backward()
-        optimizer.step()
-
-    for _ in range(12):
-        step()
-    torch.cuda.synchronize()
+    training = Training(task)
+    for _ in range(args.warm):
+        training.step()
+    training.wait()
     torch.cuda.reset_peak_memory_stats()
-    times, host = [], []
-    for _ in range(args.steps):
-        start = time.perf_counter()
-        step()
-        host.append(time.perf_counter() - start)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
+    host, times = zip(*(training.timed() for _ in range(args.steps)), strict=True)
+    print(f"{task.model}, {task.batch} x {task.size}, {task.precision}, {task.method}{', compiled' * compiled}:")
     peak = torch.cuda.max_memory_allocated() / 1e9
-    print(f"step {statistics.median(times) * 1e3:.1f} ms, host {statistics.median(host) * 1e3:.1f}, peak {peak:.2f} GB")
+    pipelined = training.timed(args.steps)[1]
+    print(
+        f"  step {statistics.median(times):.1f} ms, host {statistics.median(host):.1f},"
+        f" pipelined {pipelined:.1f}, peak {peak:.2f} GB"
+    )
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(3):
-            step()
-        torch.cuda.synchronize()
+        training.timed(3)
     total: dict[str, float] = {}
     for event in profiler.key_averages():
         if not event.key.startswith("Optimizer"):
