@@ -17,6 +17,7 @@ import itertools
 import pstats
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,8 @@ def attached(model: nn.Module, state: dict[str, Any]) -> None:
     LayerForward.min_bytes = ConvForward.min_bytes = 1
     handle = encke.attach(model, optimizer=torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), min_bytes=SMALLEST)
     handle.load_state_dict(state)
+    # Gradients are meaningless here. A collection step that finds values that are not finite is repeated.
+    handle.policy.schedule.begin_pass = lambda: None  # type: ignore[union-attr]
     convolutions = [module.forward for module in model.modules() if isinstance(module, nn.Conv2d)]
     for forward in convolutions[::2]:
         forward.min_bytes = 1 << 62  # type: ignore[attr-defined]
@@ -126,6 +129,21 @@ def calls_of(step: Callable[[], None]) -> tuple[int, int]:
     step()
     sys.setprofile(None)
     return counts["call"], counts["c_call"]
+
+
+def print_calls(step: Callable[[], None]) -> None:
+    """Print how often each Python function is called in a step, the most frequent ones first."""
+    counts: Counter[str] = Counter()
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        if event == "call":
+            counts[f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_qualname}"] += 1
+
+    sys.setprofile(count)
+    step()
+    sys.setprofile(None)
+    for name, number in counts.most_common(70):
+        print(f"{number:6} {name}")
 
 
 def collections_of(step: Callable[[], None], steps: int) -> tuple[float, float]:
@@ -170,6 +188,7 @@ def measure(dtype: torch.dtype, state: dict[str, Any], count: int, profiled: boo
         )
     print(f"Encke's share {least['attached'] - least['plain']:.2f} ms", flush=True)
     if profiled:
+        print_calls(steps["attached"])
         profile = cProfile.Profile()
         profile.enable()
         for _ in range(10):

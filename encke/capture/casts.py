@@ -17,6 +17,7 @@ from encke.capture.facts import SiteFacts
 
 CAST = "ToCopyBackward0"
 """Node of a cast."""
+Geometry = tuple[torch.Size, tuple[int, ...], int]
 
 
 class CastWeight:
@@ -24,17 +25,20 @@ class CastWeight:
 
     __slots__ = ("changed", "dtype", "geometry", "parameter", "version")
 
-    def __init__(self, parameter: nn.Parameter, t: Tensor, changed: Callable[[], None]) -> None:
+    def __init__(
+        self, parameter: nn.Parameter, dtype: torch.dtype, geometry: Geometry | None, changed: Callable[[], None]
+    ) -> None:
         self.parameter = parameter
         self.version = parameter._version
-        self.dtype = t.dtype
-        self.geometry = (t.size(), t.stride(), t.storage_offset())
+        self.dtype = dtype
+        self.geometry = geometry
+        """Size, strides and offset of a view of the copy; None for the copy itself."""
         self.changed = changed
         """Called if the weight turns out to have been modified."""
 
     def restore(self) -> Tensor:
         """Cast the weight again."""
-        parameter = self.parameter
+        parameter: Tensor = self.parameter
         if parameter._version != self.version:
             self.changed()
             raise RuntimeError(
@@ -42,17 +46,34 @@ class CastWeight:
                 "Autocast's copy of it was not kept, because it is cast again in backward. Copies are kept from now "
                 "on: run this step again, or modify weights after backward"
             )
-        return parameter.detach().to(self.dtype).as_strided(*self.geometry)
+        copy = (parameter.detach() if torch.is_grad_enabled() else parameter).to(self.dtype)
+        return copy if self.geometry is None else copy.as_strided(*self.geometry)
 
 
-def cast_weight(t: Tensor, changed: Callable[[], None]) -> CastWeight | None:
-    """Return a stand-in for a tensor that is, or views, the copy of a weight that a cast has made; else None."""
+def cast_weight(t: Tensor, facts: SiteFacts, changed: Callable[[], None]) -> CastWeight | None:
+    """Return a stand-in for a tensor that is, or views, the copy of a weight that a cast has made; else None.
+
+    Args:
+        t: The tensor that is saved.
+        facts: The site, which remembers the weight whose copy it saved last.
+        changed: Called if the weight turns out to have been modified.
+    """
     copy: Any = t if t._base is None else t._base
     node = copy.grad_fn
     if node is None or type(node).__name__ != CAST:
         return None
     parameter: Any = getattr(node.next_functions[0][0], "variable", None)
-    return CastWeight(parameter, t, changed) if may_be_copy(copy, parameter) else None
+    known = facts.cast
+    if known is not None and known.parameter is parameter and known.geometry is None and copy is t:
+        if t.dtype is known.dtype and t.shape == parameter.shape and t.stride() == parameter.stride():
+            return CastWeight(parameter, known.dtype, None, changed)
+    facts.cast = CastWeight(parameter, t.dtype, geometry_in(copy, t), changed) if may_be_copy(copy, parameter) else None
+    return facts.cast
+
+
+def geometry_in(copy: Tensor, t: Tensor) -> Geometry | None:
+    """Return the geometry of a view; None for the copy itself."""
+    return None if copy is t else (t.size(), t.stride(), t.storage_offset())
 
 
 def cast_frozen(t: Tensor, module: Any, facts: SiteFacts, changed: Callable[[], None]) -> CastWeight | None:
@@ -77,7 +98,7 @@ def cast_frozen(t: Tensor, module: Any, facts: SiteFacts, changed: Callable[[], 
         if not torch.equal(weight.detach().to(copy.dtype), copy):
             return None
         facts.copied = known
-    return CastWeight(weight, t, changed)
+    return CastWeight(weight, t.dtype, geometry_in(copy, t), changed)
 
 
 def may_be_copy(copy: Tensor, parameter: Any) -> bool:

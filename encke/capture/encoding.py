@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from encke.capture.deferred import DeferredForward
-from encke.capture.facts import SiteFacts
+from encke.capture.facts import SiteFacts, SteadySave
 from encke.capture.ledger import SIZE_PENDING, Record
 from encke.capture.nodes import expand_window
 from encke.capture.passes import ForwardPass, Frame
-from encke.capture.recompute import Recomputations, all_dependents, cast_origin, recompute
+from encke.capture.recompute import PASSED, Recomputations, all_dependents, cast_origin, recompute
 from encke.capture.saved import Saved, SharedCell
 from encke.capture.scores import Scores
 from encke.codecs import Codec, Lossless
@@ -21,6 +21,7 @@ from encke.codecs.algebra import satisfies
 from encke.codecs.exact import Between, Mask, Sign, Window
 from encke.codecs.layout import Layout, run_of, with_rows
 from encke.kernels import mix
+from encke.policies.base import Policy
 
 MASK, SIGN = Mask(), Sign()
 
@@ -95,6 +96,69 @@ def shared_cell(facts: SiteFacts, t: Tensor, layout: Layout, length: int, forwar
     forward.cells[key] = entry = (weakref.ref(cell), storage_ref(storage))
     if origin is not None:
         forward.casts[origin] = entry
+    return cell
+
+
+def steady_save(policy: Policy, cell: SharedCell, saved: Saved, length: int, deferred: bool) -> SteadySave | None:
+    """Return how a site has just saved, so that the next pass need not decide anew; None where it has to.
+
+    Args:
+        policy: The policy. Readers that need more bits than it chooses need the same in each pass.
+        cell: The memory's cell.
+        saved: The saving.
+        length: Values in the tensor's run of memory.
+        deferred: Whether a layer computes its result while this is packed.
+    """
+    facts, first, packed, layout = saved.facts, cell.record.facts, cell.packed, saved.layout
+    need, codec = facts.site.need, cell.wanted
+    if need not in ("lossy", "mask") or facts.sources is not None or facts.changed or facts.signature[3] in PASSED:
+        return None
+    if cell.waiting or packed is None or codec is None or packed.plan is None or not cell.settled or not layout.dense:
+        return None
+    asked: list[SiteFacts] = [facts] if need == "lossy" else []
+    if first is facts:
+        # A CPU looks at whatever it packs; memory that others are computed from is asked for more than is known here.
+        if (saved.device.type == "cpu" and not deferred) or facts.dependents:
+            return None
+        asked += facts.sharers
+    if any(each.site.need != "lossy" or each.sources is not None for each in asked):
+        return None
+    chosen = tuple([(each.site, policy.choose(each.site)) for each in asked])
+    return SteadySave(chosen, codec, first, saved.device, layout, packed.layout, length, need == "lossy")
+
+
+def pack_again(
+    t: Tensor,
+    storage: torch.UntypedStorage,
+    key: tuple[Any, ...],
+    steady: SteadySave,
+    forward: ForwardPass,
+    deferred: DeferredForward | None,
+) -> SharedCell:
+    """Return the cell of memory that is packed with the codec of the last pass.
+
+    Args:
+        t: The tensor that is saved.
+        storage: Its storage.
+        key: Key of the memory in `forward.cells`.
+        steady: How the site saved in the last pass.
+        forward: The forward pass in progress.
+        deferred: Forward to run while the tensor is encoded.
+    """
+    facts, codec, layout = steady.first, steady.codec, steady.packed_layout
+    record = Record(facts, forward.tally.count(storage))
+    cell = SharedCell(mix(forward.step, facts.site.number, forward.rank), record)
+    if deferred is None:
+        packed = codec.encode_run(t, layout, steady.length, cell.key, facts.encoder_state)
+    else:
+        forward.deferred = None
+        packed = deferred.encode(codec, layout, steady.length, cell.key, facts.encoder_state)
+    cell.packed, cell.wanted, cell.rows = packed, codec, layout.rows
+    if steady.values:
+        cell.readers = 1
+    record.codec, record.packed_bytes = codec, packed.nbytes
+    forward.tally.records.append(record)
+    forward.cells[key] = (weakref.ref(cell), storage_ref(storage))
     return cell
 
 

@@ -6,8 +6,10 @@ import enum
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from encke.capture.sites import Site
-from encke.codecs.base import EncoderState
+from encke.codecs.base import Codec, EncoderState
 from encke.codecs.layout import Layout, rows_for
 
 
@@ -23,10 +25,35 @@ class SiteState(enum.Enum):
     goes by numbers that only the reader's node tells."""
 
 
+class SteadySave:
+    """How a site has saved, with everything decided: valid as long as policy, tensor and sharers stay as they are."""
+
+    __slots__ = (
+        "chosen", "codec", "device", "first", "layout", "length", "packed_layout", "sharers", "size", "stride", "values"
+    )  # fmt: skip
+
+    def __init__(
+        self, chosen: tuple[tuple[Site, Codec], ...], codec: Codec, first: SiteFacts, device: torch.device,
+        layout: Layout, packed_layout: Layout, length: int, values: bool,
+    ) -> None:  # fmt: skip
+        self.chosen = chosen
+        """Codecs that the policy chose, for the site and for those that share its memory."""
+        self.codec = codec
+        """Codec that satisfies all of them: the memory is packed with it."""
+        self.first = first
+        """Site that saves the memory first, and packs it."""
+        self.device, self.layout, self.packed_layout, self.length = device, layout, packed_layout, length
+        self.size, self.stride = layout.size, layout.stride
+        self.sharers = len(first.sharers)
+        self.values = values
+        """Whether the site reads values, not a mask."""
+
+
 class SiteFacts:
     """Everything about a site that is learnt from one pass to the next. Each fact is checked when it is used."""
 
     __slots__ = (
+        "cast",
         "changed",
         "copied",
         "dependents",
@@ -49,6 +76,7 @@ class SiteFacts:
         "site",
         "sources",
         "state",
+        "steady",
         "window",
     )
 
@@ -94,7 +122,11 @@ class SiteFacts:
         """Whether the values saved here were looked at, for NaN and infinities."""
         self.copied: tuple[Any, int] | None = None
         """Frozen weight, and its version, of which a cast copy was found here (encke/capture/casts.py)."""
+        self.cast: Any = None
+        """Stand-in for the copy of a weight that was saved here last (encke/capture/casts.py)."""
         self.encoder_state = EncoderState()
+        self.steady: SteadySave | None = None
+        """How the site saved in the last pass; None if that need not hold in the next one."""
         self.function: Any = None
         """Function that runs in the operation's place (encke/fused); False if there is none, None if not asked yet."""
 

@@ -14,8 +14,17 @@ from torch import Tensor, nn
 from encke.capture import attention
 from encke.capture.casts import CastWeight, cast_frozen, cast_weight
 from encke.capture.deferred import DeferredForward
-from encke.capture.encoding import MASK, ask_for_others, codec_for, encode, encode_alone, shared_cell
-from encke.capture.facts import SiteFacts, SiteState
+from encke.capture.encoding import (
+    MASK,
+    ask_for_others,
+    codec_for,
+    encode,
+    encode_alone,
+    pack_again,
+    shared_cell,
+    steady_save,
+)
+from encke.capture.facts import SiteFacts, SiteState, SteadySave
 from encke.capture.ledger import CAST_AGAIN, CASTS, COMPUTED, LEFT_OUT, UNUSUAL, Ledger, Record
 from encke.capture.modules import Layer
 from encke.capture.needs import CHECKPOINT
@@ -102,6 +111,7 @@ class Capture:
             forward.collection = self.schedule.begin_pass()
         measures = self.scores.due(self.step) if self.schedule is None else forward.collection is not None
         forward.measuring = measures
+        forward.steady = not measures
 
     def _end_pass(self, forward: ForwardPass, output: Any) -> None:
         """Settle what is still pending, from the graph behind the output."""
@@ -130,6 +140,14 @@ class Capture:
         frame = frames[-1]
         index = frame.index
         frame.index = index + 1
+        deferred = forward.deferred
+        announced = deferred is not None and deferred.t is t
+        known = deferred.facts if announced else frame.sites[index] if index < len(frame.sites) else None
+        if known is not None and known.steady is not None and forward.steady and (announced or deferred is None):
+            if known.state is SiteState.KNOWN and type(t) is Tensor and (announced or matches(known, t)):
+                saved = self._save_again(t, known, known.steady, forward, deferred)
+                if saved is not None:
+                    return saved
         if forward.collection is not None:
             forward.nodes.append(t.grad_fn)
         if type(t) is not Tensor and isinstance(t, nn.Parameter):
@@ -140,8 +158,7 @@ class Capture:
             if not is_parameter_view(t):
                 forward.tally.small_bytes += size
             return (*keep(t), True) if 3 <= t.dim() <= 4 else keep(t)
-        deferred = forward.deferred
-        if deferred is None or deferred.t is not t:
+        if not announced:
             if deferred is not None:
                 forward.run_deferred()
                 deferred = None
@@ -151,7 +168,6 @@ class Capture:
             self.readers.read_graph(t.grad_fn)
         if deferred is not None:
             return self._save(t, deferred.facts, frame, forward, deferred)
-        known = frame.sites[index] if index < len(frame.sites) else None
         if known is not None and known.state is SiteState.KNOWN:
             if matches(known, t):
                 need = known.site.need
@@ -181,7 +197,7 @@ class Capture:
         """Release the copy that autocast made of a weight, to be made again in backward."""
         if not self.casts_again:
             return None
-        found = cast_weight(t, self._keep_casts) or cast_frozen(t, frame.layer.owner(), facts, self._keep_casts)
+        found = cast_weight(t, facts, self._keep_casts) or cast_frozen(t, frame.layer.owner(), facts, self._keep_casts)
         if found is not None:
             tally = self.threads.forward.tally
             record = Record(CASTS, tally.count(t.untyped_storage()))
@@ -260,7 +276,36 @@ class Capture:
         if not cell.settled or forward.collection is not None:
             if not cell.waiting:
                 encode(cell, saved, forward, t, length, deferred)
+        facts.steady = steady_save(self.policy, cell, saved, length, deferred is not None) if forward.steady else None
         return saved
+
+    def _save_again(
+        self, t: Tensor, facts: SiteFacts, steady: SteadySave, forward: ForwardPass, deferred: DeferredForward | None
+    ) -> Saved | None:
+        """Pack `t` as the site did in the last pass; None if anything is different."""
+        if t.shape != steady.size or t.stride() != steady.stride or t.device != steady.device or facts.changed:
+            return None
+        choose = self.policy.choose
+        for site, codec in steady.chosen:
+            if choose(site) is not codec:
+                return None
+        storage = t.untyped_storage()
+        key = (storage._cdata, t.storage_offset(), steady.length, t.dtype, t._version)
+        known = forward.cells.get(key)
+        cell = None if known is None or known[1]() is None else known[0]()
+        if steady.first is facts:
+            if cell is not None or len(facts.sharers) != steady.sharers or facts.dependents:
+                return None
+            if facts.site.place in self.recomputations.sources:
+                return None
+            cell = pack_again(t, storage, key, steady, forward, deferred)
+        elif cell is None or cell.record.facts is not steady.first or cell.wanted is not steady.codec:
+            return None
+        elif cell.waiting or not cell.settled or cell.rows != steady.packed_layout.rows:
+            return None
+        else:
+            cell.share()
+        return Saved(self.readers, facts, t, steady.layout, cell)
 
     def _save_shape(self, t: Tensor, facts: SiteFacts, frame: Frame) -> Saved:
         """Save only the shape. The record still counts the memory, which plain autograd would have held."""
@@ -289,7 +334,6 @@ def unpack(saved: Saved | Kept | CastWeight) -> Tensor:
                 found = attention.read(node, saved)
                 return t if found is None else found
         return t
-    assert isinstance(saved, Saved)
     facts = saved.facts
     if saved.tensor is None:
         node = current_autograd_node()

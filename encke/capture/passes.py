@@ -67,6 +67,7 @@ class ForwardPass:
         "pending",
         "rank",
         "recomputations",
+        "steady",
         "step",
         "tally",
         "visited",
@@ -103,6 +104,8 @@ class ForwardPass:
         """Saving that one of our own layers makes next."""
         self.step = 0
         self.rank = 0
+        self.steady = False
+        """Whether sites may save as they did in the last pass: nothing is collected or measured."""
         self.recomputations: Any = None
         """Decisions about tensors that backward computes again (`recompute.Recomputations`); None if it must not."""
 

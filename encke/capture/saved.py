@@ -75,9 +75,13 @@ class SharedCell:
         if codec is not wanted:
             self.wanted = codec if wanted is None else stricter(wanted, codec)
         if values:
-            self.readers += 1
-            if self.readers == 2:
-                self.lock = threading.Lock()
+            self.share()
+
+    def share(self) -> None:
+        """Count one more reader of values."""
+        self.readers += 1
+        if self.readers == 2:
+            self.lock = threading.Lock()
 
     @property
     def settled(self) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from encke.capture.facts import SiteFacts, SiteState
-from encke.capture.hooks import Capture, unusual
+from encke.capture.hooks import Capture
 from encke.capture.modules import ERROR_ATTACHED_BEFORE_COMPILE, Layer, inside_compile
 from encke.capture.passes import ForwardPass, Frame
 from encke.capture.saved import Saved
@@ -103,7 +103,12 @@ class LayerForward(InstalledForward):
         # Below the outermost layer only tracing is of interest, and that is quicker to find out.
         if inside_compile() if layer.parent is None else is_compiling():
             return self.traced(input)
-        module = self._called_module()
+        # The module whose call this is: the layer, or a replica or shallow copy of it. Those share this object but
+        # bring weights of their own, and an attribute of an instance is called without a `self`. `Module._call_impl`,
+        # the caller of this, has the module as its own `self`.
+        module: Any = sys._getframe(1).f_locals.get("self")
+        if type(module) not in self.layers or module.__dict__.get("forward") is not self:
+            module = self.layer.owner()
         forward = capture.threads.forward
         frames = forward.frames
         # `enter` and `leave` for the usual case: the layer around this one is the innermost call.
@@ -131,25 +136,14 @@ class LayerForward(InstalledForward):
             else:
                 capture.passes.leave(layer, output)
 
-    def _called_module(self) -> Any:
-        """Return the module whose call this is: the layer, or a replica or shallow copy of it.
-
-        Those share this object but bring weights of their own, and an attribute of an instance is called without a
-        `self`. `Module._call_impl`, two Python frames up, has the module as its own `self`.
-        """
-        module: Any = sys._getframe(2).f_locals.get("self")
-        if isinstance(module, self.layers) and module.__dict__.get("forward") is self:
-            return module
-        return self.layer.owner()
-
     def suits(self, module: Any, x: Tensor, facts: SiteFacts) -> bool:
         """Return whether this call, which saves first at that site, may go to the kernels."""
         if facts.function is None:
             facts.function = self.function(facts) or False
-        # A class that was changed since, as parametrizations do, may compute its weight at every look at it.
         if facts.function is False or facts.state is not SiteState.KNOWN:
             return False
-        if type(module) not in self.layers or unusual(x):
+        # A class that was changed since, as parametrizations do, may compute its weight at every look at it.
+        if type(module) not in self.layers or x.layout is not torch.strided or x.is_neg():
             return False
         if x.device != self.device_seen:
             if x.device.type != self.device_type:

@@ -144,7 +144,11 @@ def gradients_from_codes(ctx: Any, grad: Tensor) -> Gradients | None:
     if channels_last is None:
         return None
     weight_dtype = None if weight is None else weight.dtype
-    plan = kernels.norm_plan(layout.size, packed.plan.format, channels_last, weight_dtype, grad.device)
+    known = packed.plan.norm_plan
+    if known is None or known[0] is not layout or known[1] is not weight_dtype:
+        found = kernels.norm_plan(layout.size, packed.plan.format, channels_last, weight_dtype, grad.device)
+        known = packed.plan.norm_plan = (layout, weight_dtype, found)
+    plan = known[2]
     if plan is None:
         return None
     if weight is not None and weight._version != version:
@@ -189,9 +193,13 @@ class BatchNormForward(LayerForward):
         """Run the call through the function; None in evaluation, and where the policy's codec is not read packed."""
         if not module.training and not (module.running_mean is None and module.running_var is None):
             return None
-        codec = self.capture.policy.choose(facts.site)
-        if not codec.reads_packed or codec.signs or not matches(facts, x):
+        if not matches(facts, x):
             return None
+        codec = None
+        if facts.steady is None or not forward.steady:
+            codec = self.capture.policy.choose(facts.site)
+            if not codec.reads_packed or codec.signs:
+                return None
         return training_forward(module, x, facts.function, facts, codec, forward)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ class GroupPlan(ABC):
     Tensors have no gaps between their elements and are read and written as they lie in memory.
     """
 
-    __slots__ = ("at_step", "device", "format", "nbytes", "numel")
+    __slots__ = ("at_step", "device", "format", "nbytes", "norm_plan", "numel")
 
     fuses_forward = False
     """Whether `encode_relu` and `encode_moments` are available."""
@@ -30,6 +31,9 @@ class GroupPlan(ABC):
             raise ValueError(f"{numel} values cannot be taken in {rows} that lie {format.stride} apart")
         self.format, self.numel, self.device = format, numel, device
         _, self.at_step, self.nbytes = format.places(numel)
+        self.norm_plan: tuple[Any, torch.dtype | None, Any] | None = None
+        """Plan of a batch norm's backward that reads this format, kept by the layer: layout, dtype of the weight, plan.
+        """
 
     @abstractmethod
     def encode_into(self, x: Tensor, seed: Seed, data: Tensor) -> None:
