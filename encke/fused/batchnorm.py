@@ -28,6 +28,8 @@ from encke.torch_internals import batch_norm_forward, cudnn_enabled, verify_batc
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Gradients of input, weight and bias."""
+Settings = tuple[Tensor | None, Tensor | None, float, float, "DeferredBatchNorm | None"]
+"""Running mean and variance, momentum, eps, and the forward that is deferred."""
 
 
 class DeferredBatchNorm(DeferredForward):
@@ -37,7 +39,7 @@ class DeferredBatchNorm(DeferredForward):
 
     def __init__(
         self, facts: SiteFacts, codec: Codec, x: Tensor, plan: Any, weight: Tensor, bias: Tensor,
-        running: tuple[Tensor, Tensor] | None, momentum: float, eps: float,
+        running: tuple[Tensor, Tensor, Tensor] | None, momentum: float, eps: float,
     ) -> None:  # fmt: skip
         self.facts, self.codec, self.t = facts, codec, x
         self.plan, self.weight, self.bias = plan, weight, bias
@@ -64,8 +66,10 @@ class DeferredBatchNorm(DeferredForward):
 
     def run_unfused(self) -> None:
         """Compute result and statistics; nothing is packed."""
-        mean, var = (None, None) if self.running is None else self.running
+        mean, var, batches = (None, None, None) if self.running is None else self.running
         with torch.no_grad():
+            if batches is not None:
+                batches.add_(1)
             out, mean, invstd = torch.native_batch_norm(
                 self.t, self.weight, self.bias, mean, var, True, self.momentum, self.eps
             )
@@ -76,21 +80,12 @@ class DeferredBatchNorm(DeferredForward):
 
 
 class BatchNormFunction(torch.autograd.Function):
-    """Batch norm in training: input, weight, bias, running mean and variance, momentum, eps, deferred or None."""
+    """Batch norm in training: input, weight, bias, settings."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        momentum: float,
-        eps: float,
-        deferred: DeferredBatchNorm | None,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Settings) -> Tensor:
         """Return the result; a deferred one is written when the input is packed, right after this returns."""
+        running_mean, running_var, momentum, eps, deferred = settings
         if deferred is None:
             out, mean, invstd, reserve, implementation = batch_norm_forward(
                 x, weight, bias, running_mean, running_var, True, momentum, eps, cudnn_enabled()
@@ -111,7 +106,7 @@ class BatchNormFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         """Return the gradients of input, weight and bias."""
         gradients = None if torch.is_grad_enabled() else gradients_from_codes(ctx, grad)
-        return (*(plain_gradients(ctx, grad) if gradients is None else gradients), None, None, None, None, None)
+        return (*(plain_gradients(ctx, grad) if gradients is None else gradients), None)
 
 
 def plain_gradients(ctx: Any, grad: Tensor) -> Gradients:
@@ -217,25 +212,28 @@ def training_forward(
     weight = parameters["weight"] if "weight" in parameters else module.weight
     bias = parameters["bias"] if "bias" in parameters else module.bias
     momentum, batches = module.momentum, buffers["num_batches_tracked"]
-    tracks = module.training and module.track_running_stats
-    if tracks and batches is not None:
-        batches.add_(1)
+    tracks = module.training and module.track_running_stats and batches is not None
     if momentum is None:
-        momentum = 1.0 / float(batches) if tracks and batches is not None else 0.0
+        momentum = 1.0 / float(batches + 1) if tracks else 0.0
     if x.numel() == x.shape[1]:
         verify_batch_size(x.size())
-    mean, var = (buffers["running_mean"], buffers["running_var"]) if tracks or not module.training else (None, None)
-    if forward is None:
-        return function(x, weight, bias, mean, var, momentum, module.eps, None)
-    plan = deferred = None
-    if x.dtype.itemsize == 2 and not x.data_ptr() & 3:
-        plan = forward_kernels().forward_plan(x.shape, x.stride(), x.dtype, x.device)
-    if plan is not None and all_fp32(weight, bias, mean, var):
-        running = None if mean is None or var is None else (mean, var)
-        deferred = DeferredBatchNorm(facts, codec, x, plan, weight, bias, running, momentum, module.eps)
-    forward.deferred = deferred or DeferredForward(facts, codec, x)
-    out = function(x, weight, bias, mean, var, momentum, module.eps, deferred)
-    if forward.deferred is not None:
+    mean = var = deferred = None
+    if module.track_running_stats or not module.training:
+        mean, var = buffers["running_mean"], buffers["running_var"]
+    if forward is not None:
+        plan = None
+        counts = tracks and batches.dtype is torch.int64 and batches.device == x.device
+        if x.dtype.itemsize == 2 and not x.data_ptr() & 3 and (counts or mean is None):
+            plan = forward_kernels().forward_plan(x.shape, x.stride(), x.dtype, x.device)
+        if plan is not None and all_fp32(weight, bias, mean, var):
+            # The kernel counts batches as well.
+            running = None if mean is None or var is None else (mean, var, batches)
+            deferred = DeferredBatchNorm(facts, codec, x, plan, weight, bias, running, momentum, module.eps)
+        forward.deferred = deferred or DeferredForward(facts, codec, x)
+    if deferred is None and tracks:
+        batches.add_(1)
+    out = function(x, weight, bias, (mean, var, momentum, module.eps, deferred))
+    if forward is not None and forward.deferred is not None:
         forward.run_deferred()
     return out
 

@@ -119,9 +119,10 @@ def exercise_norm(x: Tensor, plan: Any, data: Tensor, last: bool, seed: Any, see
     forward = norm_forward.forward_plan(size, x.stride(), x.dtype, META)
     if forward is not None and plan.fuses_forward:
         workspace = torch.empty(forward.workspace_numel, device=META)
+        count = torch.empty((), dtype=torch.int64, device=META)
         plan.encode_relu(x, x, seed)
         plan.encode_moments(x, workspace, seed)
-        forward.normalise(x, workspace, row, row, (row, row), 0.1, 1e-5, rows, x)
+        forward.normalise(x, workspace, row, row, (row, row, count), 0.1, 1e-5, rows, x)
 
 
 def launches(rates: tuple[int, ...]) -> list[tuple[Any, ...]]:

@@ -89,8 +89,8 @@ def moments_kernel(
 
 @triton.jit(do_not_specialize=["blocks", "channels", "pixels"])
 def statistics_kernel(
-    workspace, weight, bias, running_mean, running_var, kept, blocks: tl.int32, channels: tl.int32, pixels: tl.int64,
-    momentum: tl.float32, eps: tl.float32,
+    workspace, weight, bias, running_mean, running_var, batches, kept,
+    blocks: tl.int32, channels: tl.int32, pixels: tl.int64, momentum: tl.float32, eps: tl.float32,
     RUNNING: tl.constexpr, ROWS: tl.constexpr, CH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Write mean, 1 / deviation, scale and bias of each channel to `kept`; update the running statistics."""
@@ -108,6 +108,8 @@ def statistics_kernel(
         unbiased = var * (pixels.to(tl.float32) / tl.maximum(pixels.to(tl.float32) - 1.0, 1.0))
         tl.store(running_mean + c, old_mean * (1.0 - momentum) + middle * momentum, mask=here)
         tl.store(running_var + c, old_var * (1.0 - momentum) + unbiased * momentum, mask=here)
+        if tl.program_id(0) == 0:
+            tl.store(batches, tl.load(batches) + 1)
 
 
 @triton.jit(do_not_specialize=["units", "pixels"])
@@ -161,11 +163,14 @@ class ForwardPlan:
         self.apply = Launch(normalise_kernel, grid, (TYPES[dtype], UNIT, rows, width), 4, 0)
 
     def normalise(
-        self, x: Tensor, workspace: Tensor, weight: Tensor, bias: Tensor, running: tuple[Tensor, Tensor] | None,
+        self, x: Tensor, workspace: Tensor, weight: Tensor, bias: Tensor, running: tuple[Tensor, ...] | None,
         momentum: float, eps: float, kept: Tensor, out: Tensor,
     ) -> None:  # fmt: skip
-        """Write `kept`, [mean, 1 / deviation, scale, bias], and `out` from what the encoder wrote to `workspace`."""
-        means = (weight, bias) if running is None else running
+        """Write `kept`, [mean, 1 / deviation, scale, bias], and `out` from what the encoder wrote to `workspace`.
+
+        `running` has running mean, running variance and number of batches, which are updated.
+        """
+        means = (weight, bias, bias) if running is None else running
         numbers = (*self.numbers[0], momentum, eps)
         self.statistics[running is not None]((self._merged(workspace), weight, bias, *means, kept), numbers)
         self.apply((x, kept, out), self.numbers[1])
