@@ -176,7 +176,7 @@ class Training:
             chunk_loss(model)
         mode = "reduce-overhead" if task.graphs else None
         if task.compile and task.chunked:  # compiled logits would be computed as a whole
-            part = model.base_model
+            part = cast(nn.Module, model.base_model)
             part.compile(mode=mode)
         elif task.compile:
             part = self.model = cast(nn.Module, torch.compile(model, mode=mode))
