@@ -79,8 +79,8 @@ def parser_for(description: str | None) -> argparse.ArgumentParser:
         type=int,
         default=1,
         metavar="N",
-        help="let N processes of a table warm up at the same time, without timing their first steps: much shorter for "
-        "compiled models. Not for CNNs: cuDNN times its algorithms in the warm-up",
+        help="let N processes warm up at the same time, without timing their first steps, then measure all cases in "
+        "turn: much shorter for compiled models. Not for CNNs: cuDNN times its algorithms in the warm-up",
     )
     return parser
 
@@ -94,6 +94,8 @@ def run(cases: Sequence[Case], args: argparse.Namespace) -> None:
         print(f"{len(tables) - len(left)} of {len(tables)} tables are in {args.csv} already", flush=True)
     repeated = {identity(blank_row(task)) for tasks in left for task in tasks}
     known = [row for row in known if identity(row) not in repeated]
+    if args.together > 1:
+        left = [[task for tasks in left for task in tasks]] if left else []
     print(markdown(measure_all(left, args.csv, args.rounds, known, args.together)))
     print(f"\nwrote {args.csv}")
 

@@ -50,6 +50,10 @@ def measured(monkeypatch, scripts):
         def close(self):
             pass
 
+        def ask(self, **request):
+            assert request == {"warm": True}
+            return {}
+
     monkeypatch.setattr(bench_rows, "measure_row", measure_row)
     monkeypatch.setattr(bench_rows, "Child", NoChild)
     return found
@@ -101,6 +105,10 @@ def test_transformers_are_measured_with_chunked_loss_and_failures_are_rows(
         ("budget30", True, True),
         ("default", True, True),
     ]
+    measured.clear()
+    call(monkeypatch, scripts[2], "--models", "llama_small", "--csv", csv, "--rounds", 2, "--together", 2)
+    assert [(task.method, task.chunked, task.compile) for task in measured] == 2 * found
+    assert len(read_csv(csv)) == 18
     lines = capsys.readouterr().out
     assert "| llama_small, batch 4 x 128 tokens, bf16, chunked loss | checkpoint | out of memory |" in lines
     assert "| llama_small, batch 4 x 128 tokens, bf16, compiled, chunked loss | budget30 | 12.0 ms" in lines
