@@ -9,7 +9,8 @@ python3 benchmarks/accuracy_cifar.py --summary accuracy.csv --plot accuracy.png
 An interrupted call goes on when it is given again: runs that are in the CSV are not repeated. Prints each quantity
 beside plain's, its difference with a 95 % interval, and the verdict by the rule of docs/evidence.md.
 
-Runs with the same seed are pairs: the same initial weights, order and augmentation whatever the method.
+Runs with the same seed are pairs: the same initial weights, order and augmentation whatever the method. `ratio` is over
+what autograd saves in the precision of the run, `ratio_fp32` over what it saves in fp32.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import io
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,15 +53,18 @@ def read_pack(path: str, split: str) -> tuple[np.ndarray, np.ndarray]:
     with np.load(path) as pack:
         size, columns, count = map(int, pack["meta"][:3])
         numbered = [f"{split}{i}" for i in range(len(pack.files)) if f"{split}{i}" in pack.files]
-        parts = []
-        for name in numbered or [split]:
-            with Image.open(io.BytesIO(pack[name].tobytes())) as image:
-                mosaic = np.asarray(image.convert("RGB"))
-            rows = mosaic.shape[0] // size
-            tiles = mosaic.reshape(rows, size, columns, size, 3).swapaxes(1, 2).reshape(rows * columns, size, size, 3)
-            parts.append(tiles[:count])
+        encoded = [pack[name].tobytes() for name in numbered or [split]]
         labels = pack[f"y_{split}"]
-    return np.concatenate(parts)[: len(labels)], labels
+
+    def decode(data: bytes) -> np.ndarray:
+        with Image.open(io.BytesIO(data)) as image:
+            mosaic = np.asarray(image.convert("RGB"))
+        rows = mosaic.shape[0] // size
+        tiles = mosaic.reshape(rows, size, columns, size, 3).swapaxes(1, 2).reshape(rows * columns, size, size, 3)
+        return tiles[:count]
+
+    with ThreadPoolExecutor() as pool:  # decoders release the interpreter's lock
+        return np.concatenate(list(pool.map(decode, encoded)))[: len(labels)], labels
 
 
 def prepare(data: str, folder: Path) -> str:
@@ -123,10 +129,49 @@ def optimizer_for(model: nn.Module, name: str, lr: float) -> torch.optim.Optimiz
     return torch.optim.SGD(model.parameters(), lr, momentum=0.9, weight_decay=5e-4)
 
 
+class Epoch:
+    """Images and labels of one epoch, shuffled, cut and mirrored, in memory of its own: a step only takes its part."""
+
+    PIECE = 5000
+    """Images that are cut at once."""
+
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        self.padded, self.all_labels = reflect(images), labels
+        self.images, self.labels = torch.empty_like(images), torch.empty_like(labels)
+
+    def draw(self, generator: torch.Generator) -> None:
+        """Draw order, offsets and mirroring of the next epoch."""
+        count, device = len(self.labels), self.labels.device
+        order = torch.randperm(count, generator=generator).to(device)
+        offsets = torch.randint(2 * PAD + 1, (count, 2), generator=generator).to(device)
+        flips = torch.randint(2, (count,), generator=generator).to(device)
+        for piece in (slice(start, start + self.PIECE) for start in range(0, count, self.PIECE)):
+            self.images[piece] = crop(self.padded, order[piece], offsets[piece], flips[piece])
+        torch.index_select(self.all_labels, 0, order, out=self.labels)
+
+
+def saved_bytes(model: nn.Module, loss: Callable[[], Tensor]) -> int:
+    """Return the bytes that plain autograd saves for a loss, each storage once, without weights."""
+    own = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in own:
+            kept[address] = tensor  # alive until the end, so that no address comes again
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = loss()
+    del result
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
 @torch.no_grad()
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor, channels_last: bool) -> float:
     """Per cent of the images that the model gets right."""
     model.eval()
+    torch.backends.cudnn.benchmark = False  # trying algorithms for ten batches takes longer than they do
     right = torch.zeros((), dtype=torch.long, device=labels.device)
     for x, y in zip(images.split(1000), labels.split(1000), strict=True):
         right += (model(normalise(x, channels_last)).argmax(1) == y).sum()
@@ -137,11 +182,12 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor, channels_last: bo
 def train(job: Job) -> dict[str, Any]:
     """One run; returns its row of the table."""
     device, batch, epochs, last = job["device"], job["batch"], job["epochs"], job["channels_last"]
-    torch.backends.cudnn.benchmark = True
+    # Under bf16 cuDNN's own choice is about as good; runs that try algorithms side by side would disturb each other.
+    torch.backends.cudnn.benchmark = job["precision"] == "fp32"
     torch.set_float32_matmul_precision("high")
     images, labels = load(job["data"], "train", job["limit"], device)
     tests, test_labels = load(job["data"], "test", job["limit"], device)
-    images = reflect(images)
+    drawn = Epoch(images, labels)
     data_bytes = torch.cuda.memory_allocated() if device == "cuda" else 0
 
     torch.manual_seed(job["seed"])
@@ -158,20 +204,17 @@ def train(job: Job) -> dict[str, Any]:
     # On the CPU and apart from the model's: a method can neither use nor move it.
     generator = torch.Generator().manual_seed(1000 + job["seed"])
 
-    def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast(device, torch.bfloat16, enabled=job["precision"] == "bf16"):
+    def loss_of(x: Tensor, y: Tensor, half: bool = job["precision"] == "bf16") -> Tensor:
+        with torch.autocast(device, torch.bfloat16, enabled=half):
             return nn.functional.cross_entropy(model(x), y)
 
     for epoch in range(epochs):
         start = time.perf_counter()
-        order = torch.randperm(len(labels), generator=generator).to(device)
-        offsets = torch.randint(2 * PAD + 1, (len(labels), 2), generator=generator).to(device)
-        flips = torch.randint(2, (len(labels),), generator=generator).to(device)
+        drawn.draw(generator)
         total = torch.zeros((), device=device)
         for step in range(steps):
             part = slice(step * batch, (step + 1) * batch)
-            x = normalise(crop(images, order[part], offsets[part], flips[part]), last)
-            loss = loss_of(x, labels[order[part]])
+            loss = loss_of(normalise(drawn.images[part], last), drawn.labels[part])
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
@@ -188,12 +231,18 @@ def train(job: Job) -> dict[str, Any]:
     result = accuracy(model, tests, test_labels, last)
     write_history(handle, job)
 
-    def gradient() -> Tensor:
+    def batch_loss(*half: bool) -> Tensor:
         torch.manual_seed(0)  # the same dropout each time
+        return loss_of(normalise(images[:batch], last), labels[:batch], *half)
+
+    def gradient() -> Tensor:
         model.zero_grad()
-        loss_of(normalise(images[:batch, PAD:-PAD, PAD:-PAD], last), labels[:batch]).backward()
+        batch_loss().backward()
         return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
+    error = gradient_error(handle, gradient)  # detaches
+    fp32_bytes = saved_bytes(model, lambda: batch_loss(False))
+    held_bytes = ratios.columns["packed_bytes"] or saved_bytes(model, batch_loss)
     rate = steps / statistics.median(seconds)
     print(f"accuracy {result:.2f}, ratio {ratios.row()['ratio']:.2f}, {rate:.1f} steps/s", flush=True)
     return {
@@ -204,7 +253,8 @@ def train(job: Job) -> dict[str, Any]:
         "accuracy": round(result, 3),
         "train_loss": round(loss_mean, 5),
         **ratios.row(),
-        **gradient_error(handle, gradient),
+        "ratio_fp32": round(fp32_bytes / held_bytes, 3),
+        **error,
         "peak_bytes": peak,
         "seconds": round(sum(seconds), 2),
         "steps_per_s": round(rate, 2),

@@ -50,6 +50,7 @@ QUANTITIES = (
     Quantity("best_loss", 4, margin=0.5),
     Quantity("train_loss", 4, margin=2.0),
     Quantity("ratio", 2, relative=False),
+    Quantity("ratio_fp32", 2, relative=False),
     Quantity("gradient_error", 3, relative=False),
     Quantity("peak_bytes", 2, 1e-9, "GB"),
     Quantity("seconds", 1, unit="s"),

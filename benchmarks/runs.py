@@ -59,7 +59,7 @@ def attach_method(method: str, model: nn.Module, optimizer: Optimizer) -> Handle
 
 
 def parse_runs(texts: Iterable[str]) -> list[tuple[str, int]]:
-    """Return `plain:0-4` or `careful:0,2` as (method, seed), in the order given, each once."""
+    """Return `plain:0-4` or `careful:0,2` as (method, seed), each once, seed by seed so that pairs end together."""
     runs = []
     for text in texts:
         method, _, seeds = text.rpartition(":")
@@ -69,7 +69,7 @@ def parse_runs(texts: Iterable[str]) -> list[tuple[str, int]]:
         for part in seeds.split(","):
             first, _, last = part.partition("-")
             runs += [(method, seed) for seed in range(int(first), int(last or first) + 1)]
-    return list(dict.fromkeys(runs))
+    return sorted(dict.fromkeys(runs), key=lambda run: run[1])
 
 
 class Table:

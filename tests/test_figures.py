@@ -37,7 +37,7 @@ UNIT = r" ?(?:ms|s|GB|MB|%)(?!\w)"
 IN_TABLE = re.compile(rf"(?<![\w.^=])\d[\d,]*(?:\.\d+|(?={UNIT}))")
 IN_TEXT = re.compile(r"(?<![\w.^=])\d[\d,]*\.\d+(?= ?(?:ms|s|GB|MB|TB/s)(?!\w))")
 SCALES = (1, 100, 1e3, 1e-3, 1e-6, 1e-9)
-KEYS = "model method precision compile graphs batch policy code library rounding".split()
+KEYS = "model method precision compile graphs chunked batch policy code library rounding".split()
 """Columns that tell measurements apart: rows that agree in them are rounds or seeds."""
 DATE = re.compile(r"\d{4}-\d\d-\d\d")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from encke.bench import plots
@@ -59,7 +60,7 @@ def compare(
 ) -> tuple[list[Row], list[Path]]:
     """Measure and show everything; return the rows, and the files that were written."""
     csv = options.out / f"{name}.csv"
-    plan = options.plan(options.batch, options.rounds)
+    plan = replace(options.plan(options.batch, options.rounds), chunked=options.chunked)
     rows = medians(measure_all(plan.tables(), csv, plan.rounds))
     for group in group_rows(rows).values():
         show(group)

@@ -13,7 +13,7 @@ from encke.bench import plots
 from encke.bench.children import Child
 from encke.bench.methods import METHODS
 from encke.bench.options import Device, Options, Precision, option
-from encke.bench.rows import blank_row, title
+from encke.bench.rows import blank_row, group_rows, title
 from encke.bench.steps import HOUR, Task
 from encke.tools.errors import UsageError
 from encke.tools.progress import track
@@ -30,9 +30,11 @@ LAST = 10
 
 @dataclass(frozen=True)
 class FirstHourOptions:
-    """The model and sizes to measure."""
+    """The models and sizes to measure."""
 
-    model: str = field(metadata={"help": "A model of `encke bench speed --models`."})
+    models: tuple[str, ...] = field(
+        metadata={"help": "Models of `encke bench speed --models`. By default resnet50, without a GPU resnet18."}
+    )
     methods: tuple[str, ...] = option(("plain", "default"), "Methods of `encke bench speed`.")
     precision: Precision = option(
         "bf16", "fp32 (with TF32 on a GPU), or bf16: autocast, with channels_last for images."
@@ -55,7 +57,7 @@ def first_hour(options: FirstHourOptions) -> None:
     if options.steps <= LAST:
         raise UsageError(f"--steps must be more than {LAST}, got {options.steps}")
     plan = Options(
-        models=(options.model,),
+        models=options.models,
         methods=options.methods,
         precision=(options.precision,),
         compile=options.compile,
@@ -64,7 +66,7 @@ def first_hour(options: FirstHourOptions) -> None:
         device=options.device,
         out=options.out,
     ).plan(() if options.batch is None else (options.batch,))
-    tasks = plan.tables()[0]
+    tasks = [task for each in plan.tables() for task in each]
     rows, runs, kernels = [], [], []
     for task, caches, folder in track(stages(tasks)):
         answer = first_steps(task, options.steps, Path(folder.name))
@@ -78,7 +80,9 @@ def first_hour(options: FirstHourOptions) -> None:
             write_csv(options.out / "first_hour_kernels.csv", kernels)
         if caches == "warm":
             folder.cleanup()
-    show(runs)
+    for group in group_rows(runs, ("model",)).values():
+        show(group)
+    explain()
     if not rows:
         raise UsageError(f"nothing could be measured: {runs[0]['method']}: {runs[0]['status']}")
     names = ["first_hour.csv", *(["first_hour_kernels.csv"] if kernels else [])]
@@ -142,7 +146,7 @@ def summarise(answer: dict[str, Any]) -> Row:
 
 
 def show(runs: Sequence[Row]) -> None:
-    """Print the table."""
+    """Print the table of one model."""
 
     def cells(run: Row) -> list[str]:
         if run["status"] != "ok":
@@ -162,6 +166,10 @@ def show(runs: Sequence[Row]) -> None:
 
     heads = ["method, caches", "1st s", "2nd s", "step ms", "collect", "kernels", "s", "1,000 s", "peak"]
     table(title(runs[0]), heads, [cells(run) for run in runs])
+
+
+def explain() -> None:
+    """Print what the columns are."""
     note()
     note("1st, 2nd: the first steps. step: ordinary ones. collect: the slowest collection")
     note("step from the third on, ms. kernels, s: compiled by Triton, and its seconds.")

@@ -94,6 +94,12 @@ def streamed_offload() -> AbstractContextManager[Any]:
     return module.OffloadActivations(use_pin_memory=True, use_streams=True)
 
 
+def checkpoint_and_pack(model: nn.Module) -> None:
+    """Checkpoint each block, and let the policy pack the blocks' inputs, which it keeps exactly otherwise."""
+    checkpoint_blocks(model)
+    encke.register_reader("Checkpoint", "input", "smooth")
+
+
 def set_activation_budget(model: nn.Module, share: float) -> None:
     """Let the compiler save only a share of the activations; the rest is recomputed."""
     set_activation_memory_budget(share)
@@ -104,13 +110,15 @@ METHODS = {
     **{name: Method("encke", policy=policy) for name, policy in POLICIES.items()},
     "checkpoint": Method(wrap=checkpoint_blocks),
     "selective": Method(wrap=checkpoint_selectively),
+    "checkpoint-packed": Method(wrap=checkpoint_and_pack, policy=POLICIES["default"]),
     "save-on-cpu": Method(around=save_on_cpu, needs="GPU"),
     "offload": Method(around=streamed_offload, needs="offloader"),
     "budget50": Method(wrap=partial(set_activation_budget, share=0.5), needs="compile"),
+    "budget30": Method(wrap=partial(set_activation_budget, share=0.3), needs="compile"),
     "budget20": Method(wrap=partial(set_activation_budget, share=0.2), needs="compile"),
 }
 """Every method by its name. docs/bench.md explains them."""
-ON_REQUEST = ("careful", "aggressive", "group8")
+ON_REQUEST = ("careful", "aggressive", "group8", "budget30", "checkpoint-packed")
 """Methods that are measured only if they are named: they differ little from others."""
 
 

@@ -16,6 +16,8 @@ from encke.train.models import registry
 from encke.train.models.registry import MODELS, OURS, UNETS, ModelInfo
 from encke.train.models.vision import torchvision_models
 
+LLAMAS = ("llama", "llama_small")
+
 
 class WithLoss(nn.Module):
     """A GPT that computes its loss in its forward pass, as transformers' models do when they are given labels."""
@@ -32,7 +34,7 @@ class WithLoss(nn.Module):
 
 def source(name: str) -> str:
     """Return the package that a model comes from."""
-    if name == "llama" or (name == "gpt2" and installed("transformers")):
+    if name in (*LLAMAS, "bert") or (name == "gpt2" and installed("transformers")):
         return "transformers"
     return "encke" if MODELS[name].data == "tokens" or name in OURS or name in UNETS else "torchvision"
 
@@ -58,26 +60,30 @@ def build(name: str, size: int) -> nn.Module:
 
 
 def transformers_model(name: str, tokens: int) -> nn.Module:
-    """Build GPT-2 small of transformers, or a Llama of 12 layers."""
+    """Build a language model of transformers: GPT-2 small, a Llama, or BERT base for masked tokens."""
     if installed("torchvision"):
         torchvision_models()  # transformers imports it as well, and fails where its operators do not load
     transformers = importlib.import_module("transformers")
-    if name == "llama":
-        shape = MODELS[name].model
-        config = transformers.LlamaConfig(
-            vocab_size=MODELS[name].classes,
-            hidden_size=shape.width,
-            intermediate_size=11 * shape.width // 4,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            max_position_embeddings=max(tokens, shape.context),
-            use_cache=False,
-        )
+    shape, length = MODELS[name].model, max(tokens, MODELS[name].model.context)
+    sizes = {
+        "vocab_size": MODELS[name].classes,
+        "hidden_size": shape.width,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+    }
+    if name == "bert":
+        sizes |= {"intermediate_size": 4 * shape.width, "max_position_embeddings": length}
+        config = transformers.BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+        kind = transformers.BertForMaskedLM
+    elif name in LLAMAS:
+        sizes |= {"intermediate_size": 11 * shape.width // 4, "max_position_embeddings": length}
+        config, kind = transformers.LlamaConfig(**sizes, use_cache=False), transformers.LlamaForCausalLM
     else:
-        sizes = {"n_positions": max(tokens, 1024), "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-        config = transformers.GPT2Config(**sizes, use_cache=False)
+        off = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+        config = transformers.GPT2Config(n_positions=length, **off, use_cache=False)
+        kind = transformers.GPT2LMHeadModel
     config._attn_implementation = "sdpa"
-    return (transformers.LlamaForCausalLM if name == "llama" else transformers.GPT2LMHeadModel)(config)
+    return kind(config)
 
 
 def synthetic_batch(info: ModelInfo, batch: int, size: int, device: str) -> tuple[Tensor, ...]:
@@ -92,7 +98,10 @@ def synthetic_batch(info: ModelInfo, batch: int, size: int, device: str) -> tupl
 
 
 def loss_of(model: nn.Module, data: tuple[Tensor, ...]) -> Tensor:
-    """Run one forward pass: the loss for images and labels, or for tokens that predict the next ones."""
+    """Run one forward pass: the loss for images and labels, or for tokens that predict the next ones.
+
+    BERT predicts the tokens themselves; which of them are masked does not matter to time and memory.
+    """
     if len(data) == 2:
         return F.cross_entropy(model(data[0]), data[1])
     if hasattr(getattr(model, "_orig_mod", model), "config"):

@@ -101,6 +101,9 @@ class StepOptions(Options):
         "Measure so many times, the methods of a table in turn; medians are shown. With more than one round all "
         "processes of a table stay alive, so that their memory must fit side by side.",
     )
+    chunked: bool = option(
+        False, "Compute logits and loss of a language model of transformers in chunks, whatever the method."
+    )
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,7 @@ class Plan:
     caps: Sequence[int | None]
     device: Device
     rounds: int = 1
+    chunked: bool = False
 
     def size(self, model: str) -> int:
         """Return the pixels along the side of an image or volume, or the tokens in a sequence."""
@@ -141,8 +145,10 @@ class Plan:
 
     def task(self, model: str, method: str, precision: Precision, batch: int, cap: int | None) -> Task:
         """Return one task with the plan's other settings. A method that needs the compiler is compiled."""
-        size, compiled = self.size(model), self.compile or METHODS[method].needs == "compile"
-        return Task(model, method, precision, batch, size, self.steps, self.device, compiled, cap, self.graphs)
+        compiled = self.compile or METHODS[method].needs == "compile"
+        sizes = (batch, self.size(model), self.steps)
+        graphs, chunked = self.graphs, self.chunked
+        return Task(model, method, precision, *sizes, self.device, compiled, cap, graphs, chunked=chunked)
 
 
 def parse_bytes(text: str, option: str = "--memory") -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,19 @@ from encke.tools.units import GB, MB
 
 Row = dict[str, Any]
 FIGURES = tuple(field.name for field in fields(Result))
+CHUNKED = "chunked loss"
+IDENTITY = ("model", "method", "precision", "compile", "graphs", "chunked", "batch", "size", "cap_bytes")
+"""Columns that tell one task from another."""
+
+
+@cache
+def code_digest() -> str:
+    """Return a short digest of the package's Python files: rows with the same one measure the same code."""
+    package = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        digest.update(str(file.relative_to(package)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def blank_row(task: Task) -> Row:
@@ -32,11 +48,13 @@ def blank_row(task: Task) -> Row:
         "precision": task.precision,
         "compile": task.compile,
         "graphs": task.graphs,
+        "chunked": task.chunked,
         "device": task.device,
         "batch": task.batch,
         "size": task.size,
         "unit": MODELS[task.model].data,
         "cap_bytes": task.cap,
+        "code": code_digest(),
         "round": 1,
         "status": "",
         **dict.fromkeys(FIGURES),
@@ -46,7 +64,8 @@ def blank_row(task: Task) -> Row:
 def describe(task: Task) -> str:
     """Return a task in words."""
     compiled = f", {compiled_as(task.graphs)}" if task.compile else ""
-    return f"{task.model}, {task.precision}{compiled}, batch {task.batch}: {task.method}"
+    chunked = f", {CHUNKED}" if task.chunked else ""
+    return f"{task.model}, {task.precision}{compiled}{chunked}, batch {task.batch}: {task.method}"
 
 
 def measure_row(task: Task, child: Child | None = None) -> Row:
@@ -62,13 +81,22 @@ def measure_row(task: Task, child: Child | None = None) -> Row:
     return row | {name: value for name, value in answer.items() if name in row}
 
 
-def measure_all(tables: Sequence[Sequence[Task]], csv: Path, rounds: int = 1) -> list[Row]:
+def measure_all(
+    tables: Sequence[Sequence[Task]], csv: Path, rounds: int = 1, done: Sequence[Row] = (), together: int = 1
+) -> list[Row]:
     """Measure every task of every table, with several rounds the tasks of a table in turn.
 
     With several rounds each task has one process that keeps its training from round to round. The CSV grows with every
     row, so that an interrupted run leaves what it has.
+
+    Args:
+        tables: Tasks of each table.
+        csv: File for the rows.
+        rounds: Number of times that each task is measured.
+        done: Rows that stand in the file before those of this call.
+        together: Number of processes of a table that warm up at the same time. Their first steps are not timed then.
     """
-    rows: list[Row] = []
+    rows = list(done)
     labels = [
         (describe(task) + (f", round {number}" if rounds > 1 else ""), None)
         for tasks in tables
@@ -80,12 +108,16 @@ def measure_all(tables: Sequence[Sequence[Task]], csv: Path, rounds: int = 1) ->
 
         def start(tasks: Sequence[Task]) -> dict[Task, Child]:
             able = [task for task in tasks if not METHODS[task.method].missing(task.device)]
-            return {task: stack.enter_context(Child(task)) for task in able} if rounds > 1 else {}
+            alive = rounds > 1 or together > 1
+            return {task: stack.enter_context(Child(task)) for task in able} if alive else {}
 
-        upcoming = start(tables[0])
+        upcoming = start(tables[0]) if tables else {}
         for tasks, following in zip(tables, [*tables[1:], ()], strict=True):
             # The next processes import their libraries while these measure.
             kept, upcoming = upcoming, start(following)
+            if together > 1:
+                with ThreadPoolExecutor(together) as pool:
+                    list(pool.map(lambda child: child.ask(warm=True), kept.values()))
             for number in range(1, rounds + 1):
                 for task in tasks:
                     next(status)
@@ -99,9 +131,8 @@ def measure_all(tables: Sequence[Sequence[Task]], csv: Path, rounds: int = 1) ->
 
 def medians(rows: Sequence[Row]) -> list[Row]:
     """Merge the rounds of each task: medians of times and memory, and the number of rounds that were measured."""
-    keys = ("model", "method", "precision", "compile", "graphs", "batch", "size", "cap_bytes")
     merged = []
-    for group in group_rows(rows, keys).values():
+    for group in group_rows(rows, IDENTITY).values():
         measured = [row for row in group if row["status"] == "ok"]
         row = dict((measured or group)[0])
         for name in FIGURES if measured else ():
@@ -129,6 +160,7 @@ def title(row: Mapping[str, Any]) -> str:
     tf32 = " (TF32)" if row["precision"] == "fp32" and row["device"] == "cuda" else ""
     words = [f"{row['model']}{package}", row["precision"] + tf32]
     words += [compiled_as(row["graphs"])] if row["compile"] else []
+    words += [CHUNKED] if row.get("chunked") else []
     words += [f"batch {row['batch']}"] if row["batch"] else []
     words += [size, row["device"]]
     words += [f"at most {cap_words(row['cap_bytes'])}"] if row["cap_bytes"] else []

@@ -2,8 +2,9 @@
 
 `python -m encke.bench.steps '<task as JSON>'` reads requests from stdin, one JSON line each, and answers each with one
 line on stdout: `{"measure": true}`, with `"keep": true` so that the next one measures the same training again,
-`{"curve": true}` for the memory through one step, `{"trial": 64}` to find out whether a batch of 64 fits into memory,
-`{"first": 50}` for each of the first 50 steps, or `{"accuracy": {...}}` to train until an accuracy is reached.
+`{"warm": true}` for the warm-up before that, `{"curve": true}` for the memory through one step, `{"trial": 64}` to find
+out whether a batch of 64 fits into memory, `{"first": 50}` for each of the first 50 steps, or `{"accuracy": {...}}` to
+train until an accuracy is reached.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from encke.bench.compilations import Compilations
 from encke.bench.methods import METHODS
 from encke.bench.models import MODELS, build, loss_of, optimizer_for, synthetic_batch
 from encke.codecs import GroupQuant
+from encke.integrations.logits import chunk_loss
 from encke.policies import Fixed
 from encke.policies.comet.allocate import BITS
 from encke.tools import process
@@ -64,6 +66,8 @@ class Task:
     """Whether the compiled model runs as CUDA graphs."""
     warm: int = WARM
     """Warm-up steps."""
+    chunked: bool = False
+    """Whether a language model's logits and loss are computed in chunks."""
 
     @property
     def units(self) -> int:
@@ -166,9 +170,17 @@ class Training:
         if method.wrap is not None:
             method.wrap(model)
         self.optimizer = optimizer_for(model, info)
+        self.model: nn.Module = model
+        part = self.model
+        if task.chunked:
+            chunk_loss(model)
         mode = "reduce-overhead" if task.graphs else None
-        self.model: nn.Module = cast(nn.Module, torch.compile(model, mode=mode)) if task.compile else model
-        self.handle = method.attach(self.model, self.optimizer)
+        if task.compile and task.chunked:  # compiled logits would be computed as a whole
+            part = cast(nn.Module, model.base_model)
+            part.compile(mode=mode)
+        elif task.compile:
+            part = self.model = cast(nn.Module, torch.compile(model, mode=mode))
+        self.handle = method.attach(part, self.optimizer)
         self.around = method.around()
         self.collected = 0
         self.loss = torch.zeros(())
@@ -450,6 +462,10 @@ class Server:
             return first_steps(self.task, request["first"])
         if "trial" in request:
             return trial(replace(self.task, batch=request["trial"]))
+        if "warm" in request:
+            self.kept = Measurement(self.task)
+            self.kept.first_ms.clear()  # others warmed up at the same time
+            return {}
         measurement = self.kept or Measurement(self.task)
         self.kept = measurement if request.get("keep") else None
         if "curve" in request:

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+import encke
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -53,10 +55,12 @@ def call(monkeypatch, script: str, *arguments: object) -> int:
     return int(done.value.code)
 
 
-def test_runs_come_in_the_order_given_and_each_once(runs):
+def test_runs_come_pair_by_pair_and_each_once(runs):
     assert runs.parse_runs(["plain:0-2", "careful:1,3", "plain:2-3"]) == [
-        *(("plain", seed) for seed in range(3)),
+        ("plain", 0),
+        ("plain", 1),
         ("careful", 1),
+        ("plain", 2),
         ("careful", 3),
         ("plain", 3),
     ]
@@ -207,9 +211,9 @@ def schedule(runs, tmp_path):
 
 def test_runs_start_in_order_and_a_failed_one_stops_no_other(schedule, capsys):
     order, failed, left, rows = schedule(["plain:0-1", "division:0", "default:0"])
-    assert order == ["plain 0", "plain 1", "division 0", "default 0"] and not left
+    assert order == ["plain 0", "division 0", "default 0", "plain 1"] and not left
     assert [job["method"] for job in failed] == ["division"]
-    assert [(row["method"], row["seed"]) for row in rows] == [("plain", "0"), ("plain", "1"), ("default", "0")]
+    assert [(row["method"], row["seed"]) for row in rows] == [("plain", "0"), ("default", "0"), ("plain", "1")]
     assert "no such policy" in capsys.readouterr().out
 
 
@@ -266,6 +270,39 @@ def test_crops_are_those_of_each_padded_image(cifar):
     assert cifar.normalise(cut, channels_last=True).shape == (2, 3, 8, 8)
 
 
+def test_an_epoch_has_every_image_once_cut_and_mirrored_as_drawn(cifar, monkeypatch):
+    monkeypatch.setattr(cifar.Epoch, "PIECE", 3)
+    images = torch.randint(256, (7, 8, 8, 3), dtype=torch.uint8)
+    epoch = cifar.Epoch(images, torch.arange(7))
+    epoch.draw(torch.Generator().manual_seed(5))
+    generator = torch.Generator().manual_seed(5)
+    order = torch.randperm(7, generator=generator)
+    offsets = torch.randint(9, (7, 2), generator=generator)
+    flips = torch.randint(2, (7,), generator=generator)
+    assert torch.equal(epoch.labels, order)
+    assert torch.equal(epoch.images, cifar.crop(cifar.reflect(images), order, offsets, flips))
+
+
+def test_bytes_that_autograd_saves_are_counted_as_in_a_report(cifar):
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 16, 3), torch.nn.BatchNorm2d(16), torch.nn.ReLU(), torch.nn.Conv2d(16, 16, 3)
+    )
+    x = torch.randn(8, 3, 32, 32)
+    with encke.attach(model) as handle:
+        model(x).sum().backward()
+        expected = handle.report().saved_bytes
+    assert cifar.saved_bytes(model, lambda: model(x).sum()) == expected
+
+
+@pytest.mark.slow
+def test_ratios_over_fp32_and_over_the_precision_of_the_run(cifar, pack, tmp_path):
+    job = {"data": cifar.prepare(str(pack[0]), tmp_path), "device": "cpu", "history": None, "seed": 0, "limit": 8}
+    job |= {"model": "cnn", "precision": "bf16", "epochs": 1, "batch": 8, "lr": 0.1, "channels_last": True}
+    plain, packed = (cifar.train({**job, "method": method}) for method in ("plain", "group2"))
+    assert plain["ratio"] == 1 and 1.5 < plain["ratio_fp32"] <= 2
+    assert packed["ratio_fp32"] == pytest.approx(packed["ratio"] * plain["ratio_fp32"], rel=0.05)
+
+
 @pytest.mark.soak
 def test_cifar_writes_a_table_and_continues_it(monkeypatch, tmp_path, pack, capsys):
     table, plot = tmp_path / "table.csv", tmp_path / "plot.png"
@@ -281,8 +318,11 @@ def test_cifar_writes_a_table_and_continues_it(monkeypatch, tmp_path, pack, caps
     assert call(monkeypatch, "accuracy_cifar.py", "--summary", table) == 0
     shown = capsys.readouterr().out
     assert "group2: 1 runs, 1 pairs with plain: undecided" in shown
-    (ratio,) = [line.split() for line in shown.partition("group2:")[2].splitlines() if line.startswith("ratio")]
-    assert float(ratio[1]) == 1 and float(ratio[2]) > 10
+    lines = [line.split() for line in shown.partition("group2:")[2].splitlines()]
+    (ratio,) = [words[1:] for words in lines if words and words[0] == "ratio" and words[1] != "fp32"]
+    (over_fp32,) = [words[2:] for words in lines if words[:2] == ["ratio", "fp32"]]
+    assert float(ratio[0]) == float(over_fp32[0]) == 1
+    assert float(ratio[1]) == pytest.approx(float(over_fp32[1]), rel=0.02) and float(ratio[1]) > 10
     # Figures of other settings do not go into the same table.
     assert call(monkeypatch, "accuracy_cifar.py", *common, "--run", "plain:1") == 2
     assert "this call has 15" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 
 import pytest
 
@@ -57,13 +58,16 @@ def test_each_of_the_first_steps_is_told():
 
 def test_table_and_files(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(first_hour, "first_steps", lambda task, count, caches: answer_of([30.0] * count, {10}))
-    main(["bench", "first-hour", "cnn", "--steps", "12", "--device", "cpu", "--out", str(tmp_path)])
+    main(["bench", "first-hour", "cnn", "digits", "--steps", "12", "--device", "cpu", "--out", str(tmp_path)])
     shown = capsys.readouterr().out
-    assert all(f"{method}, {caches}" in shown for method in ("plain", "default") for caches in ("empty", "warm"))
+    for method, caches in itertools.product(("plain", "default"), ("empty", "warm")):
+        assert shown.count(f"{method}, {caches} ") == 4  # twice while they are measured, twice in tables
+    assert shown.index("cnn, bf16") < shown.index("digits, bf16") and shown.count("1,000 s: time") == 1
     assert max(len(line) for line in shown.splitlines() if not line.startswith("wrote")) <= 80
     with (tmp_path / "first_hour.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 4 * 12 and rows[0]["caches"] == "empty" and rows[0]["model"] == "cnn"
+    assert len(rows) == 2 * 4 * 12 and rows[0]["caches"] == "empty"
+    assert [rows[0]["model"], rows[-1]["model"]] == ["cnn", "digits"]
     assert (tmp_path / "first_hour.png").stat().st_size > 0
 
 

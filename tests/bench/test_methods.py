@@ -84,12 +84,31 @@ def test_checkpoints_save_less_and_selective_ones_something_in_between():
     assert saved(checkpoint_blocks) < saved(None) / 2
 
 
+def test_inputs_of_checkpointed_blocks_are_packed_on_request():
+    model = build("llama_small", 128)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    packed = {}
+    for name in ("checkpoint-packed", "default"):
+        try:
+            if name == "checkpoint-packed":
+                METHODS[name].wrap(model)  # once: default then runs with the same checkpoints
+            handle = METHODS[name].attach(model, optimizer)
+            for _ in range(2):
+                loss_of(model, synthetic_batch(MODELS["llama_small"], 4, 128, "cpu")).backward()
+        finally:
+            encke.register_reader("Checkpoint", "input", "exact")
+        (packed[name],) = {row.codec for row in handle.report().sites if row.operation == "Checkpoint" and row.layer}
+        handle.detach()
+    assert packed == {"checkpoint-packed": "GroupQuant", "default": "kept"}
+
+
 def test_methods_say_in_words_what_they_lack(monkeypatch):
     monkeypatch.setattr("encke.bench.methods.offloader", lambda: None)
     assert METHODS["save-on-cpu"].missing("cpu") == "only on a GPU"
     assert METHODS["budget20"].missing("cpu") == ""
     assert "torchtune or trl" in METHODS["offload"].missing("cuda")
     assert "budget20" in usual(True) and "budget20" not in usual(False)
+    assert not {"budget30", "checkpoint-packed"} & set(usual(True))
 
 
 def test_policies_have_the_names_of_presets_and_default_is_what_attach_uses():

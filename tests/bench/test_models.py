@@ -8,8 +8,10 @@ import torch
 from encke.bench.models import MODELS, build, check_installed, loss_of, optimizer_for, source, synthetic_batch
 from encke.tools.errors import UsageError
 
+LARGE = ("llama", "bert")
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n == "llama" else []) for n in MODELS])
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in LARGE else []) for n in MODELS])
 def test_a_model_trains_on_its_synthetic_batch(name):
     # RegNet reads values of tensors while it is built, GPT-2 of transformers when it is called.
     called_on = "cpu" if source(name) == "transformers" else "meta"
@@ -18,7 +20,8 @@ def test_a_model_trains_on_its_synthetic_batch(name):
     data = tuple(x.to(called_on) for x in synthetic_batch(MODELS[name], 2, 32, "cpu"))
     loss = loss_of(model, data)
     assert loss.shape == ()
-    expected = torch.optim.AdamW if name.startswith(("vit", "gpt", "llama", "swin", "convnext")) else torch.optim.SGD
+    transformers = ("vit", "gpt", "llama", "bert", "swin", "convnext")
+    expected = torch.optim.AdamW if name.startswith(transformers) else torch.optim.SGD
     assert isinstance(optimizer_for(model, MODELS[name]), expected)
 
 
@@ -31,7 +34,8 @@ def test_the_source_of_a_model_is_named(monkeypatch):
     assert source("gpt2") == "transformers"
 
 
-def test_llama_comes_from_transformers_alone(monkeypatch):
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_llama_and_bert_come_from_transformers_alone(monkeypatch, name):
     monkeypatch.setattr("encke.bench.models.installed", lambda module: False)
-    with pytest.raises(UsageError, match="--models llama comes from transformers: pip install"):
-        check_installed("llama")
+    with pytest.raises(UsageError, match=f"--models {name} comes from transformers: pip install"):
+        check_installed(name)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 import sys
+from dataclasses import replace
 
 import pytest
 
 from encke.bench import children
-from encke.bench.rows import FIGURES, measure_row, medians
+from encke.bench.rows import FIGURES, IDENTITY, measure_all, measure_row, medians
 from encke.bench.steps import Task
 from encke.cli import main
 
@@ -118,10 +119,20 @@ def test_rounds_are_measured_in_turn_and_their_median_is_shown(tmp_path, capsys)
 
 def test_medians_leave_out_rounds_that_failed():
     def row(status: str, step: float | None) -> dict:
-        same = dict.fromkeys(("model", "method", "precision", "compile", "graphs", "batch", "size", "cap_bytes"))
+        same = dict.fromkeys(IDENTITY)
         return {**same, **dict.fromkeys(FIGURES), "round": 1, "status": status, "step_ms": step}
 
     (merged,) = medians([row("ok", 3.0), row("out of memory", None), row("ok", 5.0)])
     assert (merged["status"], merged["step_ms"], merged["round"]) == ("ok", 4.0, 2)
     (merged,) = medians([row("out of memory", None)])
     assert (merged["status"], merged["round"]) == ("out of memory", 0)
+
+
+@pytest.mark.slow
+def test_processes_that_warm_up_together_do_not_time_their_first_steps(tmp_path):
+    tasks = [replace(TASK, method=method, warm=2) for method in ("plain", "group2")]
+    rows = measure_all([tasks], tmp_path / "rows.csv", done=[{"method": "earlier"}], together=2)
+    assert [row["method"] for row in rows] == ["earlier", "plain", "group2"]
+    assert [row["status"] for row in rows[1:]] == ["ok", "ok"]
+    assert all(row["step_ms"] > 0 and row["first_ms"] is None for row in rows[1:])
+    assert list(rows_of(tmp_path / "rows.csv")) == ["earlier", "plain", "group2"]

@@ -72,6 +72,12 @@ MODELS = {
     "llama": ModelInfo(
         Model("gpt", context=4096, layers=12, heads=16, width=1024, dropout=0.0), "tokens", 32000, 4, "adamw", 1e-4
     ),
+    "llama_small": ModelInfo(
+        Model("gpt", context=128, layers=2, heads=2, width=64, dropout=0.0), "tokens", 8192, 4, "adamw", 1e-4
+    ),
+    "bert": ModelInfo(
+        Model("gpt", context=512, layers=12, heads=12, width=768, dropout=0.0), "tokens", 30522, 32, "adamw", 1e-4
+    ),
 }
 """The models that are measured and studied. `encke train` builds any model of torchvision.models as well."""
 
@@ -166,6 +172,7 @@ BLOCKS = (
     "EncoderBlock",
     "GPT2Block",
     "LlamaDecoderLayer",
+    "BertLayer",
     "Block",
 )
 """Class names of the blocks that activation checkpointing is applied to."""
