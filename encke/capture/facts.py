@@ -94,7 +94,7 @@ class SiteFacts:
         """Whether the values saved here were looked at, for NaN and infinities."""
         self.copied: tuple[Any, int] | None = None
         """Frozen weight, and its version, of which a cast copy was found here (encke/capture/casts.py)."""
-        self.encoder_state = EncoderState()
+        self.encoder_state = EncoderState(lambda: self.site.name)
         self.function: Any = None
         """Function that runs in the operation's place (encke/fused); False if there is none, None if not asked yet."""
 
@@ -143,7 +143,7 @@ class SiteFacts:
 
         To find the range of labels, the host would have to wait for the GPU.
         """
-        return self.encoder_state.share >= 1 or self.site.operation.startswith("NllLoss")
+        return self.encoder_state.share >= 0.94 or self.site.operation.startswith("NllLoss")
 
     def __repr__(self) -> str:
         return f"SiteFacts({self.site.name}, {self.site.need}, {self.state.name})"
