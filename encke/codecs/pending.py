@@ -42,7 +42,7 @@ class PendingPacked(FlatPacked):
     row: _Row | None
 
     def fill(self, flat: Tensor, seed: int, state: EncoderState | None, coarsens: bool) -> None:
-        """Encode `flat`. The host waits for a GPU only where nothing is known of the size of such payloads.
+        """Encode `flat`. The host waits for a GPU where it cannot predict the size, or may not be wrong: at bound zero.
 
         Args:
             flat: The run of memory.
@@ -53,9 +53,9 @@ class PendingPacked(FlatPacked):
         kernels: Any = operations(flat)
         source, self.row = flat.numel() * flat.element_size(), None
         # Kernels that know the size before they return have no such function.
-        encode_within = getattr(kernels, "bounded_encode_within", None)
+        encode_within: Any = getattr(kernels, "bounded_encode_within", None)
         capacity = None if state is None or encode_within is None else state.capacity(self.format, source)
-        if state is None or capacity is None:
+        if state is None or capacity is None or (self.codec.exact and capacity < source):
             self.buffers = kernels.bounded_encode(flat, self.format, seed)
             if state is not None:
                 state.learn(self.format, self.buffers[1].numel(), source)

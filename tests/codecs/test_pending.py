@@ -149,6 +149,19 @@ def test_a_few_values_that_are_not_finite_survive() -> None:
     assert same(decoded[:2], x[:2]) and (decoded[2:] - x[2:]).abs().max() <= BOUND
 
 
+def test_what_must_be_exact_is_never_lost() -> None:
+    codec, x = ErrorBounded(0), noise()
+    dense = encode(codec, x, known(codec, x))
+    assert dense.row is not None and dense.buffers[1].numel() == x.nbytes and same(dense.decode(), x)
+    # Where a capacity could be too small, the size is waited for.
+    sparse = torch.where(torch.arange(N, device=DEVICE) < N // 8, x, 0)
+    state = known(codec, sparse)
+    for each, share in ((sparse, 8), (x, 1)):
+        packed = encode(codec, each, state)
+        assert packed.row is None and same(packed.decode(), each)
+        assert packed.buffers[1].numel() == x.nbytes // share
+
+
 def test_runs_repeat_bit_for_bit() -> None:
     found = []
     for _ in range(2):

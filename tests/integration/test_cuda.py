@@ -98,7 +98,7 @@ def test_a_payload_in_a_predicted_capacity_needs_no_source(mode) -> None:
     torch.cuda._sleep(int(5e7))
     packed = codec.encode_flat(x, LAYOUT, 0, state)
     x.zero_()
-    assert packed.row is not None and torch.equal(packed.decode(), expected)
+    assert getattr(packed, "row", None) and torch.equal(packed.decode(), expected)
 
 
 def test_too_small_a_prediction_is_an_error_and_the_next_one_is_large_enough() -> None:
@@ -108,7 +108,7 @@ def test_too_small_a_prediction_is_an_error_and_the_next_one_is_large_enough() -
     with pytest.raises(RuntimeError, match="the site took"):
         packed.decode()
     packed = codec.encode_flat(100 * x, LAYOUT, 0, state)
-    assert packed.row is not None and (packed.decode() - 100 * x).abs().max() <= 1e-3
+    assert getattr(packed, "row", None) and (packed.decode() - 100 * x).abs().max() <= 1e-3
 
 
 @pytest.mark.parametrize(("scale", "factor"), [(4, 4), (100, 64)])
