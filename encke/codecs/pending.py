@@ -94,7 +94,7 @@ class _Row:
         sizes = [4 * word for word in words[: len(FACTORS)] if word]
         if sizes:
             self.missing = max(sizes[-1] - self.capacity, 0)
-            self.state.coarsened += len(sizes) > 1
+            self.state.coarsened += len(sizes) > 1 and not self.missing
             if self.format == self.state.format:
                 self.state.learn(self.format, sizes[0], self.source)
 

@@ -137,6 +137,7 @@ def test_where_no_bound_is_coarse_enough_reading_raises() -> None:
     x[::100], x[1::100] = INF, NAN
     with pytest.raises(RuntimeError, match="3:Convolution.input"):
         encode(codec, x, state).decode()
+    assert not state.coarsened
     decoded = encode(codec, x, state).decode()
     assert torch.equal(decoded.isfinite(), x.isfinite()) and torch.equal(decoded[::100], x[::100])
 

@@ -10,6 +10,7 @@ from encke.kernels.formats import DITHERED, NEAREST, PLANE_GROUP, PLANE_HEADER, 
 from tests.kernels.gpu.common import COMPILED_DTYPES, DEVICE, DTYPES, INF, SEED, compile_for_hopper, content, same
 
 gpu = pytest.importorskip("encke.kernels.gpu", reason="needs triton")
+bounded, launch = (pytest.importorskip(f"encke.kernels.gpu.{name}") for name in ("bounded", "launch"))
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
@@ -69,6 +70,7 @@ def encode_guarded(
     return meta, payload, sizes[:4].tolist()
 
 
+@pytest.mark.slow
 def test_too_small_a_capacity_is_counted_and_what_is_missing_decodes_to_nan(monkeypatch):
     x = content("blocks", 5000, torch.float32)
     format = BoundedFormat(1e-2, INF, NEAREST, x.dtype)
@@ -87,37 +89,35 @@ def test_too_small_a_capacity_is_counted_and_what_is_missing_decodes_to_nan(monk
             assert missing or (same(values, same_values) and torch.equal(flags, same_values != 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("relative", [False, True])
 def test_values_are_encoded_again_with_a_coarser_bound_until_they_fit(relative, monkeypatch):
-    x = content("blocks", 5000, torch.float32)
+    x = content("blocks", 2500, torch.float32)
     bounds = (INF, 1e-3) if relative else (1e-3, INF)
     formats = [BoundedFormat(*(bound * factor for bound in bounds), NEAREST, x.dtype) for factor in (1, 4, 64)]
     expected = [reference.bounded_encode(x, format, SEED) for format in formats]
     needed = [len(payload) for _, payload in expected]
     assert needed[0] > needed[1] > needed[2]
-    for capacity, taken in ((needed[0], 0), (needed[0] - 4, 1), (needed[1] - 4, 2)):
+    for capacity, taken in ((needed[0] - 4, 1), (needed[1] - 4, 2)):
         meta, payload, sizes = encode_guarded(x, formats[0], capacity, (1.0, 4.0, 64.0), monkeypatch)
         assert sizes == [size // 4 for size in needed[: taken + 1]] + [0] * (3 - taken)
         # The bound stands in the metadata: whoever decodes needs not know.
-        decoded = gpu.bounded_decode(meta, payload, formats[0], 5000, False)
-        assert same(decoded, reference.bounded_decode(*expected[taken], formats[taken], 5000, False))
+        decoded = gpu.bounded_decode(meta, payload, formats[0], 2500, False)
+        assert same(decoded, reference.bounded_decode(*expected[taken], formats[taken], 2500, False))
 
 
 def test_later_attempts_touch_nothing_if_the_first_had_enough_space():
-    x = content("blocks", 5000, torch.float32)
+    x = content("blocks", 2500, torch.float32)
     format = BoundedFormat(1e-3, INF, NEAREST, x.dtype)
     capacity = len(reference.bounded_encode(x, format, SEED)[1])
     sizes = torch.zeros(8, dtype=torch.int64, device=DEVICE)
     meta, payload = gpu.bounded_encode_within(x, format, SEED, capacity, sizes)
     before = [t.clone() for t in (meta, payload, sizes)]
-    # What a second attempt would encode is another tensor: it would show.
-    from encke.kernels.gpu.bounded import WARPS, encode_kernel
-    from encke.kernels.gpu.launch import TYPES, launch_kernel
-
+    # What a later attempt would encode is another tensor: it would show.
+    tensors, constants = (x + 1, meta, payload, sizes), (launch.TYPES[x.dtype], False, NEAREST)
     for attempt in (1, 2):
-        numbers = (5000, capacity, attempt, 1e-3 * 4**attempt, INF, 0, 0)
-        tensors = (x + 1, meta, payload, sizes)
-        launch_kernel(encode_kernel, 2, tensors, numbers, (TYPES[x.dtype], False, NEAREST), WARPS, specialised=1)
+        numbers = (2500, capacity, attempt, 1e-3 * 4**attempt, INF, 0, 0)
+        launch.launch_kernel(bounded.encode_kernel, 1, tensors, numbers, constants, bounded.WARPS, specialised=1)
     assert all(map(torch.equal, before, (meta, payload, sizes)))
 
 
