@@ -214,6 +214,23 @@ def test_backward_raises_at_its_end_and_the_next_step_works(model: nn.Module) ->
         assert (ours - plain).norm() < 0.1 * plain.norm()
 
 
+@pytest.mark.slow
+def test_compiled_models_predict_raise_and_go_on_alike(model: nn.Module) -> None:
+    torch._dynamo.reset()
+    handle = encke.attach(compiled := torch.compile(model, backend="aot_eager"), Fixed(ErrorBounded(BOUND)))
+    x = noise().view(-1, 64)
+    for _ in range(WAITS + 1):
+        step(compiled, x)
+    output, (row,) = compiled(100 * x), [each for each in handle.report().sites if each.codec == "ErrorBounded"]
+    with pytest.raises(RuntimeError, match=rf"encke: {row.layer}:{row.operation}\.{row.slot} took"):
+        output.sum().backward()
+    after = step(compiled, 100 * x)
+    handle.detach()
+    for ours, plain in zip(after, step(model, 100 * x), strict=True):
+        assert (ours - plain).norm() < 0.1 * plain.norm()
+    torch._dynamo.reset()
+
+
 def test_a_forward_pass_without_backward_raises_nothing(model: nn.Module) -> None:
     encke.attach(model, Fixed(ErrorBounded(BOUND)))
     x = noise().view(-1, 64)
