@@ -55,7 +55,7 @@ def check(dtype: torch.dtype) -> Iterator[str]:
     for rounding in ROUNDINGS:
         for bound, rel in ((0.02, INF), (INF, 1e-4), (0.0, INF)):
             format = BoundedFormat(bound, rel, ROUNDINGS[rounding], dtype)
-            theirs, ours = (each.bounded_encode(x, format, SEED, -1) for each in (reference, gpu))
+            theirs, ours = (each.bounded_encode(x, format, SEED) for each in (reference, gpu))
             for flag in (False, True):
                 expected = reference.bounded_decode(*theirs, format, numel, flag)
                 if not all(same(gpu.bounded_decode(*kept, format, numel, flag), expected) for kept in (theirs, ours)):
@@ -84,6 +84,11 @@ def seconds(function: Callable[[], object]) -> float:
     return do_bench(function, warmup=10, rep=50, return_mode="median") / 1e3
 
 
+def counters(x: torch.Tensor) -> torch.Tensor:
+    """Return the words that an encoder counts in, zero."""
+    return torch.zeros(8, dtype=torch.int64, device=x.device)
+
+
 def eb_rows(x: torch.Tensor) -> Iterator[tuple[str, float, int, Callable, Callable]]:
     """Name, ratio, bytes moved, encode and decode, with bounds of 1 and 5 % of the range."""
     spread = (x.max() - x.min()).item()
@@ -92,13 +97,13 @@ def eb_rows(x: torch.Tensor) -> Iterator[tuple[str, float, int, Callable, Callab
     for rounding, mode, share in settings:
         bounds = (share * spread, INF) if mode == "abs" else (INF, share)
         format = BoundedFormat(*bounds, ROUNDINGS[rounding], x.dtype)
-        meta, payload = gpu.bounded_encode(x, format, SEED, -1)
+        meta, payload = gpu.bounded_encode(x, format, SEED)
         capacity, size = len(payload) + 1024, len(meta) + len(payload)
         yield (
             f"eb {rounding} {mode} {share:g}",
             x.nbytes / size,
             x.nbytes + size,
-            lambda f=format, c=capacity: gpu.bounded_encode(x, f, SEED, c),
+            lambda f=format, c=capacity: gpu.bounded_encode_within(x, f, SEED, c, counters(x)),
             lambda f=format, a=meta, p=payload: gpu.bounded_decode(a, p, f, x.numel(), False),
         )
 
@@ -202,12 +207,12 @@ def host_rows() -> Iterator[Row]:
     x = noise("relu", 65536, torch.float32)
     nearest = ROUNDINGS["nearest"]
     absolute, relative = BoundedFormat(0.04, INF, nearest, x.dtype), BoundedFormat(INF, 0.01, nearest, x.dtype)
-    encoded = gpu.bounded_encode(x, absolute, SEED, -1)
+    encoded = gpu.bounded_encode(x, absolute, SEED)
     plan = gpu.group_plan(GroupFormat(2, 128, x.dtype), x.numel(), x.device)
     data = plan.encode(x, SEED)
     calls = {
-        "eb abs": lambda: gpu.bounded_encode(x, absolute, SEED, 1 << 18),
-        "eb rel": lambda: gpu.bounded_encode(x, relative, SEED, 1 << 18),
+        "eb abs": lambda: gpu.bounded_encode_within(x, absolute, SEED, 1 << 18, counters(x)),
+        "eb rel": lambda: gpu.bounded_encode_within(x, relative, SEED, 1 << 18, counters(x)),
         "eb decode": lambda: gpu.bounded_decode(*encoded, absolute, 65536, False),
         "gq encode": lambda: plan.encode(x, SEED),
         "gq decode": lambda: plan.decode(data, SEED),

@@ -18,7 +18,6 @@ from encke.capture.hooks import SMALL, Capture
 from encke.capture.modules import Layer, WatchHook, drop_inert, hook_layers, layer_name, layers_of
 from encke.capture.passes import may_push
 from encke.capture.readers import is_wrapper
-from encke.codecs.pending import settle_all
 from encke.fused import registry as fused
 from encke.kernels import backend_for
 from encke.policies.base import AdaptivePolicy, Policy
@@ -119,7 +118,6 @@ class Handle:
             >>> [(site.layer, site.codec) for site in handle.report().sites]
             [('0', 'GroupQuant'), ('1', 'GroupQuant')]
         """
-        settle_all()
         capture = self._capture
         rows = rows_of(capture.ledger.last)
         device = None
@@ -135,6 +133,7 @@ class Handle:
             peak_bytes=peak_bytes(device),
             forwards=capture.step,
             sites=rows,
+            coarsened=sum(record.facts.encoder_state.coarsened for record in capture.ledger.last),
         )
 
     def log(self, target: str | os.PathLike[str] | TextIO | None, every: int = 1) -> None:

@@ -11,9 +11,8 @@ from typing import Any, TextIO
 
 import torch
 
-from encke.capture.ledger import CAST_AGAIN, SIZE_PENDING, Record
+from encke.capture.ledger import CAST_AGAIN, Record
 from encke.codecs import Codec
-from encke.codecs.pending import settle_all
 from encke.tools.files import write_json
 from encke.tools.terminal import columns
 from encke.tools.units import size
@@ -70,6 +69,9 @@ class Report:
     forwards: int
     """Training forward passes so far."""
     sites: tuple[Row, ...]
+    coarsened: int = 0
+    """Tensors so far, at these sites, for which the memory predicted on a GPU was too small: they were packed with 4 or
+    64 times the bound that the policy had chosen."""
 
     @property
     def ratio(self) -> float:
@@ -106,6 +108,7 @@ class Report:
         lines.insert(1, "-" * len(lines[0]))
         lines.insert(len(lines) - 1, "-" * len(lines[0]))
         note = f"{self.policy}; last of {self.forwards} forward passes; measured peak {size(self.peak_bytes)}"
+        note += f"; {self.coarsened} packed with a coarser bound" if self.coarsened else ""
         return "\n".join([*(line.rstrip() for line in lines), note])
 
 
@@ -151,7 +154,6 @@ class StepLog:
         if step == self.written or step % self.every:
             return
         self.written = step
-        settle_all()
         rows = rows_of(records)
         saved, packed = sum(row.saved_bytes for row in rows), sum(row.packed_bytes for row in rows)
         total = saved / packed if packed else None
@@ -179,11 +181,10 @@ def rows_of(records: list[Record]) -> tuple[Row, ...]:
     for number, record in enumerate(records):
         site = record.site
         codec, bound = describe(record.codec)
-        packed = record.facts.encoder_state.nbytes if record.packed_bytes == SIZE_PENDING else record.packed_bytes
         key = (site.layer, site.operation) if codec in ("kept", CAST_AGAIN) else (number,)
         old = rows.get(key)
         saved = record.saved_bytes + (old.saved_bytes if old else 0)
-        packed += old.packed_bytes if old else 0
+        packed = record.packed_bytes + (old.packed_bytes if old else 0)
         others = (sharer.site for sharer in record.facts.sharers)
         shared = tuple(sorted(f"{other.layer} {other.operation}.{other.slot}" for other in others))
         rows[key] = Row(site.layer, site.operation, site.slot, codec, bound, saved, packed, shared)

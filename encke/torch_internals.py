@@ -115,6 +115,9 @@ is_functorch_tensor: Callable[[Tensor], bool] = _find("_C._functorch.is_functorc
 current_autograd_node: Callable[[], Any] = _find("_C._current_autograd_node", "capture")
 """Return the node whose backward is running on this thread, None outside of one. Checked with 2.11 to 2.13."""
 
+current_graph_task: Callable[[], int] = _find("_C._current_graph_task_id", "payloads of variable size")
+"""Return the number of the backward pass that runs on this thread, -1 outside of one. Checked with 2.11 to 2.13."""
+
 eval_frame_callback: Callable[[], Any] = _find("_C._dynamo.eval_frame.get_eval_frame_callback", "capture")
 """Return the function that dynamo runs new Python frames through, None or False where it does not.
 
@@ -190,7 +193,7 @@ def queue_backward_callback(function: Callable[[], None]) -> None:
     """Call `function` when the backward pass that is running ends. Checked with 2.11 to 2.13."""
     engine = getattr(torch.autograd.Variable, "_execution_engine", None)
     if not hasattr(engine, "queue_callback"):
-        raise unsupported("torch.autograd.Variable._execution_engine.queue_callback", "adaptive policies")
+        raise unsupported("torch.autograd.Variable._execution_engine.queue_callback", "the end of backward")
     engine.queue_callback(function)  # type: ignore[union-attr]
 
 

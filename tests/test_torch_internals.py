@@ -172,6 +172,30 @@ def test_a_callback_runs_at_the_end_of_backward() -> None:
     assert events == ["gradient", "end"]
 
 
+def test_an_error_in_such_a_callback_is_raised_by_backward() -> None:
+    def fail() -> None:
+        raise RuntimeError("at the end")
+
+    x = torch.ones(2, requires_grad=True)
+    y = x.exp()
+    y.register_hook(lambda g: internals.queue_backward_callback(fail))
+    with pytest.raises(RuntimeError, match="at the end"):
+        y.sum().backward()
+    assert x.grad is not None
+
+
+def test_each_backward_pass_has_a_number() -> None:
+    numbers: list[int] = []
+    x = torch.ones(2, requires_grad=True)
+    for _ in range(2):
+        y = x.exp()
+        for t in (x, y):
+            t.register_hook(lambda g: numbers.append(internals.current_graph_task()))
+        y.sum().backward()
+    assert internals.current_graph_task() == -1
+    assert numbers[0] == numbers[1] != numbers[2] == numbers[3] and -1 not in numbers
+
+
 class Double(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

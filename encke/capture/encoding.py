@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from encke.capture.deferred import DeferredForward
 from encke.capture.facts import SiteFacts, SteadySave
-from encke.capture.ledger import SIZE_PENDING, Record
+from encke.capture.ledger import Record
 from encke.capture.nodes import expand_window
 from encke.capture.passes import ForwardPass, Frame
 from encke.capture.recompute import PASSED, Recomputations, all_dependents, cast_origin, recompute
@@ -228,7 +228,7 @@ def encode(
         cell.packed = packed
         cell.decoded = None
         record.codec = codec if again is None else "recomputed"
-        record.packed_bytes = SIZE_PENDING if packed.pending_size else packed.nbytes
+        record.packed_bytes = packed.nbytes
     cell.held = None
     if forward.collection is not None:
         with torch.no_grad():

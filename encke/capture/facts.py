@@ -124,7 +124,7 @@ class SiteFacts:
         """Frozen weight, and its version, of which a cast copy was found here (encke/capture/casts.py)."""
         self.cast: Any = None
         """Stand-in for the copy of a weight that was saved here last (encke/capture/casts.py)."""
-        self.encoder_state = EncoderState()
+        self.encoder_state = EncoderState(lambda: self.site.name)
         self.steady: SteadySave | None = None
         """How the site saved in the last pass; None if that need not hold in the next one."""
         self.function: Any = None
@@ -175,7 +175,7 @@ class SiteFacts:
 
         To find the range of labels, the host would have to wait for the GPU.
         """
-        return self.encoder_state.share >= 1 or self.site.operation.startswith("NllLoss")
+        return self.encoder_state.share >= 0.94 or self.site.operation.startswith("NllLoss")
 
     def __repr__(self) -> str:
         return f"SiteFacts({self.site.name}, {self.site.need}, {self.state.name})"

@@ -48,7 +48,6 @@ from encke.capture.scores import Scores
 from encke.capture.sites import Site
 from encke.codecs.base import check_version
 from encke.codecs.layout import flatten, layout_of
-from encke.codecs.pending import settle_all
 from encke.policies.base import AdaptivePolicy, Policy, Schedule
 from encke.torch_internals import called_by_checkpoint, current_autograd_node
 
@@ -128,7 +127,6 @@ class Capture:
         self.scores.end_pass()
         outermost = forward.frames[0].layer if forward.frames else None
         self.ledger.add("" if outermost is None or outermost.parent is None else outermost.name, forward.tally.close())
-        settle_all(wait=False)
 
     def pack(self, t: Tensor) -> Saved | Kept | CastWeight:
         """Return what autograd is to hold in place of `t`."""

@@ -13,8 +13,6 @@ from encke.codecs import Codec
 
 storage_ref = weakref.ref
 """A storage's Python object lives as long as its memory does, whoever holds that."""
-SIZE_PENDING = -1
-"""Bytes that are not known yet: the encoder state of the site's facts has them once the GPU has reported them."""
 
 
 class Record:

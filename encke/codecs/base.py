@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from inspect import isabstract
 from typing import TYPE_CHECKING, Any, Self
@@ -44,21 +45,51 @@ def _settings(thing: Any) -> str:
     return ", ".join(f"{f.name}={value!r}" for f, value in values if value != f.default)
 
 
+WAITS = 3
+"""Payloads of a site, in one format, whose sizes the host waits for before it predicts any."""
+MEMORY = 64
+"""Number of payloads after which an unusual one is as good as forgotten."""
+SLACK = 4608
+"""Bytes that a capacity has on top: the payloads of small tensors vary most."""
+
+
 class EncoderState:
-    """Memory of a site's encoder from step to step: the size of the last payload and the launch plan."""
+    """Memory of a site's encoder from step to step: sizes of its payloads and the launch plan."""
 
-    __slots__ = ("nbytes", "plan", "share")
+    __slots__ = ("coarsened", "format", "known", "least", "name", "plan", "share")
 
-    def __init__(self) -> None:
-        self.share = 0.0
-        """Bytes that the next payload may take, as a share of the source's bytes; 0 before the first encoding."""
-        self.nbytes = 0
-        """All bytes kept by the last encoding whose size the GPU has told."""
+    def __init__(self, name: Callable[[], str] = lambda: "a tensor") -> None:
+        self.name = name
+        """Gives the site's name, for errors."""
+        self.format: Any = None
+        """Format of the payloads that were counted."""
+        self.known = 0
+        """Number of payloads in that format."""
+        self.share = self.least = 0.0
+        """The largest and the smallest payload of late, as a share of the source's bytes."""
+        self.coarsened = 0
+        """Payloads that did not fit, and were encoded with a coarser bound."""
         self.plan: Any = None
 
-    def learn(self, payload: int, source: int) -> None:
-        """Note the payload's share of the source's bytes, with room for the next one to be a little larger."""
-        self.share = max(payload * 1.06 / max(source, 1), 1e-4)
+    def learn(self, format: Any, payload: int, source: int) -> None:
+        """Note the size of a payload. Earlier ones in another format are forgotten at once, others little by little."""
+        share = payload / max(source, 1)
+        if format != self.format:
+            self.format, self.known, self.share, self.least = format, 0, share, share
+        self.known += 1
+        self.share = max(share, self.share - (self.share - share) / MEMORY)
+        self.least = min(share, self.least + (share - self.least) / MEMORY)
+
+    def capacity(self, format: Any, source: int) -> int | None:
+        """Return how many bytes the next payload may take; None if too few are known to tell.
+
+        There is room for an eighth more than the largest took, or for as much more as that one exceeds the smallest.
+        No payload takes more than its source.
+        """
+        if self.known < WAITS or format != self.format:
+            return None
+        room = self.share + max(self.share / 8, self.share - self.least)
+        return min(int(source * room) + SLACK & -512, source + 3 & -4)
 
 
 class Codec(ABC):
@@ -223,8 +254,6 @@ class Packed(ABC):
     """
 
     __slots__ = ("__weakref__", "buffers", "codec", "dtype", "layout", "numel")
-    pending_size: Any = None
-    """The size in flight, where only the GPU knows yet how many bytes were kept."""
     plan: GroupPlan | None = None
     """The plan that encoded it, where kernels may read it packed."""
 

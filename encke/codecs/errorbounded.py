@@ -19,16 +19,15 @@ ROUNDINGS = {"nearest": NEAREST, "stochastic": STOCHASTIC, "dithered": DITHERED}
 
 
 class ErrorBoundedPacked(PendingPacked):
-    """Two buffers, meta and payload (docs/design.md). On a GPU the payload's size arrives later."""
+    """Two buffers, meta and payload (docs/design.md)."""
 
-    __slots__ = ("format",)
-    format: BoundedFormat
+    __slots__ = ()
 
     def intact(self, source: Tensor) -> bool:
         return True
 
     def decode_flat(self, mask: bool = False) -> Tensor:
-        self.settle()
+        self.confirm()
         meta, payload = self.buffers
         return operations(meta).bounded_decode(meta, payload, self.format, self.numel, mask)
 
@@ -64,6 +63,9 @@ class ErrorBounded(FlatCodec):
     seed: int = 0
     limit: float = math.inf
     """Second bound, relative to the range; the smaller of the two holds."""
+    coarsens: bool = False
+    """Whether, on a GPU, values that do not fit the memory predicted for them may be encoded with 4 or 64 times the
+    bound. Policies say so of bounds they have chosen. Without it, backward raises an error for such values."""
     keeps_zeros = True
 
     def __post_init__(self) -> None:
@@ -103,7 +105,8 @@ class ErrorBounded(FlatCodec):
             self.mode == other.mode
             and self.bound <= other.bound
             and self.limit <= other.limit
-            and (self.rounding == other.rounding)
+            and self.rounding == other.rounding
+            and self.coarsens <= other.coarsens
         )
 
     def join(self, other: Codec) -> Codec | None:
@@ -111,9 +114,10 @@ class ErrorBounded(FlatCodec):
             return None
         pairs = (self.bounds(), other.bounds())
         absolute, relative = (min(pair[i] for pair in pairs) for i in range(2))
+        coarsens = self.coarsens and other.coarsens
         if math.isinf(absolute):
-            return replace(self, bound=relative, mode="rel", limit=math.inf)
-        return replace(self, bound=absolute, mode="abs", limit=relative)
+            return replace(self, bound=relative, mode="rel", limit=math.inf, coarsens=coarsens)
+        return replace(self, bound=absolute, mode="abs", limit=relative, coarsens=coarsens)
 
     def refined(self, min_bits: int | None = None, bound: float | None = None) -> Codec | None:
         if self.exact:
@@ -121,10 +125,10 @@ class ErrorBounded(FlatCodec):
         # Half a step, relative to the range.
         limit = self.limit if min_bits is None else min(self.limit, 0.5 / 2**min_bits)
         if bound is None:
-            return replace(self, limit=limit)
+            return replace(self, limit=limit, coarsens=False)
         if self.mode == "rel":
-            return replace(self, bound=bound, mode="abs", limit=min(self.bound, limit))
-        return replace(self, bound=min(self.bound, bound), limit=limit)
+            return replace(self, bound=bound, mode="abs", limit=min(self.bound, limit), coarsens=False)
+        return replace(self, bound=min(self.bound, bound), limit=limit, coarsens=False)
 
     def fixed_rate(self) -> GroupQuant | None:
         return None if self.exact else GroupQuant(bits=8, seed=self.seed)
@@ -140,8 +144,7 @@ class ErrorBounded(FlatCodec):
         return (self.bound, self.limit) if self.mode == "abs" else (math.inf, min(self.bound, self.limit))
 
     def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, state: EncoderState | None = None) -> Packed:
-        seed = mix(self.seed, key)
         packed = ErrorBoundedPacked(self, layout, flat.dtype, flat.numel())
         packed.format = BoundedFormat(*self.bounds(), ROUNDINGS[self.rounding], flat.dtype)
-        packed.fill(flat, lambda capacity: operations(flat).bounded_encode(flat, packed.format, seed, capacity), state)
+        packed.fill(flat, mix(self.seed, key), state, self.coarsens and not self.exact)
         return packed

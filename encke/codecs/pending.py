@@ -1,162 +1,199 @@
-"""Payloads whose size only the GPU knows: encoded into a predicted capacity, checked and trimmed later.
+"""Payloads whose size only the GPU knows: encoded into a predicted capacity. The host learns the size later.
 
-The host must not wait for the GPU in the forward pass. So `fill` encodes into as many bytes as the site needed last
-time, copies the true size to pinned memory after the kernel, and holds the source until that size has arrived. If the
-payload fitted, the source is released, and a much too large buffer is trimmed. If it did not, the source is encoded
-again, so nothing is lost. Sources older than the newest take `IN_FLIGHT` bytes at most. The host never waits for the
-newest, however large it is: the GPU would be idle until the host had caught up.
+A payload takes as many bytes as the last ones of its site needed, and some more (`EncoderState.capacity`). The kernels
+count what they need in a table on the GPU, with a row for each payload. Nothing of the source is kept: what a capacity
+was too small for is encoded again at once, on the GPU, with a coarser bound, if a policy has chosen the bound. A bound
+of the user's own holds: then the values that had no space are lost.
+
+The table is copied to pinned memory when backward reads its first payload. When that backward pass ends, the host waits
+for the copy, which is older than everything the pass has launched, so that the GPU has work meanwhile. Then sites learn
+how much they needed, and if a payload that was read is incomplete, `backward()` raises. Sites learn in the order of the
+program, never by when a copy arrives: runs repeat bit for bit.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from encke.codecs.base import EncoderState, FlatPacked, check_version
+from encke.codecs.base import Codec, EncoderState, FlatPacked, operations
+from encke.kernels import BoundedFormat
+from encke.tools.units import size
+from encke.torch_internals import current_graph_task, queue_backward_callback
 
-IN_FLIGHT = 128 << 20
-FIRST_SHARE = 0.3
-"""Capacity of a site's first payload, as a share of the source's bytes."""
-Encode = Callable[[int], tuple[Tensor, Tensor]]
+ROWS = 256
+"""Payloads of a table."""
+WORDS = 8
+"""Words of a row: the sizes of up to four attempts in units of 4 bytes, and what the kernels need besides."""
+FACTORS = (1.0, 4.0, 64.0)
+"""The bound of each attempt, as a multiple of that which a policy has chosen."""
+NO_BACKWARD = -1
+"""Number of the running backward pass where there is none."""
 
 
 class PendingPacked(FlatPacked):
-    """Packed form with the buffers meta and payload. Byte 8 of meta has the payload's size in units of 4 bytes."""
+    """Packed form with the buffers meta and payload. On a GPU the host learns later whether the payload is complete."""
 
-    __slots__ = ("pending_size",)
-    pending_size: _PendingSize | None
+    __slots__ = ("format", "row")
+    format: BoundedFormat
+    row: _Row | None
 
-    def fill(self, flat: Tensor, encode: Encode, state: EncoderState | None) -> None:
-        """Encode `flat`. On a GPU, and with a state, the host does not wait for the size."""
-        self.pending_size = None
-        source_bytes = flat.numel() * flat.element_size()
-        if flat.device.type != "cuda" or state is None:
-            self.buffers = encode(-1)
+    def fill(self, flat: Tensor, seed: int, state: EncoderState | None, coarsens: bool) -> None:
+        """Encode `flat`. The host waits for a GPU where it cannot predict the size, or may not be wrong: at bound zero.
+
+        Args:
+            flat: The run of memory.
+            seed: Seed of random rounding.
+            state: Memory of the site's encoder.
+            coarsens: Whether the bound may be exceeded where the capacity is too small.
+        """
+        kernels: Any = operations(flat)
+        source, self.row = flat.numel() * flat.element_size(), None
+        # Kernels that know the size before they return have no such function.
+        encode_within: Any = getattr(kernels, "bounded_encode_within", None)
+        capacity = None if state is None or encode_within is None else state.capacity(self.format, source)
+        if state is None or capacity is None or (self.codec.exact and capacity < source):
+            self.buffers = kernels.bounded_encode(flat, self.format, seed)
             if state is not None:
-                state.learn(self.buffers[1].numel(), source_bytes)
+                state.learn(self.format, self.buffers[1].numel(), source)
             return
-        share = state.share or FIRST_SHARE
-        capacity = int(source_bytes * share) + 1024 & -512
-        self.buffers = encode(capacity)
-        self.pending_size = _PendingSize(self, flat, encode, state)
-        _in_flight.add(self.pending_size)
+        with _lock:
+            # Nobody may send the table between the choice of a row and the launch that counts in it.
+            table = _open_table(flat)
+            words, factors = table.words[len(table.rows)], FACTORS if coarsens and capacity < source else FACTORS[:1]
+            self.buffers = encode_within(flat, self.format, seed, capacity, words, factors)
+            self.row = _Row(table, self.codec, self.format, state, source, capacity)
+            table.add(self.row)
 
-    @property
-    def nbytes(self) -> int:
-        self.settle()
-        return super().nbytes
-
-    def settle(self) -> None:
-        """Wait until the size is known, and make the payload complete and no larger than needed."""
-        pending = self.pending_size
-        if pending is not None:
-            pending.finish()
+    def confirm(self) -> None:
+        """See to it that the backward pass that reads this raises if the payload is incomplete."""
+        if self.row is not None:
+            self.row.confirm()
 
 
-class _PendingSize:
-    """Size of one encoding in flight: its source, the pinned word that the size is copied to, the event after that."""
+class _Row:
+    """Size of one payload, in flight."""
 
-    __slots__ = ("encode", "event", "lock", "packed", "size", "source", "source_bytes", "state", "version")
+    __slots__ = ("capacity", "codec", "format", "missing", "read", "source", "state", "table")
 
-    def __init__(self, packed: PendingPacked, source: Tensor, encode: Encode, state: EncoderState) -> None:
-        self.packed: PendingPacked | None = packed
-        self.source: Tensor | None = source
-        self.version = source._version
-        self.source_bytes = source.numel() * source.element_size()
-        self.encode: Encode | None = encode
-        self.state = state
-        self.lock = threading.Lock()
-        self.size = _pinned.take()
-        self.size.copy_(packed.buffers[0][8:16].view(torch.int64), non_blocking=True)
+    def __init__(
+        self, table: _Table, codec: Codec, format: BoundedFormat, state: EncoderState, source: int, capacity: int
+    ) -> None:
+        self.table, self.codec, self.format, self.state = table, codec, format, state
+        self.source, self.capacity = source, capacity
+        self.read = False
+        """Whether somebody has decoded the payload."""
+        self.missing = 0
+        """Bytes for which there was no space, as soon as that is known."""
+
+    def learn(self, words: list[int]) -> None:
+        """Take the sizes that the GPU has counted, one for each attempt."""
+        sizes = [4 * word for word in words[: len(FACTORS)] if word]
+        if sizes:
+            self.missing = max(sizes[-1] - self.capacity, 0)
+            self.state.coarsened += len(sizes) > 1 and not self.missing
+            if self.format == self.state.format:
+                self.state.learn(self.format, sizes[0], self.source)
+
+    def confirm(self) -> None:
+        """Raise at the end of the running backward pass if the payload is incomplete; outside of one, at once."""
+        self.read = True
+        self.table.confirm_later()
+
+
+class _Table:
+    """Sizes of payloads that were encoded one after the other: on the GPU, then in pinned memory, then learnt."""
+
+    def __init__(self, device: torch.device, stream: Any) -> None:
+        self.words = torch.zeros(ROWS, WORDS, dtype=torch.int64, device=device)
+        self.rows: list[_Row] = []
+        self.stream = stream
+        self.transfer: Transfer | None = None
+        self.learnt = False
+        self.task = NO_BACKWARD
+        """The backward pass at whose end the rows are confirmed."""
+
+    def add(self, row: _Row) -> None:
+        """Take a row whose kernels were launched. A full table is sent at once, so that it is not waited for later."""
+        self.rows.append(row)
+        if len(self.rows) == ROWS:
+            self.send()
+
+    def send(self) -> None:
+        """Copy the sizes to pinned memory, behind the kernels that count them; no more rows are taken."""
+        if self.transfer is None:
+            _open.pop((self.words.device, self.stream), None)
+            with torch.cuda.stream(self.stream):
+                self.transfer = Transfer(self.words)
+
+    def confirm_later(self) -> None:
+        """Call `confirm` when the running backward pass ends; outside of one, now."""
+        task = current_graph_task()
+        if task != NO_BACKWARD and task == self.task:
+            return
+        with _lock:
+            self.send()
+            self.task = task
+        if task == NO_BACKWARD:
+            self.confirm()
+        else:
+            queue_backward_callback(self.confirm)
+
+    def confirm(self) -> None:
+        """Wait for the sizes; raise if a payload that was read is incomplete."""
+        transfer = self.transfer
+        assert transfer is not None, "a table is sent before it is confirmed"
+        if not self.learnt:
+            sizes = transfer.wait()
+            with _lock:
+                if not self.learnt:
+                    self.learnt = True
+                    for row, words in zip(self.rows, sizes, strict=False):
+                        row.learn(words)
+        lost = [row for row in self.rows if row.read and row.missing]
+        if lost:
+            raise incomplete(lost)
+
+
+class Transfer:
+    """Copy of words of a GPU in pinned memory, and the event behind it."""
+
+    def __init__(self, words: Tensor) -> None:
+        self.copy = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
+        self.copy.copy_(words, non_blocking=True)
         self.event = torch.cuda.Event()
-        self.event.record(torch.cuda.current_stream(source.device))
+        self.event.record()
 
-    def forget_source(self) -> None:
-        """Release the source, which is about to be overwritten: the payload must have had room for any size."""
-        with self.lock:
-            self.source, self.encode = None, _cannot_encode_again
-
-    def finish(self) -> None:
-        """Wait for the size, and encode again or trim the payload as it says."""
-        with self.lock:
-            packed, encode = self.packed, self.encode
-            if packed is None or encode is None:
-                return
-            self.event.synchronize()
-            used = int(self.size.item()) * 4
-            meta, payload = packed.buffers
-            if used > payload.numel():
-                if self.source is not None:
-                    check_version(self.source, self.version)
-                packed.buffers = encode(used + 511 & -512)
-            elif payload.numel() > 1.25 * used + 65536:
-                packed.buffers = (meta, payload[:used].clone())
-            self.state.learn(used, self.source_bytes)
-            packed.pending_size = None
-            self.state.nbytes = packed.nbytes
-            _pinned.give(self.size)
-            self.packed = self.source = self.encode = None
+    def wait(self) -> list[list[int]]:
+        """Return the words, once they have arrived."""
+        self.event.synchronize()
+        return self.copy.tolist()
 
 
-def _cannot_encode_again(capacity: int) -> tuple[Tensor, Tensor]:
-    raise RuntimeError(f"encke: a payload took {capacity} bytes, more than its source, which is gone: this is a bug")
+def incomplete(rows: list[_Row]) -> RuntimeError:
+    """Return the error for payloads that had not enough space."""
+    first = rows[0]
+    others = f" (and {len(rows) - 1} more)" if len(rows) > 1 else ""
+    return RuntimeError(
+        f"encke: {first.state.name()}{others} took {size(first.missing)} more than the {size(first.capacity)} that "
+        f"were predicted for {first.codec!r}, so backward has not read its values, and the gradients are wrong. From "
+        "now on there is room for that many: set the gradients to zero and run this step again. A codec of fixed "
+        "size, such as GroupQuant, cannot fail like this."
+    )
 
 
-class _Pinned:
-    """Pool of pinned 8-byte words. A pinned allocation costs far more than the copy into it."""
-
-    def __init__(self) -> None:
-        self.free: list[Tensor] = []
-        self.lock = threading.Lock()
-
-    def take(self) -> Tensor:
-        with self.lock:
-            if not self.free:
-                self.free = list(torch.zeros(256, dtype=torch.int64, pin_memory=True).split(1))
-            return self.free.pop()
-
-    def give(self, word: Tensor) -> None:
-        with self.lock:
-            self.free.append(word)
+_lock = threading.Lock()
+_open: dict[tuple[torch.device, Any], _Table] = {}
+"""The table that takes rows, for each stream of each device."""
 
 
-class _InFlight:
-    """Queue of the encodings whose sizes have not arrived, oldest first."""
-
-    def __init__(self) -> None:
-        self.queue: deque[_PendingSize] = deque()
-        self.bytes = 0
-        self.lock = threading.Lock()
-
-    def add(self, pending: _PendingSize) -> None:
-        with self.lock:
-            self.queue.append(pending)
-            self.bytes += pending.source_bytes
-        self.drain(wait=False)
-
-    def drain(self, wait: bool) -> None:
-        """Finish what has arrived. Wait for the oldest beyond the limit, or with `wait` for all."""
-        while True:
-            with self.lock:
-                if not self.queue:
-                    return
-                pending = self.queue[0]
-                before = self.bytes - self.queue[-1].source_bytes
-                if not (wait or before > IN_FLIGHT or pending.packed is None or pending.event.query()):
-                    return
-                self.queue.popleft()
-                self.bytes -= pending.source_bytes
-            pending.finish()
-
-
-_pinned = _Pinned()
-_in_flight = _InFlight()
-
-
-def settle_all(wait: bool = True) -> None:
-    """Finish the encodings in flight, so that no source is held any more; without `wait` those that have arrived."""
-    _in_flight.drain(wait)
+def _open_table(flat: Tensor) -> _Table:
+    stream = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
+    key = (flat.device, stream)
+    table = _open.get(key)
+    if table is None:
+        table = _open[key] = _Table(*key)
+    return table

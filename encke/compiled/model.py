@@ -26,7 +26,6 @@ from encke.capture.passes import may_push
 from encke.capture.sites import Site
 from encke.codecs import GroupQuant
 from encke.codecs.algebra import satisfies, strictest
-from encke.codecs.pending import settle_all
 from encke.compiled import aot, attention, lowerings, ops, rewrites
 from encke.compiled.cut import drop_unread, save_instead_of_recompute
 from encke.compiled.names import is_relu, value
@@ -144,7 +143,6 @@ class CompiledModel:
             output = self.call(*args, **kwargs)
         finally:
             pop_saved_tensors_hooks()
-        settle_all(wait=False)
         self.packs = self.packs or bool(self.ran)
         if not self.packs and not self.exact:
             raise RuntimeError(ERROR_NOTHING_PACKED)

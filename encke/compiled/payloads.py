@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from encke.capture.ledger import SIZE_PENDING
 from encke.codecs import Codec, Lossless, Packed
-from encke.codecs.base import AdaptedPacked, EncoderState
+from encke.codecs.base import AdaptedPacked
 from encke.codecs.groupquant import GroupQuantPacked
 from encke.codecs.layout import Layout, layout_of, with_rows
 from encke.compiled.ops import channel_shape, encode_measured, graph_owners, moments
@@ -53,22 +52,6 @@ def payload_of(handle: Tensor) -> Any:
     return packed
 
 
-class FinalState(EncoderState):
-    """Encoder state for memory that the compiled graph writes to again: a payload must fit at the first attempt.
-
-    Capacity is that of values stored as they are; it is trimmed once the size is known.
-    """
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.share = 1.01
-
-    def learn(self, payload: int, source: int) -> None:
-        """Learn nothing: less room would not always do."""
-
-
 def prepare(x: Tensor, graph: int, row: int) -> tuple[Packing, Codec, Layout, int, int]:
     """Return the entry of a tensor that is about to be packed, and codec, layout, length and key to pack it with."""
     owner = graph_owners[graph]()
@@ -91,13 +74,10 @@ def hold_packed(packing: Packing, x: Tensor, packed: Packed) -> Tensor:
     if not (x.is_cuda or packed.codec.exact or packed.intact(x)):
         packing.not_finite.update(packing.choosing)
         packed = Lossless().encode_run(x, *layout_of(x.shape, x.stride()), 0, packing.state)
-    record, pending, plan = packing.record, packed.pending_size, packed.plan
+    record, plan = packing.record, packed.plan
     if plan is None or plan is not packing.plan or packed.codec is not record.codec:
-        if pending is not None:
-            pending.forget_source()
         packing.plan = plan
-        record.codec, record.saved_bytes = packed.codec, x.nbytes
-        record.packed_bytes = packed.nbytes if pending is None else SIZE_PENDING
+        record.codec, record.saved_bytes, record.packed_bytes = packed.codec, x.nbytes, packed.nbytes
     return hold(packed, x.device)
 
 

@@ -23,7 +23,6 @@ from encke.compiled.calls import Call, Calls, ConstantCalls, RunTimeCalls
 from encke.compiled.masks import read_mask_from_codes
 from encke.compiled.names import bytes_of, size_hint, value
 from encke.compiled.pair import Pair
-from encke.compiled.payloads import FinalState
 from encke.kernels import GroupFormat, GroupPlan
 from encke.kernels.formats import channel_stride
 
@@ -55,7 +54,7 @@ class Packing:
         self.codec: Codec | None = constant
         """Codec of `CODES` when the graph was made, None for the other forms."""
         self.record = Record(SiteFacts(sites[0]))
-        self.state = self.record.facts.encoder_state = FinalState()
+        self.state = self.record.facts.encoder_state
         self.plan: GroupPlan | None = None
         """Plan that packed it last, if a plan did."""
         self.rows: tuple[int, int] | None = None

@@ -22,7 +22,7 @@ PLANE_BLOCK = 256
 """Values that share a form there."""
 PLANE_GROUP = 4096
 """Values that share a step there."""
-PLANE_HEADER = 40
+PLANE_HEADER = 16
 """Bytes at the beginning of its metadata."""
 ROUNDS = 4
 """Largest number of bits of a unary code there."""

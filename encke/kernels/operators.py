@@ -41,8 +41,8 @@ def decoded(like: Tensor, numel: Any, dtype: torch.dtype, mask: bool = False) ->
     return like.new_empty(numel, dtype=torch.bool if mask else dtype)
 
 
-def bounded_sizes(x: Tensor, format: list[float], seed: int, capacity: int) -> tuple[Tensor, Tensor]:
-    size = capacity if capacity >= 0 else torch.library.get_ctx().new_dynamic_size()
+def bounded_sizes(x: Tensor, format: list[float], seed: int) -> tuple[Tensor, Tensor]:
+    size = torch.library.get_ctx().new_dynamic_size()
     return new_bytes(x, BoundedFormat.meta_size(x.numel())), new_bytes(x, size)
 
 
@@ -74,7 +74,7 @@ register(
 # Schema, format, and fake of the functions that all backends have.
 OPERATORS: dict[str, tuple[str, type[Format], Callable[..., Any]]] = {
     "bounded_encode": (
-        "(Tensor x, float[] format, int seed, int capacity) -> (Tensor, Tensor)", BoundedFormat, bounded_sizes
+        "(Tensor x, float[] format, int seed) -> (Tensor, Tensor)", BoundedFormat, bounded_sizes
     ),
     "bounded_decode": (
         "(Tensor meta, Tensor payload, float[] format, SymInt numel, bool mask) -> Tensor", BoundedFormat,

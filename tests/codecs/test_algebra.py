@@ -26,6 +26,13 @@ from encke.codecs.exact import Mask, Sign
         ([ErrorBounded(0.1), ErrorBounded(0.01, "rel")], ErrorBounded(0.1, limit=0.01)),
         ([ErrorBounded(0.1, limit=0.5), ErrorBounded(0.2, limit=0.01)], ErrorBounded(0.1, limit=0.01)),
         ([ErrorBounded(0.1), Sign()], ErrorBounded(0.1)),
+        ([ErrorBounded(0.1, coarsens=True), ErrorBounded(0.2, coarsens=True)], ErrorBounded(0.1, coarsens=True)),
+        ([ErrorBounded(0.1, coarsens=True), ErrorBounded(0.2)], ErrorBounded(0.1)),
+        (
+            [ErrorBounded(0.1, coarsens=True), ErrorBounded(0.2, "rel", coarsens=True)],
+            ErrorBounded(0.1, limit=0.2, coarsens=True),
+        ),
+        ([ErrorBounded(0.1, coarsens=True), ErrorBounded(0.2, "rel")], ErrorBounded(0.1, limit=0.2)),
         ([ErrorBounded(0.1), Lossless()], Lossless()),
         ([ErrorBounded(0.1), ErrorBounded(0.1, rounding="stochastic")], ErrorBounded(0)),
         ([GroupQuant(2), ErrorBounded(0.1)], ErrorBounded(0)),

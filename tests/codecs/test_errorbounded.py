@@ -10,10 +10,11 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from encke.codecs import ErrorBounded
+from encke.codecs import Codec, ErrorBounded
 from encke.codecs.errorbounded import ROUNDINGS
 from encke.codecs.exact import Sign
 from encke.kernels import Backend, BoundedFormat, reference
+from encke.policies.comet.policy import initial_codec
 from tests.codecs.common import CONTENT, DEVICES, DTYPES, EXAMPLES, IMPLEMENTATIONS, bits
 
 cases = st.fixed_dictionaries(
@@ -35,7 +36,7 @@ def check_promise(backend: Backend, device: str, case: dict) -> None:
     bound, rel = (case["bound"], math.inf) if case["mode"] == "abs" else (math.inf, case["bound"])
     seed, dithered = case["seed"], case["rounding"] == "dithered"
     format = BoundedFormat(bound, rel, ROUNDINGS[case["rounding"]], x.dtype)
-    meta, payload = backend.bounded_encode(x.to(device), format, seed, -1)
+    meta, payload = backend.bounded_encode(x.to(device), format, seed)
     y, mask = (backend.bounded_decode(meta, payload, format, x.numel(), flag).cpu() for flag in (False, True))
     finite = torch.isfinite(x)
     wide = x.double()
@@ -56,7 +57,7 @@ def check_promise(backend: Backend, device: str, case: dict) -> None:
     assert torch.equal(mask, x != 0)
     assert meta.numel() + payload.numel() <= x.numel() * x.element_size() * 1.02 + 64
 
-    expected = reference.bounded_decode(*reference.bounded_encode(x, format, seed, -1), format, x.numel(), False)
+    expected = reference.bounded_decode(*reference.bounded_encode(x, format, seed), format, x.numel(), False)
     assert torch.equal(bits(expected), bits(y))
 
 
@@ -133,3 +134,16 @@ def test_size_is_near_the_entropy_of_the_levels(
 def test_bound_must_be_a_number() -> None:
     with pytest.raises(TypeError, match="bound must be a number, got '0.1'"):
         ErrorBounded("0.1")  # type: ignore[arg-type]
+
+
+def test_only_a_bound_that_a_policy_has_chosen_may_be_coarsened() -> None:
+    chosen = ErrorBounded(0.1, coarsens=True)
+    assert not ErrorBounded(0.1).coarsens and Codec.from_dict(chosen.to_dict()) == chosen != ErrorBounded(0.1)
+    # States of earlier releases do not say: then it holds.
+    old = {name: value for name, value in chosen.to_dict().items() if name != "coarsens"}
+    assert Codec.from_dict(old) == ErrorBounded(0.1)
+    assert ErrorBounded(0.1).covers(chosen) and not chosen.covers(ErrorBounded(0.1))
+    # What a reader needs holds, whatever the policy.
+    for refined in (chosen.refined(min_bits=4), chosen.refined(bound=0.05), chosen.refined(bound=1.0)):
+        assert isinstance(refined, ErrorBounded) and not refined.coarsens
+    assert all(codec.coarsens for codec in (initial_codec(False, 0, 4), initial_codec(False, 0, 8)))

@@ -17,13 +17,13 @@ BOUNDED = BoundedFormat(0.1, math.inf, NEAREST, X.dtype)
 DUAL = DualFormat(20, 25, 8, 2, True, X.dtype)
 LOG = LogFormat(0.1, 0.1, 0.001, X.dtype)
 FLAGS = (X > 0).to(torch.uint8)
-BYTES = torch.ops.encke.bounded_encode(X, BOUNDED.numbers(), 0, -1)
+BYTES = torch.ops.encke.bounded_encode(X, BOUNDED.numbers(), 0)
 
 SAMPLES = {
     "group_encode": lambda: (X, GROUP.numbers(), 7),
     "group_decode": lambda: (torch.ops.encke.group_encode(X, GROUP.numbers(), 7), GROUP.numbers(), 3000, 7),
     "group_mask": lambda: (torch.ops.encke.group_encode(X, GROUP.numbers(), 7), GROUP.numbers(), 3000),
-    "bounded_encode": lambda: (X, BOUNDED.numbers(), 0, -1),
+    "bounded_encode": lambda: (X, BOUNDED.numbers(), 0),
     "bounded_decode": lambda: (*BYTES, BOUNDED.numbers(), 3000, False),
     "dual_encode": lambda: (X, DUAL.numbers(), 7),
     "dual_decode": lambda: (torch.ops.encke.dual_encode(X, DUAL.numbers(), 7), DUAL.numbers(), 3000, False),
@@ -52,7 +52,7 @@ def test_operators_do_what_the_backend_does() -> None:
     assert torch.equal(*(plan.mask(data) for plan in plans))
     assert torch.equal(*(plan.gate(data, x) for plan in plans))
     assert torch.equal(*(plan.decode_strided(data, 7, (30, 100), (1, 30)) for plan in plans))
-    for ours, theirs in zip(*(each.bounded_encode(x, BOUNDED, 3, -1) for each in (backend, dispatched)), strict=True):
+    for ours, theirs in zip(*(each.bounded_encode(x, BOUNDED, 3) for each in (backend, dispatched)), strict=True):
         assert torch.equal(ours, theirs)
     assert torch.equal(*(each.dual_encode(x, DUAL, 3) for each in (backend, dispatched)))
     assert torch.equal(*(each.log_encode(-x.abs(), LOG, 3) for each in (backend, dispatched)))

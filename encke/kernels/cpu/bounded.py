@@ -24,8 +24,8 @@ from encke.kernels.formats import (
     BoundedFormat,
 )
 
-HEADER = "<dqqqQ"
-"""Numbers at the beginning of the metadata: bound, size of the payload in words, two that are not used here, seed."""
+HEADER = "<dQ"
+"""Numbers at the beginning of the metadata: bound and seed."""
 
 
 @jit
@@ -60,8 +60,8 @@ def usable_bound(bound: float, dtype: torch.dtype) -> np.floating:
     return eb if float(eb) >= SMALLEST_BOUND[dtype] else work(0)
 
 
-def bounded_encode(x: Tensor, format: BoundedFormat, seed: int, capacity: int) -> tuple[Tensor, Tensor]:
-    """Encode flat values within the bound: (meta, payload), of exact size whatever the capacity."""
+def bounded_encode(x: Tensor, format: BoundedFormat, seed: int) -> tuple[Tensor, Tensor]:
+    """Encode flat values within the bound: (meta, payload)."""
     numel, bound = x.numel(), format.bound
     if numel == 0:
         return torch.zeros(PLANE_HEADER, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)
@@ -85,7 +85,7 @@ def bounded_encode(x: Tensor, format: BoundedFormat, seed: int, capacity: int) -
     base, total = np.cumsum(units) - units, int(units.sum())
     payload = torch.empty(4 * total, dtype=torch.uint8)
     run(gather_task, tasks, size, groups, *place, base, units, payload.numpy(), wake=total > MIN_TASK)
-    header = struct.pack(HEADER, eb, total, 0, 0, seed & (1 << 64) - 1)
+    header = struct.pack(HEADER, eb, seed & (1 << 64) - 1)
     meta_bytes[:PLANE_HEADER] = np.frombuffer(header, np.uint8)
     return meta, payload
 
@@ -100,7 +100,7 @@ def bounded_decode(meta: Tensor, payload: Tensor, format: BoundedFormat, numel: 
     if mask:
         run(mask_task, tasks, size, numel, out.numpy(), meta_bytes, data, np.empty(0, CARRIER[format.dtype]))
         return out
-    eb, _, _, _, seed = struct.unpack(HEADER, meta_bytes[:PLANE_HEADER].tobytes())
+    eb, seed = struct.unpack(HEADER, meta_bytes[:PLANE_HEADER].tobytes())
     work = np.float64 if format.dtype == torch.float64 else np.float32
     rounding = (format.rounding == DITHERED, *seed_halves(seed))
     run(decode_task, tasks, size, numel, elements(out), meta_bytes, data, work(eb), *rounding)

@@ -15,6 +15,8 @@ from encke.kernels.gpu.planes_encode import encode_kernel, range_kernel
 
 WARPS = 4  # of a group: 32 values a thread, whose bits are one word
 RANGE_SIZE = 16384  # values that a program of the range kernel reads
+FIRST_SHARE = 0.3  # of the source's bytes: capacity of a payload about which nothing is known
+SIZES = 8  # words that encoding counts in: sizes of up to 4 attempts, largest and smallest value
 
 
 def usable_bound(bound: float, dtype: torch.dtype) -> float:
@@ -29,29 +31,45 @@ def usable_bound(bound: float, dtype: torch.dtype) -> float:
     return near if near <= bound else struct.unpack("<f", struct.pack("<i", bits - 1))[0]
 
 
-def bounded_encode(x: Tensor, format: BoundedFormat, seed: int, capacity: int) -> tuple[Tensor, Tensor]:
-    """Encode flat values within the bound: (meta, payload).
+def bounded_encode(x: Tensor, format: BoundedFormat, seed: int) -> tuple[Tensor, Tensor]:
+    """Encode flat values within the bound: (meta, payload). The host waits for the size."""
+    capacity = int(x.numel() * x.element_size() * FIRST_SHARE) + 4096
+    while True:
+        sizes = torch.zeros(SIZES, dtype=torch.int64, device=x.device)
+        meta, payload = bounded_encode_within(x, format, seed, capacity, sizes)
+        used = 4 * int(sizes[0])
+        if used <= capacity:
+            return meta, payload if used == capacity else payload[:used].clone()
+        capacity = used
 
-    With a capacity there is no synchronisation: the caller compares it later with the size that meta tells.
+
+def bounded_encode_within(
+    x: Tensor, format: BoundedFormat, seed: int, capacity: int, sizes: Tensor, factors: tuple[float, ...] = (1.0,)
+) -> tuple[Tensor, Tensor]:
+    """Encode flat values into so many bytes: (meta, payload). The host does not wait.
+
+    Args:
+        x: The values.
+        format: How to encode them.
+        seed: Seed of random rounding.
+        capacity: Bytes of the payload.
+        sizes: 8 words, zero. The first ones become the size in units of 4 bytes of each attempt, 0 for none.
+        factors: The bound of each attempt, as a multiple of that of the format. An attempt is made if the one before
+            took more than the capacity. If all did, the payload is incomplete, and what is missing decodes to NaN.
     """
-    numel, dtype, relative, bound = x.numel(), x.dtype, format.relative != math.inf, format.bound
-    groups, exact = -(-numel // PLANE_GROUP), capacity < 0
-    if exact:
-        capacity = groups * PLANE_GROUP * dtype.itemsize  # no block takes more than its values
-    meta = torch.zeros(format.meta_size(numel), dtype=torch.uint8, device=x.device)
+    numel, dtype, relative = x.numel(), x.dtype, format.relative != math.inf
+    meta = torch.empty(format.meta_size(numel), dtype=torch.uint8, device=x.device)
     payload = torch.empty(capacity, dtype=torch.uint8, device=x.device)
     if numel == 0:
-        return meta, payload
-    kind = TYPES[dtype]
+        return meta.zero_(), payload
+    kind, halves = TYPES[dtype], seed_halves(seed)
     if relative:
-        launch_kernel(range_kernel, -(-numel // RANGE_SIZE), (x, meta), (numel,), (kind, RANGE_SIZE), 8, specialised=1)
-    else:
-        bound = usable_bound(bound, dtype)
-    numbers = (numel, capacity, bound, format.relative, *seed_halves(seed))
-    constants = (kind, relative, format.rounding)
-    launch_kernel(encode_kernel, groups, (x, meta, payload), numbers, constants, WARPS, specialised=1)
-    if exact:
-        payload = payload[: 4 * int(meta[8:16].view(torch.int64))].clone()
+        launch_kernel(range_kernel, -(-numel // RANGE_SIZE), (x, sizes), (numel,), (kind, RANGE_SIZE), 8, specialised=1)
+    groups, tensors, constants = -(-numel // PLANE_GROUP), (x, meta, payload, sizes), (kind, relative, format.rounding)
+    for attempt, factor in enumerate(factors):
+        bound = format.bound * factor if relative else usable_bound(format.bound * factor, dtype)
+        numbers = (numel, capacity, attempt, bound, format.relative * factor, *halves)
+        launch_kernel(encode_kernel, groups, tensors, numbers, constants, WARPS, specialised=1)
     return meta, payload
 
 
@@ -59,6 +77,7 @@ def bounded_decode(meta: Tensor, payload: Tensor, format: BoundedFormat, numel: 
     """Return the flat values that `bounded_encode` stored, or with `mask` only whether each is not zero."""
     out = torch.empty(numel, dtype=torch.bool if mask else format.dtype, device=meta.device)
     if numel:
-        buffers, constants = (meta, payload, out), (TYPES[format.dtype], mask, format.rounding == DITHERED)
-        launch_kernel(decode_kernel, -(-numel // PLANE_GROUP), buffers, (numel,), constants, WARPS, specialised=1)
+        buffers, numbers = (meta, payload, out), (numel, payload.numel())
+        constants = (TYPES[format.dtype], mask, format.rounding == DITHERED)
+        launch_kernel(decode_kernel, -(-numel // PLANE_GROUP), buffers, numbers, constants, WARPS, specialised=1)
     return out

@@ -112,16 +112,20 @@ def put_values(out, value, nonzero, mask, DTYPE: tl.constexpr, MASK: tl.constexp
         tl.store(out, value, mask=mask)
 
 
-@triton.jit
-def decode_kernel(meta, payload, out, numel: tl.int64, DTYPE: tl.constexpr, MASK: tl.constexpr, DITHERED: tl.constexpr):
-    """Decode a group."""
+@triton.jit(do_not_specialize=["capacity"])
+def decode_kernel(
+    meta, payload, out, numel: tl.int64, capacity: tl.int64,
+    DTYPE: tl.constexpr, MASK: tl.constexpr, DITHERED: tl.constexpr,
+):  # fmt: skip
+    """Decode a group. One that the encoder had no space for becomes NaN, or no mask."""
     SIZE: tl.constexpr = 8 if DTYPE == tl.float64 else (4 if DTYPE == tl.float32 else 2)
+    STORED: tl.constexpr = tl.int16 if DTYPE == tl.bfloat16 else DTYPE
     group = tl.program_id(0).to(tl.int64)
     groups = (numel + 4095) >> 12
     left = tl.minimum(numel - group * 4096, 4096).to(tl.int32)
     block = tl.arange(0, 16)
     inside = tl.minimum(tl.maximum(left - block * 256, 0), 256)
-    heads = meta + 40 + groups * 5 + (group * 16 + block) * 3
+    heads = meta + 16 + groups * 5 + (group * 16 + block) * 3
     first = tl.load(heads, mask=inside > 0, other=0).to(tl.int32)
     second = tl.load(heads + 1, mask=inside > 0, other=0).to(tl.int32)
     what = tl.load(heads + 2, mask=inside > 0, other=0x60).to(tl.int32)
@@ -130,7 +134,14 @@ def decode_kernel(meta, payload, out, numel: tl.int64, DTYPE: tl.constexpr, MASK
     size = tl.where(wide, first | ((second & 7) << 8), first)
     size = tl.where(what == AS_IS, inside * SIZE, tl.where(what == REPEATED, SIZE, tl.where(plain, size, 0)))
     start = tl.cumsum(size, 0) - size
-    payload += tl.load((meta + 40).to(tl.pointer_type(tl.uint32)) + group).to(tl.int64) * 4
+    offset = tl.load((meta + 16).to(tl.pointer_type(tl.uint32)) + group).to(tl.int64) * 4
+    i = tile_index()
+    out += group * 4096 + i
+    if offset + tl.sum(size, 0) > capacity:
+        lost = tl.full((2, 4, 16, 8, 4), 0x7FC0 if DTYPE == tl.bfloat16 else float("nan"), STORED)
+        put_values(out, lost, i < 0, i < left, DTYPE, MASK)
+        return
+    payload += offset
 
     at = start * 8 + tl.where(wide, 32, 0)
     sparse = plain & ((what & 8) > 0)
@@ -140,8 +151,6 @@ def decode_kernel(meta, payload, out, numel: tl.int64, DTYPE: tl.constexpr, MASK
         flags, at = get_words(payload, at, tl.where(sparse[None, None, :], count_ones(coded), 0))
         coded = tl.where(sparse[None, None, :], spread(flags, coded, one, two, four, eight, sixteen), coded)
 
-    i = tile_index()
-    out += group * 4096 + i
     nonzero = split_lanes(split_slices(coded)) > 0
     here = (i < left) & of_block((what != AS_IS) & (what != REPEATED))
     WORK: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
@@ -149,7 +158,7 @@ def decode_kernel(meta, payload, out, numel: tl.int64, DTYPE: tl.constexpr, MASK
         put_values(out, nonzero, nonzero, here, DTYPE, MASK)
     else:
         eb = tl.load(meta.to(tl.pointer_type(tl.float64))).to(WORK)
-        code = tl.load(meta + 40 + groups * 4 + group).to(tl.int32) & 15
+        code = tl.load(meta + 16 + groups * 4 + group).to(tl.int32) & 15
         eb_c = shrink(eb, code, DTYPE)
         base = tl.where(second > 127, second - 256, second)
         for byte in tl.static_range(4):
@@ -160,7 +169,7 @@ def decode_kernel(meta, payload, out, numel: tl.int64, DTYPE: tl.constexpr, MASK
         turned = tl.where((number & 1) > 0, (number + 1) >> 1, -(number >> 1))
         order = of_block((what >> 5) & 3)
         level = of_block(base) + tl.where(order == 0, number, tl.where(order == 2, -turned, turned))
-        seed = (meta + 32).to(tl.pointer_type(tl.int32))
+        seed = (meta + 8).to(tl.pointer_type(tl.int32))
         hash = tile_hash(group, tl.load(seed), tl.load(seed + 1))
         zero = narrow(tl.zeros((2, 4, 16, 8, 4), WORK), DTYPE)
         value = tl.where(nonzero, values_of(level, eb_c, hash, DTYPE, DITHERED), zero)
@@ -169,6 +178,5 @@ def decode_kernel(meta, payload, out, numel: tl.int64, DTYPE: tl.constexpr, MASK
     if tl.max(((what == AS_IS) | (what == REPEATED)).to(tl.int32), 0) > 0:
         raw, constant = (i < left) & of_block(what == AS_IS), (i < left) & of_block(what == REPEATED)
         bits = get_raw(payload, start, raw, 1, SIZE) | get_raw(payload, start, constant, 0, SIZE)
-        STORED: tl.constexpr = tl.int16 if DTYPE == tl.bfloat16 else DTYPE
         value = bits.to(STORED, bitcast=True)
         put_values(out, value, widen(value, DTYPE) != 0, raw | constant, DTYPE, MASK)

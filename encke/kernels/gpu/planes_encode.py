@@ -35,6 +35,8 @@ from encke.kernels.gpu.tiles import (
     word_sum,
 )
 
+RANGE = tl.constexpr(4)  # where the keys of largest and smallest value stand among the sizes
+
 
 @triton.jit
 def key_of(v):
@@ -53,8 +55,8 @@ def value_of(key):
 
 
 @triton.jit
-def range_kernel(x, meta, numel: tl.int64, DTYPE: tl.constexpr, SIZE: tl.constexpr):
-    """Write keys of the largest and the negated smallest finite value to meta[16:32], by atomic maximum from zero."""
+def range_kernel(x, sizes, numel: tl.int64, DTYPE: tl.constexpr, SIZE: tl.constexpr):
+    """Write keys of the largest and the negated smallest finite value behind the sizes, by atomic maximum from zero."""
     first = tl.program_id(0).to(tl.int64) * SIZE
     left = tl.minimum(numel - first, SIZE).to(tl.int32)
     i = tl.arange(0, SIZE)
@@ -63,20 +65,20 @@ def range_kernel(x, meta, numel: tl.int64, DTYPE: tl.constexpr, SIZE: tl.constex
     finite = tl.abs(v) < float("inf")
     high = tl.max(tl.where(finite, v, -float("inf")), 0)
     low = tl.min(tl.where(finite, v, float("inf")), 0)
-    keys = (meta + 16).to(tl.pointer_type(tl.uint64))
+    keys = (sizes + RANGE).to(tl.pointer_type(tl.uint64))
     if high >= low:
         tl.atomic_max(keys, key_of(high.to(tl.float64)), sem="relaxed")
         tl.atomic_max(keys + 1, key_of(-low.to(tl.float64)), sem="relaxed")
 
 
 @triton.jit
-def usable_bound(meta, bound, rel, DTYPE: tl.constexpr, RELATIVE: tl.constexpr):
+def usable_bound(sizes, bound, rel, DTYPE: tl.constexpr, RELATIVE: tl.constexpr):
     """Round min(bound, rel * range) down, clamp it, zero where too small; the host has done that for `bound` alone."""
     eb = tl.full((), bound, tl.float64)
     if not RELATIVE:
         return eb if DTYPE == tl.float64 else eb.to(tl.float32)
     else:
-        keys = (meta + 16).to(tl.pointer_type(tl.uint64))
+        keys = (sizes + RANGE).to(tl.pointer_type(tl.uint64))
         high, low = tl.load(keys), tl.load(keys + 1)
         spread = tl.where(high == 0, 0.0, value_of(high) + value_of(low))
         eb = tl.minimum(tl.minimum(eb, spread * tl.full((), rel, tl.float64)), 2.0**120)
@@ -243,9 +245,9 @@ def put_raw(payload, start, x, mask, SIZE: tl.constexpr):
 @triton.jit
 def put_tables(meta, group, groups, offset, code, first, second, what, inside):
     """Write the metadata of a group."""
-    tl.store((meta + 40).to(tl.pointer_type(tl.int32)) + group, offset.to(tl.int32))
-    tl.store(meta + 40 + groups * 4 + group, code.to(tl.uint8))
-    heads = meta + 40 + groups * 5 + (group * 16 + tl.arange(0, 16)) * 3
+    tl.store((meta + 16).to(tl.pointer_type(tl.int32)) + group, offset.to(tl.int32))
+    tl.store(meta + 16 + groups * 4 + group, code.to(tl.uint8))
+    heads = meta + 16 + groups * 5 + (group * 16 + tl.arange(0, 16)) * 3
     tl.store(heads, first.to(tl.uint8), mask=inside > 0)
     tl.store(heads + 1, second.to(tl.uint8), mask=inside > 0)
     tl.store(heads + 2, what.to(tl.uint8), mask=inside > 0)
@@ -262,21 +264,26 @@ def put_zeros(payload, units):
     tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["capacity", "seed_low", "seed_high"])
+@triton.jit(do_not_specialize=["capacity", "attempt", "seed_low", "seed_high"])
 def encode_kernel(
-    x, meta, payload, numel: tl.int64, capacity: tl.int64, bound: tl.float64, rel: tl.float64,
+    x, meta, payload, sizes, numel: tl.int64, capacity: tl.int64, attempt: tl.int32, bound: tl.float64, rel: tl.float64,
     seed_low: tl.int32, seed_high: tl.int32,
     DTYPE: tl.constexpr, RELATIVE: tl.constexpr, ROUNDING: tl.constexpr,
 ):  # fmt: skip
-    """Encode a group. It reserves its space with one addition to a counter, and is written only if it fits."""
+    """Encode a group. It reserves its space with one addition to a counter, and is written only if it fits.
+
+    Each attempt has a counter. One behind the first does nothing if the one before had enough space, or did nothing.
+    """
+    if (attempt > 0) & (tl.load(sizes + tl.maximum(attempt - 1, 0)) * 4 <= capacity):
+        return
     SIZE: tl.constexpr = 8 if DTYPE == tl.float64 else (4 if DTYPE == tl.float32 else 2)
     group = tl.program_id(0).to(tl.int64)
     groups = (numel + 4095) >> 12
-    allowed = usable_bound(meta, bound, rel, DTYPE, RELATIVE)
+    allowed = usable_bound(sizes, bound, rel, DTYPE, RELATIVE)
     eb = allowed * 0.5 if ROUNDING == STOCHASTIC else allowed
     if group == 0:
         tl.store(meta.to(tl.pointer_type(tl.float64)), eb.to(tl.float64))
-        seed = (meta + 32).to(tl.pointer_type(tl.int32))
+        seed = (meta + 8).to(tl.pointer_type(tl.int32))
         tl.store(seed, seed_low)
         tl.store(seed + 1, seed_high)
     left = tl.minimum(numel - group * 4096, 4096).to(tl.int32)
@@ -337,7 +344,7 @@ def encode_kernel(
     size = tl.where(plain, size, tl.where(special == AS_IS, inside * SIZE, tl.where(special == REPEATED, SIZE, 0)))
 
     units = (tl.sum(size, 0) + 3) >> 2
-    reserved = tl.atomic_add((meta + 8).to(tl.pointer_type(tl.int64)), units.to(tl.int64), sem="relaxed")
+    reserved = tl.atomic_add(sizes + attempt, units.to(tl.int64), sem="relaxed")
     fits = (reserved + units) * 4 <= capacity
     flags = (sparse.to(tl.int32) << 3) | (fixed.to(tl.int32) << 4) | (order << 5)
     second = tl.where(wide, (size >> 8) | (k << 3), base)

@@ -234,8 +234,8 @@ def put_blocks(bits: Tensor, at: Tensor, form: Form, coded: Tensor, valid: Tenso
         at = put_plane(bits, at, quotient - ROUNDS >> p & 1, alive & (p < form.rest)[:, None])
 
 
-def bounded_encode(x: Tensor, format: BoundedFormat, seed: int, capacity: int) -> tuple[Tensor, Tensor]:
-    """Encode flat values within the bound: (meta, payload). The size is exact, `capacity` unused."""
+def bounded_encode(x: Tensor, format: BoundedFormat, seed: int) -> tuple[Tensor, Tensor]:
+    """Encode flat values within the bound: (meta, payload)."""
     warn_if_large(x)
     numel, device, dtype = x.numel(), x.device, x.dtype
     meta = torch.zeros(format.meta_size(numel), dtype=torch.uint8, device=device)
@@ -297,8 +297,7 @@ def bounded_encode(x: Tensor, format: BoundedFormat, seed: int, capacity: int) -
     heads = [torch.where(plain, torch.where(form.wide, w, s), 0) for s, w in zip(narrow, wide, strict=True)]
     heads[2] += special
     meta[:8] = eb.double().reshape(1).view(torch.uint8)
-    meta[8:16] = units.sum().reshape(1).view(torch.uint8)
-    meta[32:40] = torch.tensor([(seed + 2**63) % 2**64 - 2**63], device=device).view(torch.uint8)
+    meta[8:16] = torch.tensor([(seed + 2**63) % 2**64 - 2**63], device=device).view(torch.uint8)
     meta[PLANE_HEADER : PLANE_HEADER + 4 * groups] = offset.to(torch.int32).view(torch.uint8)
     meta[PLANE_HEADER + 4 * groups : PLANE_HEADER + 5 * groups] = code.to(torch.uint8)
     meta[PLANE_HEADER + 5 * groups :] = torch.stack(heads, 1).view(-1).to(torch.uint8)
@@ -312,7 +311,7 @@ def bounded_decode(meta: Tensor, payload: Tensor, format: BoundedFormat, numel: 
         return torch.zeros(0, dtype=torch.bool if mask else dtype, device=device)
     groups, blocks = -(-numel // PLANE_GROUP), -(-numel // PLANE_BLOCK)
     eb = meta[:8].clone().view(torch.float64).to(compute_dtype(dtype))[0]
-    seed = int(meta[32:40].clone().view(torch.int64))
+    seed = int(meta[8:16].clone().view(torch.int64))
     offset = meta[PLANE_HEADER : PLANE_HEADER + 4 * groups].clone().view(torch.int32).long() & MASK32
     code = meta[PLANE_HEADER + 4 * groups : PLANE_HEADER + 5 * groups].long()
     heads = meta[PLANE_HEADER + 5 * groups :].view(blocks, 3).long()

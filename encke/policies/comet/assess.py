@@ -337,14 +337,15 @@ class Assessment:
         now = predict(self.comet.formula, each.sample, each.gradient, tensor.share / 3, 0.0)
         unit = each.now / tensor.bound if each.now > 0 else now
         bound = clamp(gain.bound_for(each.tolerated, unit), tensor.std) if unit > 0 else tensor.std
-        each.setting.codec = ErrorBounded(bound, seed=self.comet.seed)
+        each.setting.codec = ErrorBounded(bound, seed=self.comet.seed, coarsens=True)
         self._note_weight(each, gain.expect(bound, unit))
 
     def _set_spread_bound(self, site: Site, tensor: TensorFigures) -> None:
         """Set the bound of another input relative to its own spread, for rounding to nearest."""
         setting = self._setting(site, 0)
         relative = min(NEAREST_SPREAD * math.sqrt(self.comet.tolerance / PAPER_SIGMA), 2 * NEAREST_SPREAD)
-        setting.codec = ErrorBounded(clamp(relative * tensor.std, tensor.std), seed=self.comet.seed)
+        bound = clamp(relative * tensor.std, tensor.std)
+        setting.codec = ErrorBounded(bound, seed=self.comet.seed, coarsens=True)
         self.learnt.note(self.step.number, site, setting, tensor.share, tensor.std)
 
     def _note_weight(self, each: WeightInput, expected: float) -> None:

@@ -234,4 +234,4 @@ def initial_bits(site: Site) -> int:
 @cache
 def initial_codec(stochastic: bool, seed: int, bits: int) -> Codec:
     """Return the codec in force before anything was measured; 1 % of the range for rounding to nearest."""
-    return GroupQuant(bits=bits, seed=seed) if stochastic else ErrorBounded(1e-2, "rel", seed=seed)
+    return GroupQuant(bits=bits, seed=seed) if stochastic else ErrorBounded(1e-2, "rel", seed=seed, coarsens=True)

@@ -23,9 +23,9 @@ LIMITS = [(bound, math.inf) for bound in BOUNDS] + [(math.inf, rel) for rel in (
 
 def check(x: torch.Tensor, bound: float, rel: float, rounding: int, seed: int) -> None:
     format, about = BoundedFormat(bound, rel, rounding, x.dtype), (x.numel(), seed)
-    ours = cpu.bounded_encode(x, format, seed, -1)
+    ours = cpu.bounded_encode(x, format, seed)
     with one_thread():
-        theirs = reference.bounded_encode(x, format, seed, -1)
+        theirs = reference.bounded_encode(x, format, seed)
         expected = [reference.bounded_decode(*theirs, format, x.numel(), mask) for mask in (False, True)]
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a, b), (format, about)
@@ -70,7 +70,7 @@ def test_all_finite_halves_and_ties(dtype: torch.dtype) -> None:
 
 def test_groups_in_any_order() -> None:
     x = content("outlier", 20000, torch.float32)
-    meta, payload = reference.bounded_encode(x, FORMAT, 0, -1)
+    meta, payload = reference.bounded_encode(x, FORMAT, 0)
     groups = 5
     at = meta[PLANE_HEADER : PLANE_HEADER + 4 * groups].view(torch.int32)
     starts = [*(at * 4).tolist(), payload.numel()]
@@ -91,14 +91,14 @@ def test_views_and_grad() -> None:
     strided = torch.randn(6000)[::2]
     for t in (x, strided):
         check(t, 0.01, math.inf, NEAREST, 0)
-    meta, payload = cpu.bounded_encode(strided, FORMAT, 0, -1)
+    meta, payload = cpu.bounded_encode(strided, FORMAT, 0)
     buffer = torch.cat([torch.zeros(1, dtype=torch.uint8), meta, payload])  # nothing is aligned
     decoded = cpu.bounded_decode(buffer[1 : 1 + meta.numel()], buffer[1 + meta.numel() :], FORMAT, 3000, False)
     assert torch.equal(decoded, cpu.bounded_decode(meta, payload, FORMAT, 3000, False))
 
 
 def test_damaged_metadata_stays_inside_the_payload() -> None:
-    meta, payload = cpu.bounded_encode(torch.randn(5000), FORMAT, 0, -1)
+    meta, payload = cpu.bounded_encode(torch.randn(5000), FORMAT, 0)
     g = torch.Generator().manual_seed(0)
     for _ in range(50):
         damaged = meta.clone()

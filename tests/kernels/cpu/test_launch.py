@@ -21,14 +21,14 @@ FORMAT = BoundedFormat(0.01, math.inf, NEAREST, torch.float32)
 
 def test_threads_at_once() -> None:
     tensors = [torch.randn(400_000, generator=torch.Generator().manual_seed(i)) for i in range(4)]
-    expected = [cpu.bounded_encode(x, FORMAT, 0, -1) for x in tensors]
+    expected = [cpu.bounded_encode(x, FORMAT, 0) for x in tensors]
     wrong: list[int] = []
     start = threading.Barrier(len(tensors))
 
     def work(i: int) -> None:
         start.wait()
         for _ in range(20):
-            meta, payload = cpu.bounded_encode(tensors[i], FORMAT, 0, -1)
+            meta, payload = cpu.bounded_encode(tensors[i], FORMAT, 0)
             decoded = cpu.bounded_decode(meta, payload, FORMAT, tensors[i].numel(), False)
             same = torch.equal(meta, expected[i][0]) and torch.equal(payload, expected[i][1])
             if not same or float((decoded - tensors[i]).abs().max()) > 0.01:
@@ -43,7 +43,7 @@ def test_threads_at_once() -> None:
 
 
 def encode_in_child(connection: multiprocessing.connection.Connection, x: torch.Tensor) -> None:
-    meta, payload = cpu.bounded_encode(x, FORMAT, 0, -1)
+    meta, payload = cpu.bounded_encode(x, FORMAT, 0)
     decoded = cpu.bounded_decode(meta, payload, FORMAT, x.numel(), False)
     connection.send([bytes(t.view(torch.uint8).numpy()) for t in (meta, payload, decoded)])
 
@@ -52,7 +52,7 @@ def encode_in_child(connection: multiprocessing.connection.Connection, x: torch.
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_after_a_fork() -> None:
     x = torch.randn(400_000)
-    meta, payload = cpu.bounded_encode(x, FORMAT, 0, -1)  # the parent's threads are running
+    meta, payload = cpu.bounded_encode(x, FORMAT, 0)  # the parent's threads are running
     decoded = cpu.bounded_decode(meta, payload, FORMAT, x.numel(), False)
     here, there = multiprocessing.Pipe()
     child = multiprocessing.get_context("fork").Process(target=encode_in_child, args=(there, x))

@@ -10,17 +10,18 @@ from encke.kernels.formats import DITHERED, NEAREST, PLANE_GROUP, PLANE_HEADER, 
 from tests.kernels.gpu.common import COMPILED_DTYPES, DEVICE, DTYPES, INF, SEED, compile_for_hopper, content, same
 
 gpu = pytest.importorskip("encke.kernels.gpu", reason="needs triton")
+bounded, launch = (pytest.importorskip(f"encke.kernels.gpu.{name}") for name in ("bounded", "launch"))
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 def check(x: torch.Tensor, bound: float, rel: float, rounding: int) -> None:
     """Both implementations store the same, and each decodes what the other stored."""
     format = BoundedFormat(bound, rel, rounding, x.dtype)
-    meta, payload = reference.bounded_encode(x, format, SEED, -1)
-    gpu_meta, gpu_payload = gpu.bounded_encode(x, format, SEED, -1)
+    meta, payload = reference.bounded_encode(x, format, SEED)
+    gpu_meta, gpu_payload = gpu.bounded_encode(x, format, SEED)
     numel, groups = x.numel(), -(-x.numel() // PLANE_GROUP)
     expected, mask = (reference.bounded_decode(meta, payload, format, numel, flag) for flag in (False, True))
-    for part in (slice(0, 16), slice(32, PLANE_HEADER) if numel else slice(0), slice(PLANE_HEADER + 4 * groups, None)):
+    for part in (slice(PLANE_HEADER), slice(PLANE_HEADER + 4 * groups, None)):
         assert torch.equal(meta[part], gpu_meta[part]), part
     assert len(payload) == len(gpu_payload)
     assert same(reference.bounded_decode(gpu_meta, gpu_payload, format, numel, False), expected)
@@ -56,35 +57,74 @@ def test_sizes(numel):
     check(content("relu", numel, torch.float32), 1e-2, INF, NEAREST)
 
 
-def encode_guarded(x: torch.Tensor, format: BoundedFormat, capacity: int, monkeypatch) -> tuple[torch.Tensor, ...]:
-    """Encode with a payload inside a larger buffer: meta, payload, and what lies behind the payload."""
+def encode_guarded(
+    x: torch.Tensor, format: BoundedFormat, capacity: int, factors: tuple[float, ...], monkeypatch
+) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Encode into a payload inside of a larger buffer, and see that nothing is written behind it."""
     buffer = torch.full((capacity + 4096,), 77, dtype=torch.uint8, device=DEVICE)
-    empty = torch.empty
+    empty, sizes = torch.empty, torch.zeros(8, dtype=torch.int64, device=DEVICE)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", lambda *s, **k: buffer[:capacity] if s == (capacity,) else empty(*s, **k))
-        meta, payload = gpu.bounded_encode(x, format, SEED, capacity)
-    return meta, payload, buffer[capacity:]
+        meta, payload = gpu.bounded_encode_within(x, format, SEED, capacity, sizes, factors)
+    assert bool((buffer[capacity:] == 77).all()) and len(payload) == capacity
+    return meta, payload, sizes[:4].tolist()
 
 
-def test_capacity(monkeypatch):
-    """Too little space: the size is still counted, something is written, and nothing after the end."""
+@pytest.mark.slow
+def test_too_small_a_capacity_is_counted_and_what_is_missing_decodes_to_nan(monkeypatch):
     x = content("blocks", 5000, torch.float32)
     format = BoundedFormat(1e-2, INF, NEAREST, x.dtype)
-    meta, payload = reference.bounded_encode(x, format, SEED, -1)
-    for capacity in (len(payload) - 4, len(payload) + 400):
-        gpu_meta, gpu_payload, behind = encode_guarded(x, format, capacity, monkeypatch)
-        assert len(gpu_payload) == capacity
-        assert torch.equal(gpu_meta[8:16], meta[8:16])
-        assert bool((behind == 77).all())
-        assert bool((gpu_payload != 77).any())
-    expected = reference.bounded_decode(meta, payload, format, 5000, False)
-    assert same(gpu.bounded_decode(gpu_meta, gpu_payload, format, 5000, False), expected)
+    expected = reference.bounded_encode(x, format, SEED)
+    needed = len(expected[1])
+    for capacity in (needed - 4, needed + 400):
+        meta, payload, sizes = encode_guarded(x, format, capacity, (1.0,), monkeypatch)
+        assert sizes == [needed // 4, 0, 0, 0] and bool((payload != 77).any())
+        decoded, mask = (gpu.bounded_decode(meta, payload, format, 5000, flag) for flag in (False, True))
+        right = reference.bounded_decode(*expected, format, 5000, False)
+        # Groups are written whole or not at all.
+        parts = [(decoded[a:b], mask[a:b], right[a:b]) for a, b in ((0, 4096), (4096, 5000))]
+        lost = [bool(values.isnan().all()) and not bool(flags.any()) for values, flags, _ in parts]
+        assert sum(lost) == (capacity < needed)
+        for missing, (values, flags, same_values) in zip(lost, parts, strict=True):
+            assert missing or (same(values, same_values) and torch.equal(flags, same_values != 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("relative", [False, True])
+def test_values_are_encoded_again_with_a_coarser_bound_until_they_fit(relative, monkeypatch):
+    x = content("blocks", 2500, torch.float32)
+    bounds = (INF, 1e-3) if relative else (1e-3, INF)
+    formats = [BoundedFormat(*(bound * factor for bound in bounds), NEAREST, x.dtype) for factor in (1, 4, 64)]
+    expected = [reference.bounded_encode(x, format, SEED) for format in formats]
+    needed = [len(payload) for _, payload in expected]
+    assert needed[0] > needed[1] > needed[2]
+    for capacity, taken in ((needed[0] - 4, 1), (needed[1] - 4, 2)):
+        meta, payload, sizes = encode_guarded(x, formats[0], capacity, (1.0, 4.0, 64.0), monkeypatch)
+        assert sizes == [size // 4 for size in needed[: taken + 1]] + [0] * (3 - taken)
+        # The bound stands in the metadata: whoever decodes needs not know.
+        decoded = gpu.bounded_decode(meta, payload, formats[0], 2500, False)
+        assert same(decoded, reference.bounded_decode(*expected[taken], formats[taken], 2500, False))
+
+
+def test_later_attempts_touch_nothing_if_the_first_had_enough_space():
+    x = content("blocks", 2500, torch.float32)
+    format = BoundedFormat(1e-3, INF, NEAREST, x.dtype)
+    capacity = len(reference.bounded_encode(x, format, SEED)[1])
+    sizes = torch.zeros(8, dtype=torch.int64, device=DEVICE)
+    meta, payload = gpu.bounded_encode_within(x, format, SEED, capacity, sizes)
+    before = [t.clone() for t in (meta, payload, sizes)]
+    # What a later attempt would encode is another tensor: it would show.
+    tensors, constants = (x + 1, meta, payload, sizes), (launch.TYPES[x.dtype], False, NEAREST)
+    for attempt in (1, 2):
+        numbers = (2500, capacity, attempt, 1e-3 * 4**attempt, INF, 0, 0)
+        launch.launch_kernel(bounded.encode_kernel, 1, tensors, numbers, constants, bounded.WARPS, specialised=1)
+    assert all(map(torch.equal, before, (meta, payload, sizes)))
 
 
 def test_groups_in_any_order():
     x = content("blocks", 5000, torch.float32)
     format = BoundedFormat(1e-2, INF, NEAREST, x.dtype)
-    meta, payload = reference.bounded_encode(x, format, SEED, -1)
+    meta, payload = reference.bounded_encode(x, format, SEED)
     expected = reference.bounded_decode(meta, payload, format, 5000, False)
     moved = meta.clone()
     offsets = moved[PLANE_HEADER : PLANE_HEADER + 8].view(torch.int32)
@@ -97,7 +137,7 @@ def test_groups_in_any_order():
 COMPILE = """
 from encke.kernels.gpu import planes_decode, planes_encode
 dtype, name = TYPES[sys.argv[1]]
-pointers = {"meta": "*u8", "payload": "*u8", "x": name, "out": name}
+pointers = {"meta": "*u8", "payload": "*u8", "sizes": "*i64", "x": name, "out": name}
 for rounding in (0, 1, 2):
     build(planes_encode.encode_kernel, pointers, {"DTYPE": dtype, "RELATIVE": rounding == 2, "ROUNDING": rounding})
 build(planes_encode.range_kernel, pointers, {"DTYPE": dtype, "SIZE": 16384})

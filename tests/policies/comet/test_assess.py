@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import encke
+from encke.codecs import ErrorBounded
 from encke.policies import Comet
 from encke.policies.comet import assess
 from encke.policies.comet.theory import error_std
@@ -86,6 +87,8 @@ def test_the_bound_set_is_the_bound_in_force() -> None:
         # What the ReLU before a layer makes is saved there first.
         saved = rows.get(layer) or rows.get(str(int(layer) - 1)) or rows[str(int(layer) - 2)]
         assert saved.startswith(f"{row['bound']:.3g} abs")
+    codecs = [setting.codec for setting in handle.policy.settings.values()]  # type: ignore[attr-defined]
+    assert codecs and all(isinstance(codec, ErrorBounded) and codec.coarsens for codec in codecs)
 
 
 WRONG: dict[str, Callable[..., float]] = {

@@ -68,7 +68,7 @@ def test_what_is_chosen_before_the_first_collection() -> None:
     averaged = ("Convolution", "Linear", "Addmm", "BatchNorm", "NativeLayerNorm", "FusedRmsNorm")
     assert {chosen(operation, seed=3) for operation in averaged} == {GroupQuant(4, seed=3)}
     assert {chosen(operation, "self", seed=3) for operation in ("Silu", "Mul", "MyFunction")} == {GroupQuant(8, seed=3)}
-    assert chosen("Convolution", rounding="nearest") == ErrorBounded(1e-2, "rel")
+    assert chosen("Convolution", rounding="nearest") == ErrorBounded(1e-2, "rel", coarsens=True)
     query = Site("layer", "ScaledDotProductAttention", "query", need="attention")
     assert Comet().choose(query) == GroupQuant(2)
 
