@@ -25,6 +25,8 @@ from encke.policies.base import Policy
 
 MASK, SIGN = Mask(), Sign()
 
+EXAMINED = ("cpu",)
+"""Kinds of devices on which whatever is packed is examined for NaN and infinities."""
 storage_ref = weakref.ref
 """A storage's Python object lives as long as its memory does, whoever holds that."""
 
@@ -117,8 +119,8 @@ def steady_save(policy: Policy, cell: SharedCell, saved: Saved, length: int, def
         return None
     asked: list[SiteFacts] = [facts] if need == "lossy" else []
     if first is facts:
-        # A CPU looks at whatever it packs; memory that others are computed from is asked for more than is known here.
-        if (saved.device.type == "cpu" and not deferred) or facts.dependents:
+        # Memory that others are computed from is asked for more than is known here.
+        if (saved.device.type in EXAMINED and not deferred) or facts.dependents:
             return None
         asked += facts.sharers
     if any(each.site.need != "lossy" or each.sources is not None for each in asked):

@@ -1,0 +1,121 @@
+"""Sites that save as in the pass before: the same bits as with every decision made anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import encke
+from encke.capture import encoding, hooks
+from encke.codecs import Codec, ErrorBounded, GroupQuant
+from encke.policies import Fixed, Policy
+
+STEPS = 8
+
+
+class Switching(Policy):
+    """Choose two bits, from one step on others."""
+
+    def __init__(self) -> None:
+        self.codec: Codec = GroupQuant(bits=2)
+
+    def choose(self, site: encke.Site) -> Codec:
+        return self.codec
+
+
+class Block(nn.Module):
+    """Layers whose inputs are shared: a ReLU's result is read by two layers, a sum by a norm and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+        self.norm, self.last = nn.LayerNorm(64), nn.Linear(64, 8)
+        self.third: nn.Linear | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.first(x))
+        both = self.left(x) + self.right(x)
+        if self.third is not None:
+            both = both + self.third(x)
+        return self.last(self.norm(both).tanh())
+
+
+def change_codec(step: int, model: Block, policy: Switching) -> int:
+    if step == 4:
+        policy.codec = GroupQuant(bits=4)
+    return 64
+
+
+def change_to_a_bound(step: int, model: Block, policy: Switching) -> int:
+    policy.codec = ErrorBounded(1e-2) if step in (4, 5) else GroupQuant(bits=2)
+    return 64
+
+
+def change_batch(step: int, model: Block, policy: Switching) -> int:
+    return 48 if step == 4 else 64
+
+
+def add_a_reader(step: int, model: Block, policy: Switching) -> int:
+    if step == 4 and model.third is None:
+        model.third = model.right  # another call of a layer, which reads the memory as well
+    return 64
+
+
+def freeze(step: int, model: Block, policy: Switching) -> int:
+    model.left.requires_grad_(step != 5)
+    return 64
+
+
+def gradients(change: Callable[[int, Block, Switching], int]) -> tuple[list[torch.Tensor], int]:
+    """Return the gradients of all steps, and how often a site saved as in the pass before."""
+    torch.manual_seed(3)
+    model, policy, found, again = Block(), Switching(), [], 0
+    original = hooks.Capture._save_again
+
+    def counting(*args):
+        nonlocal again
+        saved = original(*args)
+        again += saved is not None
+        return saved
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hooks.Capture, "_save_again", counting)
+        handle = encke.attach(model, policy, min_bytes=1)
+        for step in range(STEPS):
+            batch = change(step, model, policy)
+            x = torch.randn(batch, 32, generator=torch.Generator().manual_seed(step))
+            model.zero_grad()
+            model(x).square().mean().backward()
+            found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        handle.detach()
+    return found, again
+
+
+@pytest.mark.parametrize("change", [change_codec, change_to_a_bound, change_batch, add_a_reader, freeze])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_gradients_are_those_of_decisions_made_anew(change, monkeypatch):
+    monkeypatch.setattr(encoding, "EXAMINED", ())  # as on a GPU
+    got, again = gradients(change)
+    assert again >= STEPS  # most sites, in most steps
+    monkeypatch.setattr(hooks, "steady_save", lambda *args: None)
+    expected, none = gradients(change)
+    assert none == 0 and len(got) == len(expected)
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_cpu_examines_whatever_it_packs():
+    """A NaN that comes later is found, because the site that packs first does not save as before."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
+    encke.attach(model, Fixed(GroupQuant(bits=2)), min_bytes=1)
+    for step in range(5):
+        x = torch.randn(64, 32, generator=torch.Generator().manual_seed(step))
+        x[0, 0] = torch.nan if step == 4 else 0.0
+        model.zero_grad()
+        model(x)[1:].square().mean().backward()
+    # The row with the NaN takes no part in the loss, and its group holds other rows.
+    assert model[0].weight.grad[:, 1:].isfinite().all()
