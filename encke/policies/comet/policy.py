@@ -151,7 +151,7 @@ class Comet(AdaptivePolicy):
             probed.add(place)
         learnt.turn = (learnt.turn + len(probed)) % max(len(places), 1)
         trials = [GroupQuant(bits=bits, seed=self.seed) for bits in BITS] if self.stochastic else []
-        return CometCollector(trials, probed, whole=not self.stochastic)
+        return CometCollector(trials, probed, whole=not self.stochastic, absolute=self.formula == "paper")
 
     def observe(self, sample: FinishedStep) -> None:
         """Fetch the figures of a finished collection step."""

@@ -1,0 +1,120 @@
+"""Error of the fixed rates at every number of bits, from the scales of what is packed: nothing is encoded again.
+
+The dither of `GroupQuant` is subtracted when decoding, so an error is uniform within half a step of its group whatever
+the value is: its mean square is step^2 / 12, and it has no bias. Zeros of groups without negative values have none. A
+group's step is its range over a number of levels (docs/design.md), so the step in force tells that of other rates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from encke.codecs import Packed
+from encke.kernels import GroupFormat
+
+SAMPLE = 1 << 18
+"""Values of a tensor that are measured, in whole rows or groups spread over all of it."""
+LEAST = 8
+"""Fewest rows, or groups of all channels, that are measured."""
+GOLDEN = (math.sqrt(5) - 1) / 2
+"""Multiples of it, less their whole part, fill the interval from 0 to 1 evenly."""
+
+
+def steps_of_range(bits: int, signed: bool) -> int:
+    """Return into how many steps a group's range is divided."""
+    return 2**bits - (1 if signed else 2)
+
+
+class Scales(NamedTuple):
+    """A sample of values, [unit, row, column], and the scales of their groups, [unit, group, column]."""
+
+    values: Tensor
+    signed: Tensor
+    """Whether the group has negative values, so that zeros are not exact."""
+    steps: Tensor
+
+    @staticmethod
+    def of(flat: Tensor, packed: Packed, group: int) -> Scales | None:
+        """Return a sample of a packed run of memory; None where errors do not follow from the scales.
+
+        Args:
+            flat: The run.
+            packed: The run packed.
+            group: Values of a group at the rates in question.
+        """
+        if packed.plan is None or packed.plan.format.signs or packed.plan.format.group != group or not packed.numel:
+            return None
+        format, data = packed.plan.format, packed.buffers[0]
+        units, step = units_of(format, packed.numel)
+        row, stride = format.row or min(format.extent, packed.numel // format.stride), format.stride
+        groups = format.groups_in_row(packed.numel) if format.row else 1
+        at_lo, at_step, end = format.places(packed.numel)
+
+        def scale(start: int, stop: int, dtype: torch.dtype) -> Tensor:
+            count = units * groups * stride
+            return data[start:stop].view(dtype)[:count].view(units, groups, stride)[::step]
+
+        lo = scale(at_lo, at_step, format.scale_dtype)
+        if format.scale_dtype == torch.float64:
+            steps = scale(at_step, end, torch.float64)
+        else:
+            # Constant groups are marked by a sign bit, before other bits of any kind.
+            steps = scale(at_step, end, torch.int16).clamp_min(0).view(torch.bfloat16).float()
+        return Scales(flat[: units * row * stride].view(units, row, stride)[::step], lo < 0, steps)
+
+    def powers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the share of non-zeros, and the squared steps of groups with and without negative values.
+
+        The squares are means over all values, each with those values alone that have an error.
+        """
+        share = (self.values != 0).mean(1, keepdim=True, dtype=self.steps.dtype)
+        square = self.steps.square()
+        signed = torch.where(self.signed, square, 0)
+        return share.mean(), signed.mean(), ((square - signed) * share).mean()
+
+    def distortion(self, slope: Callable[[Tensor, Tensor], Tensor], bits: int, rates: Sequence[int]) -> Tensor:
+        """Return the relative mean square error of a function's derivative, at each of `rates`.
+
+        Args:
+            slope: The function's backward, of a gradient and what it saved.
+            bits: The rate in force.
+            rates: Numbers of bits.
+        """
+        x = self.values.to(self.steps.dtype)
+        row = x.shape[1]
+        i = torch.arange(x.numel(), dtype=torch.float64, device=x.device).view(x.shape)
+        dither = (i * GOLDEN).frac().to(x.dtype) - 0.5
+        signed, steps = (each.repeat_interleave(-(-row // each.shape[1]), 1)[:, :row] for each in self[1:])
+        error = torch.where(signed | (x != 0), dither * steps, 0)
+        ones = torch.ones_like(x)
+        right = slope(ones, x)
+        found = []
+        for rate in rates:
+            kinds = (steps_of_range(bits, kind) / steps_of_range(rate, kind) for kind in (True, False))
+            wrong = slope(ones, x + error * torch.where(signed, *kinds)) - right
+            found.append(wrong.square().mean())
+        return torch.stack(found) / right.square().mean()
+
+
+def units_of(format: GroupFormat, numel: int) -> tuple[int, int]:
+    """Return the number of units of a run, whole rows or groups of all columns, and the distance of those measured.
+
+    It has no factor in common with their number, so that those measured do not all have one place in a plane.
+    """
+    size = (format.row or min(format.extent, numel // format.stride)) * format.stride
+    units = numel // size
+    step = max(units // max(SAMPLE // size, LEAST), 1)
+    while math.gcd(step, units) > 1:
+        step -= 1
+    return units, step
+
+
+def power_at(bits: int, rate: int, signed: float, others: float) -> float:
+    """Return the mean square error at a rate from the squared steps at `bits`, as `Scales.powers` returns them."""
+    kinds = ((signed, True), (others, False))
+    return sum(square * (steps_of_range(bits, kind) / steps_of_range(rate, kind)) ** 2 for square, kind in kinds) / 12
