@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,13 @@ from encke.capture.needs import MIN_BITS, NORMS
 from encke.capture.sites import Site
 from encke.codecs import Codec, ErrorBounded
 from encke.policies.comet.allocate import BITS, Memory, allocate
-from encke.policies.comet.measure import CometCollector, NormFigures, WeightFigures, WeightGradientSample
+from encke.policies.comet.measure import (
+    CometCollector,
+    NormFigures,
+    WeightFigures,
+    WeightGradientSample,
+    norm_figures,
+)
 from encke.policies.comet.schedule import FinishedStep
 from encke.policies.comet.settings import Learnt, Setting
 from encke.policies.comet.stats import TensorFigures
@@ -78,7 +85,7 @@ def figures_of(step: FinishedStep, norms: bool) -> StepFigures:
     measured = [each for each in collected.weight_samples if each.tensors]
     momenta = {id(each): step.momentum(each.weight) for each in measured}
     weight_samples = [each for each in measured if momenta[id(each)] is not None]
-    norm_samples = collected.norm_samples if norms else []
+    norm_samples = [each for each in collected.norm_samples if norms and each.tensor is not None]
     stats = list({id(s): s for _, s in collected.sites.values()}.values())
     fetch = Fetch()
     after, at_step = fetch.add(collected.norm_after_backward), fetch.add(step.norm_at_step)
@@ -86,6 +93,7 @@ def figures_of(step: FinishedStep, norms: bool) -> StepFigures:
     norm_rows = [fetch.add(each.tensor) for each in norm_samples]
     tensor_rows = [[*map(fetch.add, each.tensors)] for each in stats]
     numbers = fetch.numbers()
+    found = norm_figures(norm_samples, [numbers[i] for i in norm_rows]) if norm_samples else []
     scaled = step.norm_at_step is not None and numbers[after]
     return StepFigures(
         number=step.number,
@@ -98,7 +106,7 @@ def figures_of(step: FinishedStep, norms: bool) -> StepFigures:
             for each, (row, momentum) in zip(weight_samples, weight_rows, strict=True)
         ],
         has_gradients=bool(measured),
-        norms={each.site.place: each.figures(numbers[i]) for each, i in zip(norm_samples, norm_rows, strict=True)},
+        norms=dict(zip([each.site.place for each in norm_samples], found, strict=True)),
         tensors={
             id(each): each.figures([numbers[i] for i in row]) for each, row in zip(stats, tensor_rows, strict=True)
         },
@@ -195,18 +203,17 @@ class Assessment:
         step, comet = self.step, self.comet
         allowed = comet.tolerance / (step.spread * math.sqrt(sample.uses))
         tolerated = allowed * gradient.momentum / step.scale if step.scale > 0 else math.nan
-        figures = (gradient.power, gradient.sums, tolerated, tensor.std, *tensor.errors[tensor.codec])
+        figures = (gradient.power, gradient.sums, tolerated, tensor.std, *tensor.in_force)
         if not all(math.isfinite(figure) for figure in figures):
             return None
         setting = self._setting(sample.site, tensor.values)
-        now = predict(comet.formula, sample, gradient, *tensor.errors[tensor.codec])
+        now = predict(comet.formula, sample, gradient, *tensor.in_force)
         measured = math.sqrt(gradient.measured)
         if math.isfinite(measured) and now > 0:
             setting.gain.learn(0.0 if comet.stochastic else tensor.bound, measured / now)
         found = WeightInput(sample, tensor, gradient, setting, tolerated, now, measured)
         found.predicted = [
-            predict(comet.formula, sample, gradient, *tensor.errors[codec]) * setting.gain.value
-            for codec in tensor.trials
+            predict(comet.formula, sample, gradient, *error) * setting.gain.value for error in tensor.errors
         ]
         return found
 
@@ -221,6 +228,11 @@ class Assessment:
         allowed = SHARE * min(total if weights else math.inf, MOMENTUM * sigma**2 * gradient)
         order = {id(tensor): i for i, tensor in enumerate(step.tensors.values())}
         """Saved tensors in the order of the forward pass."""
+        before = [0.0] * len(order)
+        """Squares of what is tolerated up to each of them."""
+        for each, square in zip(weights, squares, strict=True):
+            before[order[id(each.tensor)]] += square
+        before = list(accumulate(before))
         by_tensor: dict[int, Memory] = {}
         places: dict[str, int] = {}
 
@@ -237,9 +249,7 @@ class Assessment:
         for site, tensor in others:
             distortion = self._distortion(site, tensor)
             if all(math.isfinite(error) for error in distortion):
-                pairs = zip(weights, squares, strict=True)
-                before = sum(square for each, square in pairs if order[id(each.tensor)] <= order[id(tensor)])
-                share = before / sum(squares) if sum(squares) > 0 else 1.0
+                share = before[order[id(tensor)]] / before[-1] if before[-1] > 0 else 1.0
                 floor = MIN_BITS.get((site.operation, site.slot), 0)
                 least = sum(bits < floor for bits in BITS)
                 add(site.place, tensor, [error * share * gradient for error in distortion], least)
@@ -259,7 +269,7 @@ class Assessment:
 
     def _distortion(self, site: Site, tensor: TensorFigures) -> list[float]:
         """Return the relative mean square error of the gradient that an input propagates, at each of BITS."""
-        errors = [tensor.errors[codec][0] for codec in tensor.trials]
+        errors = [power for power, _ in tensor.errors]
         norm = self.step.norms.get(site.place)
         if norm is not None and math.isfinite(norm.linear):
             return [norm.linear * error + norm.quadratic * error**2 for error in errors]

@@ -176,26 +176,34 @@ class NormGradientSample:
         kind = torch.float64 if g.dtype == torch.float64 else torch.float32
         over = [d for d in range(g.dim()) if d != 1]
         self.count = g.numel() // g.shape[1]
-        norms = [torch.linalg.vector_norm(t, dim=over, dtype=kind) for t in (g, grad_x)]
+        norms = [torch.linalg.vector_norm(t.detach(), dim=over, dtype=kind) for t in (g, grad_x)]
         # A copy: gradients are clipped in place.
-        self.tensor = torch.stack([*norms, grad_weight.to(kind), grad_bias.to(kind), invstd.to(kind)])
+        self.tensor = torch.cat([*norms, grad_weight.detach(), grad_bias.detach(), invstd])
 
-    def figures(self, measured: Any) -> NormFigures:
-        """Return the error that is propagated, from `tensor` on the host."""
-        if self.tensor is None:
-            return NormFigures(math.nan, math.nan)
-        power, propagated = measured[:2].square() / self.count
-        along, mean = measured[2:4] / self.count
-        rest = power - along.square() - mean.square()
-        # Of a gradient that is nearly all mean or along h, too little is left to measure.
-        share = propagated / rest.clamp_min(1e-3 * power)
-        # A group's values have one error: only where groups have one channel is it in proportion to its values.
-        inverse = measured[4].square()
-        scale = self.mixed * inverse + (1 - self.mixed) / inverse.reciprocal().mean()
-        second = scale * share * power / self.count
-        total = propagated.sum()
-        linear = torch.nan_to_num(scale * share * along.square() + second).sum() / total
-        return NormFigures(float(linear), float(torch.nan_to_num(scale * second).sum() / total))
+
+def norm_figures(samples: Sequence[NormGradientSample], measured: Sequence[Tensor]) -> list[NormFigures]:
+    """Return the error that batch norms propagate, from their `tensor` on the host."""
+    counts = torch.tensor([float(each.count) for each in samples], dtype=torch.float64)
+    channels = torch.tensor([each.numel() // 5 for each in measured])
+    owner = torch.repeat_interleave(torch.arange(len(samples)), channels)
+    mixed, count = torch.tensor([each.mixed for each in samples], dtype=torch.float64)[owner], counts[owner]
+    table = torch.cat([each.view(5, -1) for each in measured], 1)
+
+    def total(x: Tensor) -> Tensor:
+        return torch.zeros(len(samples), dtype=torch.float64).index_add_(0, owner, x)
+
+    power, propagated = table[:2].square() / count
+    along, mean = table[2:4] / count
+    rest = power - along.square() - mean.square()
+    # Of a gradient that is nearly all mean or along h, too little is left to measure.
+    share = propagated / rest.clamp_min(1e-3 * power)
+    # A group's values have one error: only where groups have one channel is it in proportion to its values.
+    inverse = table[4].square()
+    scale = mixed * inverse + (1 - mixed) * (channels / total(inverse.reciprocal()))[owner]
+    second = scale * share * power / count
+    linear = total(torch.nan_to_num(scale * share * along.square() + second)) / total(propagated)
+    quadratic = total(torch.nan_to_num(scale * second)) / total(propagated)
+    return [NormFigures(*pair) for pair in zip(linear.tolist(), quadratic.tolist(), strict=True)]
 
 
 def mixed_share(packed: Packed, layout: Layout) -> float:
@@ -293,8 +301,7 @@ class CometCollector:
 
         def hook(gradients: tuple[Tensor | None, ...]) -> None:
             if gradients[0] is not None:
-                with torch.no_grad():
-                    weight_sample.measure(gradients[0].detach())
+                weight_sample.measure(gradients[0].detach())
 
         node.register_prehook(hook)
         return weight_sample
@@ -308,8 +315,7 @@ class CometCollector:
 
         # Hooks must not hold nodes: a circle through the graph is not found before the graph behind it is gone.
         def hook(computed: tuple[Tensor | None, ...], gradients: tuple[Tensor | None, ...]) -> None:
-            with torch.no_grad():
-                norm_sample.measure(invstd, computed, gradients[0])
+            norm_sample.measure(invstd, computed, gradients[0])
 
         node.register_hook(hook)
         self.norm_samples.append(norm_sample)

@@ -7,6 +7,7 @@ group's step is its range over a number of levels (docs/design.md), so the step 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -25,9 +26,19 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 """Multiples of it, less their whole part, fill the interval from 0 to 1 evenly."""
 
 
+@functools.cache
 def steps_of_range(bits: int, signed: bool) -> int:
     """Return into how many steps a group's range is divided."""
     return 2**bits - (1 if signed else 2)
+
+
+class Units(NamedTuple):
+    """Units of a packed run, whole rows or groups of all columns, and those of them that are measured."""
+
+    values: tuple[tuple[int, ...], tuple[int, ...]]
+    """Size and strides of the values that are measured: [unit, row, column]."""
+    scales: tuple[tuple[int, ...], tuple[int, ...], int]
+    """Size, strides and offset of the los and steps of their groups in the buffer: [lo or step, unit, group, column]"""
 
 
 class Scales(NamedTuple):
@@ -47,25 +58,14 @@ class Scales(NamedTuple):
             packed: The run packed.
             group: Values of a group at the rates in question.
         """
-        if packed.plan is None or packed.plan.format.signs or packed.plan.format.group != group or not packed.numel:
+        plan = packed.plan
+        if plan is None or plan.format.signs or plan.format.group != group or not plan.numel:
             return None
-        format, data = packed.plan.format, packed.buffers[0]
-        units, step = units_of(format, packed.numel)
-        row, stride = format.row or min(format.extent, packed.numel // format.stride), format.stride
-        groups = format.groups_in_row(packed.numel) if format.row else 1
-        at_lo, at_step, end = format.places(packed.numel)
-
-        def scale(start: int, stop: int, dtype: torch.dtype) -> Tensor:
-            count = units * groups * stride
-            return data[start:stop].view(dtype)[:count].view(units, groups, stride)[::step]
-
-        lo = scale(at_lo, at_step, format.scale_dtype)
-        if format.scale_dtype == torch.float64:
-            steps = scale(at_step, end, torch.float64)
-        else:
-            # Constant groups are marked by a sign bit, before other bits of any kind.
-            steps = scale(at_step, end, torch.int16).clamp_min(0).view(torch.bfloat16).float()
-        return Scales(flat[: units * row * stride].view(units, row, stride)[::step], lo < 0, steps)
+        units, whole = units_of(plan.format, plan.numel), plan.format.scale_dtype == torch.float64
+        lo, step = packed.buffers[0].view(torch.float64 if whole else torch.int16).as_strided(*units.scales)
+        # Constant groups are marked by a sign bit, before other bits of any kind.
+        steps = step if whole else step.clamp_min(0).view(torch.bfloat16).float()
+        return Scales(flat.as_strided(*units.values, flat.storage_offset()), lo < 0, steps)
 
     def powers(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the share of non-zeros, and the squared steps of groups with and without negative values.
@@ -73,8 +73,8 @@ class Scales(NamedTuple):
         The squares are means over all values, each with those values alone that have an error.
         """
         share = (self.values != 0).mean(1, keepdim=True, dtype=self.steps.dtype)
-        square = self.steps.square()
-        signed = torch.where(self.signed, square, 0)
+        square = self.steps * self.steps
+        signed = square * self.signed
         return share.mean(), signed.mean(), ((square - signed) * share).mean()
 
     def distortion(self, slope: Callable[[Tensor, Tensor], Tensor], bits: int, rates: Sequence[int]) -> Tensor:
@@ -101,20 +101,29 @@ class Scales(NamedTuple):
         return torch.stack(found) / right.square().mean()
 
 
-def units_of(format: GroupFormat, numel: int) -> tuple[int, int]:
-    """Return the number of units of a run, whole rows or groups of all columns, and the distance of those measured.
+@functools.lru_cache(maxsize=4096)
+def units_of(format: GroupFormat, numel: int) -> Units:
+    """Return what is measured of a run of so many values.
 
-    It has no factor in common with their number, so that those measured do not all have one place in a plane.
+    The distance of units has no factor in common with their number, so that those measured do not all have one place
+    in a plane.
     """
-    size = (format.row or min(format.extent, numel // format.stride)) * format.stride
-    units = numel // size
-    step = max(units // max(SAMPLE // size, LEAST), 1)
+    row, stride = format.row or min(format.extent, numel // format.stride), format.stride
+    groups = format.groups_in_row(numel) if format.row else 1
+    units = numel // (row * stride)
+    step = max(units // max(SAMPLE // (row * stride), LEAST), 1)
     while math.gcd(step, units) > 1:
         step -= 1
-    return units, step
+    count, (at_lo, at_step, _) = -(-units // step), format.places(numel)
+    each = format.scale_dtype.itemsize
+    strides = ((at_step - at_lo) // each, step * groups * stride, stride, 1)
+    return Units(
+        ((count, row, stride), (step * row * stride, stride, 1)),
+        ((2, count, groups, stride), strides, at_lo // each),
+    )
 
 
 def power_at(bits: int, rate: int, signed: float, others: float) -> float:
     """Return the mean square error at a rate from the squared steps at `bits`, as `Scales.powers` returns them."""
-    kinds = ((signed, True), (others, False))
-    return sum(square * (steps_of_range(bits, kind) / steps_of_range(rate, kind)) ** 2 for square, kind in kinds) / 12
+    of_signed, of_others = (steps_of_range(bits, kind) / steps_of_range(rate, kind) for kind in (True, False))
+    return (signed * of_signed**2 + others * of_others**2) / 12

@@ -38,8 +38,10 @@ class TensorFigures:
 
     share: float
     std: float
-    errors: dict[Codec, tuple[float, float]]
-    """Mean square and mean of the error, for each codec tried and the one in force."""
+    errors: list[tuple[float, float]]
+    """Mean square and mean of the error, for each codec tried."""
+    in_force: tuple[float, float]
+    """Mean square and mean of the error of the codec in force."""
     codec: Codec
     trials: tuple[Codec, ...]
     values: int
@@ -54,7 +56,7 @@ class TensorFigures:
         absolute, relative = codec.bounds()
         if absolute < math.inf and relative == math.inf:
             return absolute
-        return math.sqrt(3 * self.errors[codec][0] / self.share) if self.share else 0.0
+        return math.sqrt(3 * self.in_force[0] / self.share) if self.share else 0.0
 
 
 def sample(flat: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
@@ -96,8 +98,6 @@ class TensorStats:
         self.values = flat.numel()
         self.trials = tuple(trials)
         self.codec = packed.codec
-        self.codecs: list[Codec] = list(dict.fromkeys([*trials, packed.codec]))
-        """Codecs whose error is asked for: all that are tried, and the one in force."""
         self.row = max(math.prod(layout.size[2:]) if len(layout.size) > 3 else layout.size[-1] if layout.size else 1, 1)
         """Values in a row (planes: in a plane), which a normalisation takes together at least."""
         self.bits = 0
@@ -122,7 +122,7 @@ class TensorStats:
         exact = upcast(values)
         right = slope(torch.ones_like(exact), exact) if slope is not None else exact
         errors, distortion = [], []
-        for codec in self.codecs:
+        for codec in (*self.trials, *([] if self.codec in self.trials else [self.codec])):
             error = round_trip(codec, values, layout, key) - exact
             errors += [error.square().mean(), error.mean()]
             if slope is not None and len(distortion) < len(self.trials):
@@ -135,9 +135,10 @@ class TensorStats:
         """Return the statistics as numbers: those of `tensors`, in the same order."""
         share, std, distortion, *figures = numbers
         if self.bits:
-            rates: dict[Codec, int] = {each: each.bits for each in self.trials} | {self.codec: self.bits}
-            errors = {codec: (power_at(self.bits, rate, *figures), 0.0) for codec, rate in rates.items()}
+            errors = [(power_at(self.bits, each.bits, *figures), 0.0) for each in self.trials]
+            in_force = (power_at(self.bits, self.bits, *figures), 0.0)
         else:
-            errors = dict(zip(self.codecs, zip(figures[::2], figures[1::2], strict=True), strict=True))
+            errors = list(zip(figures[::2], figures[1::2], strict=True))
+            in_force = errors[self.trials.index(self.codec)] if self.codec in self.trials else errors.pop()  # type: ignore[arg-type]
         of_slope = [] if self.tensors[2] is None else distortion.tolist()
-        return TensorFigures(share, std, errors, self.codec, self.trials, self.values, self.row, of_slope)
+        return TensorFigures(share, std, errors, in_force, self.codec, self.trials, self.values, self.row, of_slope)
