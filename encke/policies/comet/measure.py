@@ -26,6 +26,7 @@ from encke.codecs.layout import Layout
 from encke.policies.base import PackedMemory, SavedTensor
 from encke.policies.comet.momentum import gradient_norm
 from encke.policies.comet.products import PRODUCTS, WeightGradient, WeightProduct
+from encke.policies.comet.rates import decode_first
 from encke.policies.comet.shards import Shards
 from encke.policies.comet.stats import TensorStats, round_trip, upcast
 from encke.torch_internals import queue_backward_callback, saved_setting
@@ -50,10 +51,11 @@ class ErrorProbe:
             self.layout = layout
             error = upcast(packed.decode_flat()) - upcast(flat)
         else:
-            # Codecs of a fixed rate give the first rows the same codes without the others.
             self.layout = Layout((self.rows, *size[1:]), stride)
             first = flat[: self.rows * row]
-            error = round_trip(packed.codec, first, self.layout, key) - upcast(first)
+            decoded = decode_first(packed, first.numel())
+            decoded = round_trip(packed.codec, first, self.layout, key) if decoded is None else decoded
+            error = upcast(decoded) - upcast(first)
         self.error = ERRORS.encode_flat(error, self.layout, key)
 
     def measure(self, g: Tensor, weight_gradient: WeightGradient) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from encke.codecs import Packed
+from encke.codecs.base import operations
 from encke.kernels import GroupFormat
 
 SAMPLE = 1 << 18
@@ -121,6 +122,22 @@ def units_of(format: GroupFormat, numel: int) -> Units:
         ((count, row, stride), (step * row * stride, stride, 1)),
         ((2, count, groups, stride), strides, at_lo // each),
     )
+
+
+def decode_first(packed: Packed, count: int) -> Tensor | None:
+    """Return the first values of a run, decoded without the others; None where the codes do not allow it."""
+    plan = packed.plan
+    if plan is None:
+        return None
+    format, data = plan.format, packed.buffers[0]
+    unit = (format.row or format.extent) * format.stride
+    numel = -(-count // unit) * unit
+    if numel >= plan.numel:
+        return packed.decode_flat()[:count]
+    at_lo, at_step, _ = format.places(plan.numel)
+    codes, scales = format.places(numel)[0], format.groups(numel) * format.scale_dtype.itemsize
+    part = torch.cat([data[:codes], data[at_lo : at_lo + scales], data[at_step : at_step + scales]])
+    return operations(data).group_plan(format, numel, data.device).decode(part, packed.seed)[:count]  # type: ignore[attr-defined]
 
 
 def power_at(bits: int, rate: int, signed: float, others: float) -> float:

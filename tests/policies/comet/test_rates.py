@@ -173,3 +173,16 @@ def test_decisions_are_those_of_trials(kind: str, sigma: float, monkeypatch: pyt
     assert by_scales.keys() == by_trials.keys() and len(set(by_trials.values())) > (sigma < 0.4)
     different = [place for place, bits in by_trials.items() if by_scales[place] != bits]
     assert len(different) <= len(by_trials) // 10, different
+
+
+@pytest.mark.parametrize("bits", RATES)
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "sparse channels last", "channels last", "tokens"])
+def test_first_values_decode_without_the_others(kind: str, rows: bool, bits: int) -> None:
+    flat, layout = flatten(tensor(kind))
+    if rows and kind in NORMS:
+        layout = with_rows(layout, rows_for(layout, flat.numel(), NORMS[kind]))
+    packed = GroupQuant(bits).encode_flat(flat, layout, 1)
+    for count in (1, 96 * 7, 3 * 32 * 14 * 14, flat.numel()):
+        first = rates.decode_first(packed, count)
+        assert first is not None and torch.equal(first, packed.decode_flat()[:count])
