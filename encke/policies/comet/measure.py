@@ -23,6 +23,7 @@ from encke.capture.nodes import operation_name
 from encke.capture.sites import Site
 from encke.codecs import GroupQuant, Packed
 from encke.codecs.layout import Layout
+from encke.kernels import GroupFormat, GroupPlan, PackedUse, compile_ahead
 from encke.policies.base import PackedMemory, SavedTensor
 from encke.policies.comet.momentum import gradient_norm
 from encke.policies.comet.products import PRODUCTS, WeightGradient, WeightProduct
@@ -222,6 +223,9 @@ def mixed_share(packed: Packed, layout: Layout) -> float:
 class CometCollector:
     """Measures one collection step: a forward pass (with accumulation several), its backward, the optimizer's step."""
 
+    compiled_for = "cuda"
+    """Type of device whose kernels are compiled when they are first needed."""
+
     def __init__(self, trials: Sequence[GroupQuant], probed: Collection[str], whole: bool, absolute: bool) -> None:
         self.trials = trials
         self.probed = probed
@@ -238,6 +242,8 @@ class CometCollector:
         """Norm of the gradients after the last backward."""
         self.shards: Shards | None = None
         """The model's sharded parameters, if it has any."""
+        self._uses: dict[PackedUse, None] = {}
+        """Uses of packed data on a GPU, for which kernels are compiled ahead."""
         self._stats: dict[int, tuple[PackedMemory, TensorStats, Packed]] = {}
         self._probes: dict[int, ErrorProbe] = {}
 
@@ -252,10 +258,21 @@ class CometCollector:
             known = self._stats[id(cell)] = (cell, stats, packed)
             self._probes.pop(id(cell), None)
         self.sites[site.place] = (site, known[1])
+        if flat.device.type == self.compiled_for and packed.plan is not None and self.trials:
+            self._note_use(site, layout, packed.plan)
         if site.place in self.probed:
             # The second operand of a product has the batch in its last dimension.
             whole = self.whole or site.slot in SECOND
             self._probes[id(cell)] = ErrorProbe(flat, layout, packed, cell.key, whole)
+
+    def _note_use(self, site: Site, layout: Layout, plan: GroupPlan) -> None:
+        """Note the kernels that this memory takes at every rate, and those of its probe."""
+        norm, last = site.operation.endswith("BatchNorm"), bool(layout.channels_last)
+        rates = tuple(each.bits for each in self.trials)
+        self._uses[PackedUse(plan.format, layout.size if layout.dense else (plan.numel,), last, norm, rates)] = None
+        if not norm:
+            errors = GroupFormat(ERRORS.bits, ERRORS.group, torch.float32, plan.format.stride)
+            self._uses[PackedUse(errors, (plan.numel,), False, False, (ERRORS.bits,))] = None
 
     def walk(self, nodes: Iterable[Any], saved_by: Callable[[Any], Iterable[tuple[str, SavedTensor]]]) -> None:
         """Put hooks on the nodes behind `nodes` that compute a weight's gradient: the forward pass is over."""
@@ -290,6 +307,8 @@ class CometCollector:
         self.weight_samples = [weight_sample for samples in by_weight.values() for weight_sample in samples]
         self._stats.clear()
         self._probes.clear()
+        if self._uses:
+            compile_ahead(self._uses)
 
     def _sample_weight(self, node: Any, slot: str, saved: SavedTensor) -> WeightGradientSample | None:
         cell, site = saved.cell, saved.site
