@@ -122,7 +122,12 @@ def saved_tensors(batch: int, memory: torch.memory_format, dtype: torch.dtype) -
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.BatchNorm2d):
             norm = isinstance(module, nn.BatchNorm2d)
-            module.register_forward_pre_hook(lambda _, inputs, norm=norm: found.append((inputs[0].detach(), norm)))
+
+            def note(_: nn.Module, inputs: tuple[Tensor], norm: bool = norm) -> None:
+                # Convolutions without memory forget the memory format.
+                found.append((inputs[0].detach().contiguous(memory_format=memory), norm))
+
+            module.register_forward_pre_hook(note)
     model(torch.empty(batch, 3, 224, 224, dtype=dtype, device="meta").contiguous(memory_format=memory))
     return found
 
