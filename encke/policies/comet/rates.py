@@ -90,14 +90,14 @@ class Scales(NamedTuple):
         row = x.shape[1]
         i = torch.arange(x.numel(), dtype=torch.float64, device=x.device).view(x.shape)
         dither = (i * GOLDEN).frac().to(x.dtype) - 0.5
-        signed, steps = (each.repeat_interleave(-(-row // each.shape[1]), 1)[:, :row] for each in self[1:])
+        signed, steps = (t.repeat_interleave(-(-row // t.shape[1]), 1)[:, :row] for t in (self.signed, self.steps))
         error = torch.where(signed | (x != 0), dither * steps, 0)
         ones = torch.ones_like(x)
         right = slope(ones, x)
         found = []
         for rate in rates:
-            kinds = (steps_of_range(bits, kind) / steps_of_range(rate, kind) for kind in (True, False))
-            wrong = slope(ones, x + error * torch.where(signed, *kinds)) - right
+            of_signed, of_others = (steps_of_range(bits, kind) / steps_of_range(rate, kind) for kind in (True, False))
+            wrong = slope(ones, x + error * torch.where(signed, of_signed, of_others)) - right
             found.append(wrong.square().mean())
         return torch.stack(found) / right.square().mean()
 

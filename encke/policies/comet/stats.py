@@ -121,7 +121,8 @@ class TensorStats:
         """Encode a sample with each codec. Figures of an error are its mean square and its mean, zeros included."""
         exact = upcast(values)
         right = slope(torch.ones_like(exact), exact) if slope is not None else exact
-        errors, distortion = [], []
+        errors: list[Tensor] = []
+        distortion: list[Tensor] = []
         for codec in (*self.trials, *([] if self.codec in self.trials else [self.codec])):
             error = round_trip(codec, values, layout, key) - exact
             errors += [error.square().mean(), error.mean()]
@@ -139,6 +140,6 @@ class TensorStats:
             in_force = (power_at(self.bits, self.bits, *figures), 0.0)
         else:
             errors = list(zip(figures[::2], figures[1::2], strict=True))
-            in_force = errors[self.trials.index(self.codec)] if self.codec in self.trials else errors.pop()  # type: ignore[arg-type]
+            in_force = errors[self.trials.index(self.codec)] if self.codec in self.trials else errors.pop()
         of_slope = [] if self.tensors[2] is None else distortion.tolist()
         return TensorFigures(share, std, errors, in_force, self.codec, self.trials, self.values, self.row, of_slope)
