@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from encke.kernels import reference
-from encke.kernels.formats import BoundedFormat, DualFormat, GroupFormat, LogFormat, Seed
+from encke.kernels.formats import BoundedFormat, DualFormat, GroupFormat, LogFormat, PackedUse, Seed
 from encke.kernels.plans import GroupPlan
 from encke.kernels.reference import slow
 
@@ -107,3 +108,11 @@ def backend_for(device: str) -> GraphBackend:
     if choice.reason in INSTALL.values():
         slow.hints[device] = str(choice)
     return reference
+
+
+def compile_ahead(uses: Iterable[PackedUse]) -> None:
+    """Begin to compile the kernels for these uses on a GPU, while the training goes on; return at once."""
+    if choose_backend("cuda").name == "triton":
+        from encke.kernels.gpu import ahead
+
+        ahead.request(uses)

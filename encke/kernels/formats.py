@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -231,6 +231,19 @@ class GroupFormat(Format):
     def nbytes(self, numel: int) -> int:
         """Size of the buffer for so many values."""
         return self.places(numel)[2]
+
+
+class PackedUse(NamedTuple):
+    """One use of tensors packed at fixed rates: what decides which kernels it takes."""
+
+    format: GroupFormat
+    size: tuple[int, ...]
+    """Size of the tensor."""
+    channels_last: bool
+    norm: bool
+    """Whether batch norm reads it."""
+    rates: tuple[int, ...]
+    """Numbers of bits that it may have; that of `format` does not count."""
 
 
 @dataclass(frozen=True)

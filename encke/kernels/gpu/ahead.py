@@ -2,7 +2,8 @@
 
 Triton compiles a kernel when it is first launched, and its front end holds the interpreter's lock, so threads do not
 help. `start` runs a few processes that launch the kernels of usual shapes on tensors without memory and only compile
-them: they need no GPU. The training goes on meanwhile; what is compiled by then, it finds on disk.
+them: they need no GPU. The training goes on meanwhile; what is compiled by then, it finds on disk. `request` does so
+for the tensors that a training packs, at every number of bits that they may have later.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import torch
 import triton
 from torch import Tensor
 
-from encke.kernels.formats import GroupFormat
+from encke.kernels.formats import GroupFormat, PackedUse
 from encke.kernels.gpu import bits, launch, norm_backward, norm_forward, plans
 from encke.tools import process
 from encke.tools.provenance import core_count
@@ -35,24 +37,41 @@ IMAGES = ((3, 224), (64, 112), (64, 56), (256, 56), (128, 28), (512, 28), (256, 
 BATCH = 128
 WIDTH = 1 << 20
 """Values of a tensor whose groups lie one after the other."""
+MOST = 1000
+"""Uses that can be asked for at once: they are arguments of the worker processes."""
 _started: list[subprocess.Popen[bytes]] = []
+_begun: set[Path] = set()
+"""Markers of what was asked for."""
 
 
 def start() -> None:
-    """Start the worker processes if this machine's cache does not have the kernels yet; return at once."""
+    """Start the worker processes if this machine's cache does not have the usual kernels yet; return at once."""
+    begin([])
+
+
+def request(uses: Iterable[PackedUse]) -> None:
+    """Start worker processes for the kernels of these uses, if the cache does not have them yet; return at once."""
+    # The number of bits in force does not matter.
+    wanted = dict.fromkeys((replace(use.format, bits=use.rates[0]), *use[1:]) for use in uses)
+    begin([(format.numbers(), *rest) for format, *rest in list(wanted)[:MOST]])
+
+
+def begin(uses: list[tuple[Any, ...]]) -> None:
+    """Start worker processes for some uses, given as plain data, or for the usual ones."""
     first_rank = os.environ.get("LOCAL_RANK", "0") == "0"
-    if _started or not first_rank or os.environ.get(VARIABLE) == "0" or sys.platform != "linux":
+    if not first_rank or os.environ.get(VARIABLE) == "0" or sys.platform != "linux":
         return
     if os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available():
         return
     target = triton.runtime.driver.active.get_current_target()
-    done = marker(target)
-    if done.exists():
+    done = marker(target, uses)
+    if done in _begun or done.exists():
         return
+    _begun.add(done)
     workers = max(min(WORKERS, core_count() // 2), 1)
     settings = {"backend": target.backend, "arch": target.arch, "warp_size": target.warp_size, "workers": workers}
     for part in range(workers):
-        arguments = json.dumps({**settings, "part": part, "marker": str(done)})
+        arguments = json.dumps({**settings, "part": part, "marker": str(done), "uses": uses})
         variables = process.environment() | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", __name__, arguments]
         quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
@@ -68,11 +87,11 @@ def wait() -> None:
         worker.wait()
 
 
-def marker(target: Any) -> Path:
-    """Return the file in Triton's cache that says that the kernels of this version were compiled for this GPU."""
+def marker(target: Any, uses: list[tuple[Any, ...]]) -> Path:
+    """Return the file in Triton's cache that says that these kernels of this version were compiled for this GPU."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources))
-    digest.update(f"{triton.__version__} {target}".encode())
+    digest.update(f"{triton.__version__} {target} {json.dumps(uses)}".encode())
     return Path(triton.knobs.cache.dir) / f"encke-{digest.hexdigest()[:24]}"
 
 
@@ -82,28 +101,54 @@ def exercise(dtype: torch.dtype, rate: int, seed_table: bool) -> None:
     With `seed_table` those of CUDA graphs, and without planes in NCHW memory.
     """
     seed: Any = (torch.empty(64, dtype=torch.int64, device=META), 0) if seed_table else 0
-    exercise_plan(GroupFormat(rate, 128, dtype), (WIDTH,), False, seed, seed_table)
+    exercise_plan(GroupFormat(rate, 128, dtype), (WIDTH,), False, seed, seed_table, norm=False)
     for channels, side in IMAGES:
         size = (BATCH, channels, side, side)
-        exercise_plan(GroupFormat(rate, 128, dtype, channels), size, True, seed, seed_table)
+        exercise_plan(GroupFormat(rate, 128, dtype, channels), size, True, seed, seed_table, norm=True)
         if not seed_table:
             planes = GroupFormat.in_rows(rate, 128, dtype, False, math.prod(size), side * side, 1)
-            exercise_plan(planes, size, False, seed, seed_table)
+            exercise_plan(planes, size, False, seed, seed_table, norm=True)
     mask = torch.empty(WIDTH, dtype=torch.uint8, device=META)
     for width in (1, 2, 4):
         bits.bits_decode(bits.bits_encode(mask, width), width, WIDTH)
 
 
-def exercise_plan(format: GroupFormat, size: tuple[int, ...], last: bool, seed: Any, seed_table: bool) -> None:
-    """Launch the kernels of one plan, and those of batch norm that read its format. `last`: channels_last memory."""
-    layout = torch.channels_last if last else torch.contiguous_format
+def exercise_use(use: PackedUse, rate: int) -> None:
+    """Launch the kernels of one use at one rate."""
+    numel = math.prod(use.size)
+    # Only the size of a plane matters, not its form.
+    size = (*use.size[:2], math.prod(use.size[2:]), 1) if len(use.size) > 2 else (numel,)
+    format = replace(use.format, bits=rate)
+    exercise_plan(format, size, use.channels_last, 0, False, norm=use.norm and len(size) > 1, relu=not use.norm)
+
+
+def exercise_plan(
+    format: GroupFormat, size: tuple[int, ...], last: bool, seed: Any, seed_table: bool, norm: bool, relu: bool = True
+) -> None:
+    """Launch the kernels of one plan.
+
+    Args:
+        format: The format.
+        size: Size of the tensor.
+        last: Whether it is in channels_last memory.
+        seed: The seed.
+        seed_table: Whether the seed is on the device.
+        norm: Whether batch norm reads it.
+        relu: Whether ReLU may read it.
+    """
+    layout = torch.channels_last if last and len(size) == 4 else torch.contiguous_format
     x = torch.empty(size, dtype=format.dtype, device=META, memory_format=layout)
     plan = plans.group_plan(format, x.numel(), META, seed_table)
+    if not isinstance(plan, plans.GpuPlan):
+        return
     data = plan.encode(x, seed)
     plan.decode(data, seed)
-    plan.mask(data)
-    plan.gate(data, x)
-    if len(size) == 4:
+    if relu:
+        plan.mask(data)
+        plan.gate(data, x)
+        if plan.fuses_forward:
+            plan.encode_relu(x, x, seed)
+    if norm:
         exercise_norm(x, plan, data, last, seed, seed_table)
 
 
@@ -120,21 +165,25 @@ def exercise_norm(x: Tensor, plan: Any, data: Tensor, last: bool, seed: Any, see
     if forward is not None and plan.fuses_forward:
         workspace = torch.empty(forward.workspace_numel, device=META)
         count = torch.empty((), dtype=torch.int64, device=META)
-        plan.encode_relu(x, x, seed)
         plan.encode_moments(x, workspace, seed)
         forward.normalise(x, workspace, row, row, (row, row, count), 0.1, 1e-5, rows, x)
 
 
-def launches(rates: tuple[int, ...]) -> list[tuple[Any, ...]]:
-    """Return the arguments of each different launch, in the order in which a training needs them."""
+def specialisation(function: Any, tensors: Any, numbers: Any, constants: Any, specialised: int = 2) -> tuple[Any, ...]:
+    """Return what Triton compiles a kernel for, where all memory is aligned."""
+    sizes = tuple(1 if n == 1 else n % 16 == 0 for n in numbers[:specialised])
+    return function, constants, tuple(t.dtype for t in tensors), sizes
+
+
+def launches(rates: tuple[int, ...], uses: Iterable[PackedUse] = ()) -> list[tuple[Any, ...]]:
+    """Return the arguments of each different launch for some uses, or for the usual ones at some rates."""
     found: dict[Any, tuple[Any, ...]] = {}
 
     def record(
         function: Any, programs: Any, tensors: Any, numbers: tuple[Any, ...], constants: tuple[Any, ...], warps: int,
         registers: int = 0, specialised: int = 2,
     ) -> None:  # fmt: skip
-        sizes = tuple(1 if n == 1 else n % 16 == 0 for n in numbers[:specialised])
-        key = (function, constants, tuple(t.dtype for t in tensors), sizes)
+        key = specialisation(function, tensors, numbers, constants, specialised)
         found.setdefault(key, (function, tensors, numbers, constants, warps, registers))
 
     original = launch.launch_kernel
@@ -142,7 +191,10 @@ def launches(rates: tuple[int, ...]) -> list[tuple[Any, ...]]:
     for module in modules:
         module.launch_kernel = record
     try:
-        for seed_table in (False, True):
+        for use in uses:
+            for rate in use.rates:
+                exercise_use(use, rate)
+        for seed_table in () if uses else (False, True):
             for rate in rates:
                 for dtype in (torch.bfloat16, torch.float32):
                     exercise(dtype, rate, seed_table)
@@ -152,9 +204,9 @@ def launches(rates: tuple[int, ...]) -> list[tuple[Any, ...]]:
     return list(found.values())
 
 
-def compile_part(part: int, workers: int, rates: tuple[int, ...]) -> Iterator[str]:
+def compile_part(part: int, workers: int, uses: list[PackedUse]) -> Iterator[str]:
     """Compile every `workers`-th of the launches; yield the name of each kernel."""
-    for function, tensors, numbers, constants, warps, registers in launches(rates)[part::workers]:
+    for function, tensors, numbers, constants, warps, registers in launches(RATES, uses)[part::workers]:
         arguments = (*[launch.typed(t) for t in tensors], *numbers, *constants)
         function.warmup(*arguments, grid=(1, 1, 1), **launch.compile_options(warps, registers))
         yield function.fn.__name__
@@ -184,7 +236,11 @@ def work(settings: dict[str, Any]) -> None:
     os.nice(5)
     target = GPUTarget(settings["backend"], settings["arch"], settings["warp_size"])
     triton.runtime.driver.set_active(OtherTarget(target))
-    for _ in compile_part(settings["part"], settings["workers"], RATES):
+    uses = [
+        PackedUse(GroupFormat.from_numbers(numbers), tuple(size), last, norm, tuple(rates))
+        for numbers, size, last, norm, rates in settings["uses"]
+    ]
+    for _ in compile_part(settings["part"], settings["workers"], uses):
         pass
     done = Path(settings["marker"])
     done.parent.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,9 +22,16 @@ from encke.capture.needs import MIN_BITS, NORMS
 from encke.capture.sites import Site
 from encke.codecs import Codec, ErrorBounded
 from encke.policies.comet.allocate import BITS, Memory, allocate
-from encke.policies.comet.measure import CometCollector, NormGradientSample, TensorStats, WeightGradientSample
+from encke.policies.comet.measure import (
+    CometCollector,
+    NormFigures,
+    WeightFigures,
+    WeightGradientSample,
+    norm_figures,
+)
 from encke.policies.comet.schedule import FinishedStep
 from encke.policies.comet.settings import Learnt, Setting
+from encke.policies.comet.stats import TensorFigures
 from encke.policies.comet.theory import error_std, paper_std
 
 if TYPE_CHECKING:
@@ -51,52 +59,6 @@ FINEST = 1024
 
 
 @dataclass(slots=True)
-class TensorFigures:
-    """Statistics of one piece of saved memory, as numbers."""
-
-    share: float
-    std: float
-    errors: dict[Codec, tuple[float, float]]
-    """Mean square and mean of the error, for each codec tried and the one in force."""
-    codec: Codec
-    trials: tuple[Codec, ...]
-    values: int
-    row: int
-    distortion: dict[Codec, float] = field(default_factory=dict)
-    """Relative mean square error of a function's derivative."""
-
-    @property
-    def bound(self) -> float:
-        """The absolute bound in force; from the error itself where the codec has a relative one."""
-        codec = self.codec
-        absolute, relative = codec.bounds()
-        if absolute < math.inf and relative == math.inf:
-            return absolute
-        return math.sqrt(3 * self.errors[codec][0] / self.share) if self.share else 0.0
-
-
-@dataclass(slots=True)
-class WeightFigures:
-    """An output gradient and the weight whose gradient is computed from it, as numbers."""
-
-    power: float
-    absolute: float
-    sums: float
-    measured: float
-    """Mean square error of the weight's gradient; NaN if it was not measured."""
-    momentum: float
-    """Mean absolute momentum."""
-
-
-@dataclass(slots=True)
-class NormFigures:
-    """Error that a batch norm propagates per error of its input, as numbers."""
-
-    linear: float
-    quadratic: float
-
-
-@dataclass(slots=True)
 class StepFigures:
     """Everything measured in one collection step, as numbers."""
 
@@ -111,7 +73,8 @@ class StepFigures:
     """Those whose output gradient was measured and whose momentum is known."""
     has_gradients: bool
     """Whether any output gradient was measured."""
-    norms: list[tuple[NormGradientSample, NormFigures]]
+    norms: dict[str, NormFigures]
+    """By place."""
     tensors: dict[int, TensorFigures]
     """By id of the `TensorStats`."""
 
@@ -119,36 +82,18 @@ class StepFigures:
 def figures_of(step: FinishedStep, norms: bool) -> StepFigures:
     """Fetch the figures of a collection step, with one transfer from each device; `norms`: also of batch norms."""
     collected = step.collected
-    measured = [each for each in collected.weight_samples if each.power is not None]
+    measured = [each for each in collected.weight_samples if each.tensors]
     momenta = {id(each): step.momentum(each.weight) for each in measured}
     weight_samples = [each for each in measured if momenta[id(each)] is not None]
-    norm_samples = collected.norm_samples if norms else []
+    norm_samples = [each for each in collected.norm_samples if norms and each.tensor is not None]
     stats = list({id(s): s for _, s in collected.sites.values()}.values())
     fetch = Fetch()
     after, at_step = fetch.add(collected.norm_after_backward), fetch.add(step.norm_at_step)
-    weight_rows = [
-        [fetch.add(x) for x in (each.power, each.absolute, each.sums, each.measured, momenta[id(each)])]
-        for each in weight_samples
-    ]
-    norm_rows = [[fetch.add(each.linear), fetch.add(each.quadratic)] for each in norm_samples]
-    tensor_rows = [
-        (
-            fetch.add(s.share),
-            fetch.add(s.std),
-            {c: tuple(map(fetch.add, pair)) for c, pair in s.errors.items()},
-            {c: fetch.add(x) for c, x in s.distortion.items()},
-        )
-        for s in stats
-    ]
+    weight_rows = [([*map(fetch.add, each.tensors)], fetch.add(momenta[id(each)])) for each in weight_samples]
+    norm_rows = [fetch.add(each.tensor) for each in norm_samples]
+    tensor_rows = [[*map(fetch.add, each.tensors)] for each in stats]
     numbers = fetch.numbers()
-
-    def tensor_figures(
-        s: TensorStats, share: int, std: int, errors: dict[Codec, Any], distortion: dict[Codec, int]
-    ) -> TensorFigures:
-        pairs = {codec: (numbers[power], numbers[mean]) for codec, (power, mean) in errors.items()}
-        of_slope = {codec: numbers[i] for codec, i in distortion.items()}
-        return TensorFigures(numbers[share], numbers[std], pairs, s.codec, s.trials, s.values, s.row, of_slope)
-
+    found = norm_figures(norm_samples, [numbers[i] for i in norm_rows]) if norm_samples else []
     scaled = step.norm_at_step is not None and numbers[after]
     return StepFigures(
         number=step.number,
@@ -157,19 +102,19 @@ def figures_of(step: FinishedStep, norms: bool) -> StepFigures:
         scale=numbers[at_step] / numbers[after] if scaled else 1.0,
         collected=collected,
         weights=[
-            (each, WeightFigures(*(numbers[i] for i in row)))
-            for each, row in zip(weight_samples, weight_rows, strict=True)
+            (each, each.figures([numbers[i] for i in row], numbers[momentum]))
+            for each, (row, momentum) in zip(weight_samples, weight_rows, strict=True)
         ],
         has_gradients=bool(measured),
-        norms=[
-            (each, NormFigures(*(numbers[i] for i in row))) for each, row in zip(norm_samples, norm_rows, strict=True)
-        ],
-        tensors={id(s): tensor_figures(s, *row) for s, row in zip(stats, tensor_rows, strict=True)},
+        norms=dict(zip([each.site.place for each in norm_samples], found, strict=True)),
+        tensors={
+            id(each): each.figures([numbers[i] for i in row]) for each, row in zip(stats, tensor_rows, strict=True)
+        },
     )
 
 
 class Fetch:
-    """Turns 0-dim tensors into numbers, with one transfer from each device for all of them."""
+    """Brings small tensors to the host, with one transfer from each device and of each dtype for all of them."""
 
     def __init__(self) -> None:
         self._tensors: list[Tensor | None] = []
@@ -179,17 +124,18 @@ class Fetch:
         self._tensors.append(tensor)
         return len(self._tensors) - 1
 
-    def numbers(self) -> list[float]:
-        """Return the numbers of all tensors added."""
-        result = [math.nan] * len(self._tensors)
-        devices: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    def numbers(self) -> list[Any]:
+        """Return all tensors added: numbers, and tensors in fp64 on the host for those with dimensions."""
+        result: list[Any] = [math.nan] * len(self._tensors)
+        kinds: dict[Any, list[tuple[int, Tensor]]] = {}
         for i, tensor in enumerate(self._tensors):
             if tensor is not None:
-                devices.setdefault(tensor.device, []).append((i, tensor))
-        for added in devices.values():
-            column = torch.stack([tensor.to(torch.float64).reshape(()) for _, tensor in added])
-            for (i, _), value in zip(added, column.tolist(), strict=True):
-                result[i] = value
+                kinds.setdefault((tensor.device, tensor.dtype, tensor.dim() > 0), []).append((i, tensor))
+        for (_, _, several), added in kinds.items():
+            column = torch.cat([tensor.reshape(-1) for _, tensor in added]).to("cpu", torch.float64)
+            values = column.split([tensor.numel() for _, tensor in added]) if several else column.tolist()
+            for (i, tensor), value in zip(added, values, strict=True):
+                result[i] = value.view(tensor.shape) if several else value
         return result
 
 
@@ -257,18 +203,17 @@ class Assessment:
         step, comet = self.step, self.comet
         allowed = comet.tolerance / (step.spread * math.sqrt(sample.uses))
         tolerated = allowed * gradient.momentum / step.scale if step.scale > 0 else math.nan
-        figures = (gradient.power, gradient.sums, tolerated, tensor.std, *tensor.errors[tensor.codec])
+        figures = (gradient.power, gradient.sums, tolerated, tensor.std, *tensor.in_force)
         if not all(math.isfinite(figure) for figure in figures):
             return None
         setting = self._setting(sample.site, tensor.values)
-        now = predict(comet.formula, sample, gradient, *tensor.errors[tensor.codec])
+        now = predict(comet.formula, sample, gradient, *tensor.in_force)
         measured = math.sqrt(gradient.measured)
         if math.isfinite(measured) and now > 0:
             setting.gain.learn(0.0 if comet.stochastic else tensor.bound, measured / now)
         found = WeightInput(sample, tensor, gradient, setting, tolerated, now, measured)
         found.predicted = [
-            predict(comet.formula, sample, gradient, *tensor.errors[codec]) * setting.gain.value
-            for codec in tensor.trials
+            predict(comet.formula, sample, gradient, *error) * setting.gain.value for error in tensor.errors
         ]
         return found
 
@@ -283,6 +228,11 @@ class Assessment:
         allowed = SHARE * min(total if weights else math.inf, MOMENTUM * sigma**2 * gradient)
         order = {id(tensor): i for i, tensor in enumerate(step.tensors.values())}
         """Saved tensors in the order of the forward pass."""
+        before = [0.0] * len(order)
+        """Squares of what is tolerated up to each of them."""
+        for each, square in zip(weights, squares, strict=True):
+            before[order[id(each.tensor)]] += square
+        before = list(accumulate(before))
         by_tensor: dict[int, Memory] = {}
         places: dict[str, int] = {}
 
@@ -299,9 +249,7 @@ class Assessment:
         for site, tensor in others:
             distortion = self._distortion(site, tensor)
             if all(math.isfinite(error) for error in distortion):
-                pairs = zip(weights, squares, strict=True)
-                before = sum(square for each, square in pairs if order[id(each.tensor)] <= order[id(tensor)])
-                share = before / sum(squares) if sum(squares) > 0 else 1.0
+                share = before[order[id(tensor)]] / before[-1] if before[-1] > 0 else 1.0
                 floor = MIN_BITS.get((site.operation, site.slot), 0)
                 least = sum(bits < floor for bits in BITS)
                 add(site.place, tensor, [error * share * gradient for error in distortion], least)
@@ -321,12 +269,12 @@ class Assessment:
 
     def _distortion(self, site: Site, tensor: TensorFigures) -> list[float]:
         """Return the relative mean square error of the gradient that an input propagates, at each of BITS."""
-        errors = [tensor.errors[codec][0] for codec in tensor.trials]
-        for each, norm in self.step.norms:
-            if each.site.place == site.place and math.isfinite(norm.linear):
-                return [norm.linear * error + norm.quadratic * error**2 for error in errors]
+        errors = [power for power, _ in tensor.errors]
+        norm = self.step.norms.get(site.place)
+        if norm is not None and math.isfinite(norm.linear):
+            return [norm.linear * error + norm.quadratic * error**2 for error in errors]
         if tensor.distortion:
-            return [tensor.distortion[codec] for codec in tensor.trials]
+            return tensor.distortion
         relative = [error / tensor.std**2 for error in errors]
         # A normalisation propagates the part of the error that does not cancel over the values taken together.
         return [2 * error / tensor.row + error**2 / tensor.row for error in relative] if is_norm(site) else relative

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,93 +21,21 @@ from torch import Tensor
 from encke.capture.needs import SECOND
 from encke.capture.nodes import operation_name
 from encke.capture.sites import Site
-from encke.codecs import Codec, GroupQuant, Packed
+from encke.codecs import GroupQuant, Packed
 from encke.codecs.layout import Layout
+from encke.kernels import GroupFormat, GroupPlan, PackedUse, compile_ahead
 from encke.policies.base import PackedMemory, SavedTensor
 from encke.policies.comet.momentum import gradient_norm
 from encke.policies.comet.products import PRODUCTS, WeightGradient, WeightProduct
+from encke.policies.comet.rates import decode_first
 from encke.policies.comet.shards import Shards
+from encke.policies.comet.stats import TensorStats, round_trip, upcast
 from encke.torch_internals import queue_backward_callback, saved_setting
 
-SAMPLE = 1 << 20
-"""Values of a tensor that are measured, in evenly spaced runs."""
-RUNS = 16
 PROBE = 1 << 22
 """Values of an input whose error is kept until backward, where samples of the batch can stand for all."""
 ERRORS = GroupQuant(bits=4, seed=0x0E44)
 """Codec of such errors. Its own random numbers add 2 to 4 % to the mean square."""
-
-
-DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "Gelu": torch.ops.aten.gelu_backward,
-    "Silu": torch.ops.aten.silu_backward,
-    "Mish": torch.ops.aten.mish_backward,
-    "Sigmoid": torch.ops.aten.sigmoid_backward,
-    "Tanh": torch.ops.aten.tanh_backward,
-    "Hardswish": torch.ops.aten.hardswish_backward,
-}
-"""Backward of functions of each value: of the output's gradient and what they saved."""
-
-
-def sample(flat: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
-    """Return at most SAMPLE values of a flat tensor, in evenly spaced runs of groups (channels_last: of pixels)."""
-    channels = layout.size[1] if len(layout.size) > 3 and layout.stride[1] == 1 and not layout.copied else 1
-    if flat.numel() <= SAMPLE:
-        values = flat
-    else:
-        unit = 1024 * channels
-        length = max(SAMPLE // RUNS // unit, 1) * unit
-        runs = max(min(RUNS, SAMPLE // length), 1)
-        step = (flat.numel() - length) // max(runs - 1, 1) // unit * unit
-        values = torch.cat([flat[i * step : i * step + length] for i in range(runs)])
-    pixels = values.numel() // channels
-    if channels == 1 or pixels * channels != values.numel():
-        return values, Layout((values.numel(),), (1,))
-    return values, Layout((pixels, channels, 1, 1), (channels, 1, channels, channels))
-
-
-def upcast(x: Tensor) -> Tensor:
-    """Return `x` in a precision fit for differences."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def round_trip(codec: Codec, flat: Tensor, layout: Layout, key: int) -> Tensor:
-    """Encode and decode a flat tensor."""
-    return upcast(codec.encode_flat(flat, layout, key).decode_flat())
-
-
-class TensorStats:
-    """Statistics of one piece of saved memory when it was packed, as 0-dim tensors.
-
-    The packed data itself is not held: it is released when backward has read it.
-    """
-
-    def __init__(
-        self, flat: Tensor, layout: Layout, packed: Packed, trials: Iterable[Codec], key: int, operation: str = ""
-    ) -> None:
-        values, shape = sample(flat, layout)
-        exact = upcast(values)
-        self.values = flat.numel()
-        self.trials = tuple(trials)
-        self.share = torch.count_nonzero(values) / values.numel()
-        """Share of non-zeros."""
-        self.std = exact.std(correction=0)
-        self.codec = packed.codec
-        self.errors: dict[Codec, tuple[Tensor, Tensor]] = {}
-        """For each codec tried, and the one in force: mean square and mean of its error, zeros included."""
-        self.distortion: dict[Codec, Tensor] = {}
-        """For each codec, where a function of each value reads: relative mean square error of its derivative."""
-        self.row = max(math.prod(layout.size[2:]) if len(layout.size) > 3 else layout.size[-1] if layout.size else 1, 1)
-        """Values in a row (planes: in a plane), which a normalisation takes together at least."""
-        slope = DERIVATIVES.get(operation) if self.trials else None
-        right = slope(torch.ones_like(exact), exact) if slope is not None else exact
-        for codec in dict.fromkeys([*self.trials, packed.codec]):
-            if codec.takes(values.dtype):
-                error = round_trip(codec, values, shape, key) - exact
-                self.errors[codec] = (error.square().mean(), error.mean())
-                if slope is not None:
-                    wrong = slope(torch.ones_like(exact), exact + error) - right
-                    self.distortion[codec] = wrong.square().mean() / right.square().mean()
 
 
 class ErrorProbe:
@@ -123,10 +52,11 @@ class ErrorProbe:
             self.layout = layout
             error = upcast(packed.decode_flat()) - upcast(flat)
         else:
-            # Codecs of a fixed rate give the first rows the same codes without the others.
             self.layout = Layout((self.rows, *size[1:]), stride)
             first = flat[: self.rows * row]
-            error = round_trip(packed.codec, first, self.layout, key) - upcast(first)
+            decoded = decode_first(packed, first.numel())
+            decoded = round_trip(packed.codec, first, self.layout, key) if decoded is None else decoded
+            error = upcast(decoded) - upcast(first)
         self.error = ERRORS.encode_flat(error, self.layout, key)
 
     def measure(self, g: Tensor, weight_gradient: WeightGradient) -> Tensor:
@@ -149,10 +79,29 @@ def cudnn_benchmark_off() -> Iterator[None]:
         torch.backends.cudnn.benchmark = before
 
 
+@dataclass(slots=True)
+class WeightFigures:
+    """An output gradient and the weight whose gradient is computed from it, as numbers."""
+
+    power: float
+    """Mean square of the output gradient."""
+    absolute: float
+    """Mean absolute value of the output gradient; NaN if it was not asked for."""
+    sums: float
+    """Mean square, over output channels, of the output gradient's sum over positions; 0 where errors have no mean."""
+    measured: float
+    """Mean square error of the weight's gradient; NaN if it was not measured."""
+    momentum: float
+    """Mean absolute momentum."""
+
+
 class WeightGradientSample:
     """One use of a weight: the output gradient that its gradient is computed from, and the error measured in it."""
 
-    def __init__(self, site: Site, stats: TensorStats, product: WeightProduct, probe: ErrorProbe | None = None) -> None:
+    def __init__(
+        self, site: Site, stats: TensorStats, product: WeightProduct, probe: ErrorProbe | None = None,
+        absolute: bool = False,
+    ) -> None:  # fmt: skip
         self.site = site
         self.stats = stats
         self.product = product.product
@@ -160,29 +109,47 @@ class WeightGradientSample:
         self.channel = product.channel
         self.weight_gradient: WeightGradient | None = product.weight_gradient
         self.probe = probe
+        self.absolute = absolute
+        """Whether the mean absolute value of the output gradient is asked for."""
         self.uses = 1
         """Uses of this weight in the forward pass: the errors of its gradients add up."""
-        self.power: Tensor | None = None
-        """Mean square of the output gradient."""
-        self.absolute: Tensor | None = None
-        """Mean absolute value of the output gradient."""
-        self.sums: Tensor | None = None
-        """Mean square, over output channels, of the output gradient's sum over positions."""
-        self.positions = 0
-        """Positions that the output gradient has."""
-        self.measured: Tensor | None = None
-        """Mean square error of the weight's gradient, if it was measured."""
+        self.positions = self.size = 0
+        """Positions and values that the output gradient has."""
+        self.tensors: list[Tensor | None] = []
+        """Norm and sum of absolute values of the output gradient, norm of its sums over positions, and mean square
+        error of the weight's gradient: those that were measured. Empty before backward."""
 
     def measure(self, g: Tensor) -> None:
         """Take the output gradient `g`, which backward has just computed."""
         kind = torch.float64 if g.dtype == torch.float64 else torch.float32
-        self.power = torch.linalg.vector_norm(g, dtype=kind).square() / g.numel()
-        self.absolute = torch.linalg.vector_norm(g, 1, dtype=kind) / g.numel()
-        self.positions = g.numel() // max(g.shape[self.channel], 1)
-        self.sums = g.sum([d for d in range(g.dim()) if d != self.channel], dtype=kind).square().mean()
+        self.size = g.numel()
+        self.positions = self.size // max(g.shape[self.channel], 1)
+        norm, sums, measured = torch.linalg.vector_norm(g, dtype=kind), None, None
+        absolute = torch.linalg.vector_norm(g, 1, dtype=kind) if self.absolute else None
+        if not self.stats.bits:
+            # What a mean error adds does not cancel.
+            sums = torch.linalg.vector_norm(g.sum([d for d in range(g.dim()) if d != self.channel], dtype=kind))
         if self.probe is not None and self.weight_gradient is not None:
-            self.measured = self.probe.measure(g, self.weight_gradient)
+            measured = self.probe.measure(g, self.weight_gradient)
+        self.tensors = [norm, absolute, sums, measured]
         self.probe = self.weight_gradient = None
+
+    def figures(self, numbers: Sequence[float], momentum: float) -> WeightFigures:
+        """Return what was measured as numbers: those of `tensors`, in the same order."""
+        norm, absolute, sums, measured = numbers
+        channels = max(self.size // max(self.positions, 1), 1)
+        sums = 0.0 if self.tensors[2] is None else sums
+        return WeightFigures(norm**2 / self.size, absolute / self.size, sums**2 / channels, measured, momentum)
+
+
+@dataclass(slots=True)
+class NormFigures:
+    """Error that a batch norm propagates per error of its input, as numbers."""
+
+    linear: float
+    """Relative mean square error of the gradient per mean square error of the input."""
+    quadratic: float
+    """Relative mean square error of the gradient per square of the input's mean square error."""
 
 
 class NormGradientSample:
@@ -198,10 +165,11 @@ class NormGradientSample:
         self.stats = stats
         self.mixed = mixed
         """The share of values that are in groups with those of other channels."""
-        self.linear: Tensor | None = None
-        """Relative mean square error of the gradient per mean square error of the input."""
-        self.quadratic: Tensor | None = None
-        """Relative mean square error of the gradient per square of the input's mean square error."""
+        self.count = 0
+        """Values of a channel."""
+        self.tensor: Tensor | None = None
+        """For each channel: norms of the output's and the input's gradient, gradients of weight and bias, and
+        1 / deviation. None where nothing was measured."""
 
     def measure(self, invstd: Tensor, gradients: tuple[Tensor | None, ...], g: Tensor | None) -> None:
         """Take the gradients of input, weight and bias, which backward has just computed from `g`."""
@@ -210,18 +178,35 @@ class NormGradientSample:
             return
         kind = torch.float64 if g.dtype == torch.float64 else torch.float32
         over = [d for d in range(g.dim()) if d != 1]
-        count = g.numel() // g.shape[1]
-        power, propagated = (torch.linalg.vector_norm(t, dim=over, dtype=kind).square() / count for t in (g, grad_x))
-        along, mean = grad_weight.to(kind) / count, grad_bias.to(kind) / count
-        rest = power - along.square() - mean.square()
-        # Of a gradient that is nearly all mean or along h, too little is left to measure.
-        share = propagated / rest.clamp_min(1e-3 * power)
-        # A group's values have one error: only where groups have one channel is it in proportion to its values.
-        inverse = invstd.to(kind).square()
-        scale = self.mixed * inverse + (1 - self.mixed) / inverse.reciprocal().mean()
-        second = scale * share * power / count
-        self.linear = torch.nan_to_num(scale * share * along.square() + second).sum() / propagated.sum()
-        self.quadratic = torch.nan_to_num(scale * second).sum() / propagated.sum()
+        self.count = g.numel() // g.shape[1]
+        norms = [torch.linalg.vector_norm(t.detach(), dim=over, dtype=kind) for t in (g, grad_x)]
+        # A copy: gradients are clipped in place.
+        self.tensor = torch.cat([*norms, grad_weight.detach(), grad_bias.detach(), invstd])
+
+
+def norm_figures(samples: Sequence[NormGradientSample], measured: Sequence[Tensor]) -> list[NormFigures]:
+    """Return the error that batch norms propagate, from their `tensor` on the host."""
+    counts = torch.tensor([float(each.count) for each in samples], dtype=torch.float64)
+    channels = torch.tensor([each.numel() // 5 for each in measured])
+    owner = torch.repeat_interleave(torch.arange(len(samples)), channels)
+    mixed, count = torch.tensor([each.mixed for each in samples], dtype=torch.float64)[owner], counts[owner]
+    table = torch.cat([each.view(5, -1) for each in measured], 1)
+
+    def total(x: Tensor) -> Tensor:
+        return torch.zeros(len(samples), dtype=torch.float64).index_add_(0, owner, x)
+
+    power, propagated = table[:2].square() / count
+    along, mean = table[2:4] / count
+    rest = power - along.square() - mean.square()
+    # Of a gradient that is nearly all mean or along h, too little is left to measure.
+    share = propagated / rest.clamp_min(1e-3 * power)
+    # A group's values have one error: only where groups have one channel is it in proportion to its values.
+    inverse = table[4].square()
+    scale = mixed * inverse + (1 - mixed) * (channels / total(inverse.reciprocal()))[owner]
+    second = scale * share * power / count
+    linear = total(torch.nan_to_num(scale * share * along.square() + second)) / total(propagated)
+    quadratic = total(torch.nan_to_num(scale * second)) / total(propagated)
+    return [NormFigures(*pair) for pair in zip(linear.tolist(), quadratic.tolist(), strict=True)]
 
 
 def mixed_share(packed: Packed, layout: Layout) -> float:
@@ -238,12 +223,17 @@ def mixed_share(packed: Packed, layout: Layout) -> float:
 class CometCollector:
     """Measures one collection step: a forward pass (with accumulation several), its backward, the optimizer's step."""
 
-    def __init__(self, trials: Sequence[Codec], probed: Collection[str], whole: bool) -> None:
+    compiled_for = "cuda"
+    """Type of device whose kernels are compiled when they are first needed."""
+
+    def __init__(self, trials: Sequence[GroupQuant], probed: Collection[str], whole: bool, absolute: bool) -> None:
         self.trials = trials
         self.probed = probed
         """Places whose weight gradient's error is measured."""
         self.whole = whole
         """Whether that takes all of the batch: where errors are biased, some rows do not stand for all."""
+        self.absolute = absolute
+        """Whether mean absolute output gradients are measured, for COMET's own formula."""
         self.batches = 1
         self.sites: dict[str, tuple[Site, TensorStats]] = {}
         self.weight_samples: list[WeightGradientSample] = []
@@ -252,6 +242,8 @@ class CometCollector:
         """Norm of the gradients after the last backward."""
         self.shards: Shards | None = None
         """The model's sharded parameters, if it has any."""
+        self._uses: dict[PackedUse, None] = {}
+        """Uses of packed data on a GPU, for which kernels are compiled ahead."""
         self._stats: dict[int, tuple[PackedMemory, TensorStats, Packed]] = {}
         self._probes: dict[int, ErrorProbe] = {}
 
@@ -266,10 +258,21 @@ class CometCollector:
             known = self._stats[id(cell)] = (cell, stats, packed)
             self._probes.pop(id(cell), None)
         self.sites[site.place] = (site, known[1])
+        if flat.device.type == self.compiled_for and packed.plan is not None and self.trials:
+            self._note_use(site, layout, packed.plan)
         if site.place in self.probed:
             # The second operand of a product has the batch in its last dimension.
             whole = self.whole or site.slot in SECOND
             self._probes[id(cell)] = ErrorProbe(flat, layout, packed, cell.key, whole)
+
+    def _note_use(self, site: Site, layout: Layout, plan: GroupPlan) -> None:
+        """Note the kernels that this memory takes at every rate, and those of its probe."""
+        norm, last = site.operation.endswith("BatchNorm"), bool(layout.channels_last)
+        rates = tuple(each.bits for each in self.trials)
+        self._uses[PackedUse(plan.format, layout.size if layout.dense else (plan.numel,), last, norm, rates)] = None
+        if not norm:
+            errors = GroupFormat(ERRORS.bits, ERRORS.group, torch.float32, plan.format.stride)
+            self._uses[PackedUse(errors, (plan.numel,), False, False, (ERRORS.bits,))] = None
 
     def walk(self, nodes: Iterable[Any], saved_by: Callable[[Any], Iterable[tuple[str, SavedTensor]]]) -> None:
         """Put hooks on the nodes behind `nodes` that compute a weight's gradient: the forward pass is over."""
@@ -286,12 +289,13 @@ class CometCollector:
                 continue
             seen.add(node)
             stack.extend(next_node for next_node, _ in node.next_functions)
-            if operation_name(node) in PRODUCTS:
+            name = operation_name(node)
+            if name in PRODUCTS:
                 for slot, saved in saved_by(node):
                     found = self._sample_weight(node, slot, saved)
                     if found is not None:
                         by_weight.setdefault(found.weight, []).append(found)
-            elif self.trials and operation_name(node).endswith("BatchNorm"):
+            elif self.trials and name.endswith("BatchNorm"):
                 for _, saved in saved_by(node):
                     if saved.site.slot == "input" and saved.cell is not None and id(saved.cell) in self._stats:
                         self._sample_norm(node, saved)
@@ -303,6 +307,8 @@ class CometCollector:
         self.weight_samples = [weight_sample for samples in by_weight.values() for weight_sample in samples]
         self._stats.clear()
         self._probes.clear()
+        if self._uses:
+            compile_ahead(self._uses)
 
     def _sample_weight(self, node: Any, slot: str, saved: SavedTensor) -> WeightGradientSample | None:
         cell, site = saved.cell, saved.site
@@ -312,12 +318,11 @@ class CometCollector:
         if product is None:
             return None
         probe = self._probes.get(id(cell)) if site.place in self.probed else None
-        weight_sample = WeightGradientSample(site, self._stats[id(cell)][1], product, probe)
+        weight_sample = WeightGradientSample(site, self._stats[id(cell)][1], product, probe, self.absolute)
 
         def hook(gradients: tuple[Tensor | None, ...]) -> None:
             if gradients[0] is not None:
-                with torch.no_grad():
-                    weight_sample.measure(gradients[0].detach())
+                weight_sample.measure(gradients[0].detach())
 
         node.register_prehook(hook)
         return weight_sample
@@ -331,8 +336,7 @@ class CometCollector:
 
         # Hooks must not hold nodes: a circle through the graph is not found before the graph behind it is gone.
         def hook(computed: tuple[Tensor | None, ...], gradients: tuple[Tensor | None, ...]) -> None:
-            with torch.no_grad():
-                norm_sample.measure(invstd, computed, gradients[0])
+            norm_sample.measure(invstd, computed, gradients[0])
 
         node.register_hook(hook)
         self.norm_samples.append(norm_sample)

@@ -127,4 +127,4 @@ def gradient_norm(weights: Iterable[Tensor]) -> Tensor | None:
         return None
     device = gradients[0].device
     norms = [torch.linalg.vector_norm(g, dtype=torch.float32 if g.dtype.itemsize < 8 else None) for g in gradients]
-    return torch.linalg.vector_norm(torch.stack([n.to(device, torch.float64) for n in norms]))
+    return torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]), dtype=torch.float64)

@@ -13,6 +13,7 @@ positions.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -61,7 +62,7 @@ class Product:
         """Positions counted as COMET does, padding included."""
         return self.rows * math.prod(self.out)
 
-    @property
+    @functools.cached_property
     def terms(self) -> float:
         """Positions that meet a tap inside the image, averaged over the taps."""
         dimensions = zip(self.plane, self.out, self.kernel, self.stride, self.padding, self.dilation, strict=True)

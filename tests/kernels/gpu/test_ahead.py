@@ -50,7 +50,7 @@ def test_processes_that_cannot_be_started_stop_nothing(monkeypatch, tmp_path):
     active = types.SimpleNamespace(get_current_target=lambda: target)
     monkeypatch.setattr(ahead.subprocess, "Popen", fails)
     monkeypatch.setattr(ahead.triton.runtime, "driver", types.SimpleNamespace(active=active))
-    monkeypatch.setattr(ahead, "marker", lambda target: tmp_path / "none")
+    monkeypatch.setattr(ahead, "marker", lambda target, uses: tmp_path / "none")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(ahead, "core_count", lambda: 8)
     for name in ("TRITON_INTERPRET", "LOCAL_RANK", ahead.VARIABLE):
@@ -64,11 +64,12 @@ import os, tempfile
 os.environ["TRITON_CACHE_DIR"] = folder = tempfile.mkdtemp()
 from encke.kernels.gpu import ahead
 ahead.RATES, ahead.IMAGES, every = (2,), (), ahead.launches
-ahead.launches = lambda rates: every(rates)[:2]
+ahead.launches = lambda rates, uses: every(rates)[:2]
 marker = os.path.join(folder, "done")
 for part in (0, 1):
     assert not os.path.exists(marker)
-    ahead.work({"backend": "cuda", "arch": 90, "warp_size": 32, "workers": 2, "part": part, "marker": marker})
+    target = {"backend": "cuda", "arch": 90, "warp_size": 32}
+    ahead.work({**target, "workers": 2, "part": part, "marker": marker, "uses": []})
 assert os.path.exists(marker) and len(os.listdir(folder)) > 3
 """
 

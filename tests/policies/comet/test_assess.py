@@ -111,7 +111,7 @@ def test_sparsity_ignored_shows(rounding: str, monkeypatch: pytest.MonkeyPatch) 
     right = assess.predict
 
     def predict(formula: str, sample: Any, gradient: Any, power: float, mean: float) -> float:
-        return right(formula, sample, gradient, power / float(sample.stats.share), mean)
+        return right(formula, sample, gradient, power / float(sample.stats.tensors[0]), mean)
 
     monkeypatch.setattr(assess, "predict", predict)
     assert off(run(Comet(every=5, rounding=rounding))) > 0.15

@@ -7,14 +7,18 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import encke
+from encke.capture.readers import Readers
 from encke.codecs import ErrorBounded, GroupQuant
 from encke.codecs.layout import flatten
 from encke.policies import Comet
 from encke.policies.comet.measure import ErrorProbe
 from tests.policies.comet.trainings import (
+    BATCHES,
     ROUNDINGS,
+    net,
     sgd,
     weight_rows,
 )
@@ -103,3 +107,32 @@ def test_a_weight_used_twice_may_err_less_each_time() -> None:
         assert len(rows) == times
         for row in rows:
             assert row["tolerated"] == pytest.approx(0.2 * row["momentum"] / math.sqrt(times))
+
+
+class Waits(TorchDispatchMode):
+    """Counts operations for which the host would wait for a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("formula", ["exact", "paper"])
+def test_nothing_waits_for_the_gpu_before_the_optimizer_has_stepped(
+    formula: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Capture looks for values that are not finite: on a CPU always."""
+    monkeypatch.setattr(Readers, "intact", lambda *arguments: True)
+    model = net()
+    optimizer = sgd(model)
+    handle = encke.attach(model, Comet(every=2, formula=formula), optimizer)
+    for step in range(1, 5):
+        x, y = BATCHES[step % 4]
+        model.zero_grad()
+        with Waits() as waits:
+            nn.functional.cross_entropy(model(x), y).backward()
+        assert waits.count == 0, step
+        optimizer.step()
+    assert {row["step"] for row in handle.history} == {1, 2, 4}

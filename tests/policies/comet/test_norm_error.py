@@ -13,10 +13,11 @@ from torch import Tensor, nn
 import encke
 from encke.capture.saved import SharedCell
 from encke.capture.sites import Site
-from encke.codecs import GroupQuant, Packed
+from encke.codecs import Codec, GroupQuant, Packed
 from encke.codecs.layout import flatten
 from encke.policies import Comet
-from encke.policies.comet.measure import NormGradientSample, TensorStats, WeightGradientSample, mixed_share
+from encke.policies.comet.measure import NormGradientSample, WeightGradientSample, mixed_share, norm_figures
+from encke.policies.comet.stats import TensorStats
 from encke.train.models.repvgg import RepVgg
 
 pytestmark = pytest.mark.slow
@@ -32,6 +33,12 @@ def stats_of(x: Tensor) -> TensorStats:
     flat, layout = flatten(x)
     codec = GroupQuant(bits=2)
     return TensorStats(flat, layout, codec.encode_flat(flat, layout), [codec], 0)
+
+
+def error_of(stats: TensorStats, codec: Codec) -> float:
+    return stats.figures([math.nan if t is None else t.item() for t in stats.tensors]).errors[
+        stats.trials.index(codec)
+    ][0]
 
 
 @pytest.mark.parametrize("apart", [True, False])
@@ -50,7 +57,7 @@ def test_the_prediction_is_the_measured_error(apart, along):
     right = backward(x, g, mean, invstd, weight)
     sample = NormGradientSample(Site("layer", "BatchNorm", "input"), stats_of(x), 0.0 if apart else 1.0)
     sample.measure(invstd, right, g)
-    assert sample.linear is not None
+    (found,) = norm_figures([sample], [sample.tensor])
     small = 0.01 * (spread if apart else 1.0)
     errors = []
     for _ in range(100):
@@ -59,7 +66,7 @@ def test_the_prediction_is_the_measured_error(apart, along):
         errors.append((wrong - right[0]).square().sum() / right[0].square().sum())
     measured = torch.stack(errors).mean()
     size = (small * torch.ones_like(x)).square().mean()
-    assert math.isclose(measured, sample.linear * size, rel_tol=0.15)
+    assert math.isclose(measured, found.linear * size, rel_tol=0.15)
 
 
 @pytest.mark.parametrize("size", [24, 8])
@@ -79,8 +86,8 @@ def test_groups_that_reach_into_a_channel_of_little_spread(size):
     sample.measure(invstd, right, g)
     wrong = [backward(layout.restore(p.decode_flat()), g, mean, invstd, weight)[0] for p in packed]
     measured = torch.stack([(w - right[0]).square().sum() / right[0].square().sum() for w in wrong]).mean()
-    error = stats.errors[codec][0]
-    predicted = sample.linear * error + sample.quadratic * error**2
+    error, (found,) = error_of(stats, codec), norm_figures([sample], [sample.tensor])
+    predicted = found.linear * error + found.quadratic * error**2
     assert 0.5 < predicted / measured < 2
 
 
@@ -103,7 +110,7 @@ def test_frozen_norms_and_gradients_that_are_not_there_tell_nothing():
     sample.measure(torch.ones(8), (None, torch.ones(8), torch.ones(8)), x)
     sample.measure(torch.ones(8), (x, torch.ones(8), torch.ones(8)), None)
     sample.measure(torch.empty(0), (x, torch.ones(8), torch.ones(8)), x)
-    assert sample.linear is None
+    assert sample.tensor is None
 
 
 class Straight(nn.Module):

@@ -13,9 +13,12 @@ from torch import Tensor, nn
 
 from encke.capture.nodes import operation_name
 from encke.capture.sites import Site
-from encke.policies.comet.assess import WeightFigures, predict
+from encke.codecs import ErrorBounded
+from encke.codecs.layout import flatten
+from encke.policies.comet.assess import predict
 from encke.policies.comet.measure import WeightGradientSample
 from encke.policies.comet.products import PRODUCTS, WeightProduct, convolution
+from encke.policies.comet.stats import TensorStats
 from encke.policies.comet.theory import (
     PAPER_A,
     Gain,
@@ -128,11 +131,11 @@ def test_an_error_that_does_not_cancel_is_predicted_too(name: str) -> None:
     mean, g = 0.01, torch.full_like(y, 0.2)
     measured = math.sqrt(float(weight_gradient(layer, torch.full_like(x, mean), g).square().mean()))
     site = Site("layer", "Convolution", "input")
-    sample = WeightGradientSample(site, None, WeightProduct(product, weight, channel, lambda g, x: g))  # type: ignore[arg-type]
+    stats = TensorStats(*flatten(x), ErrorBounded(0.1).encode(x), [], 0)
+    sample = WeightGradientSample(site, stats, WeightProduct(product, weight, channel, lambda g, x: g))
     flat = g if "linear" not in name else g.flatten(0, -2)
     sample.measure(flat)
-    assert sample.power is not None and sample.absolute is not None and sample.sums is not None
-    gradient = WeightFigures(float(sample.power), float(sample.absolute), float(sample.sums), math.nan, 1.0)
+    gradient = sample.figures([math.nan if t is None else float(t) for t in sample.tensors], 1.0)
     predicted = predict("exact", sample, gradient, mean**2, mean)
     # Taps are averaged, so that layers with much padding are not exact.
     assert predicted == pytest.approx(measured, rel=0.15), predicted / measured

@@ -1,0 +1,146 @@
+"""Error of the fixed rates at every number of bits, from the scales of what is packed: nothing is encoded again.
+
+The dither of `GroupQuant` is subtracted when decoding, so an error is uniform within half a step of its group whatever
+the value is: its mean square is step^2 / 12, and it has no bias. Zeros of groups without negative values have none. A
+group's step is its range over a number of levels (docs/design.md), so the step in force tells that of other rates.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from encke.codecs import Packed
+from encke.codecs.base import operations
+from encke.kernels import GroupFormat
+
+SAMPLE = 1 << 18
+"""Values of a tensor that are measured, in whole rows or groups spread over all of it."""
+LEAST = 8
+"""Fewest rows, or groups of all channels, that are measured."""
+GOLDEN = (math.sqrt(5) - 1) / 2
+"""Multiples of it, less their whole part, fill the interval from 0 to 1 evenly."""
+
+
+@functools.cache
+def steps_of_range(bits: int, signed: bool) -> int:
+    """Return into how many steps a group's range is divided."""
+    return 2**bits - (1 if signed else 2)
+
+
+class Units(NamedTuple):
+    """Units of a packed run, whole rows or groups of all columns, and those of them that are measured."""
+
+    values: tuple[tuple[int, ...], tuple[int, ...]]
+    """Size and strides of the values that are measured: [unit, row, column]."""
+    scales: tuple[tuple[int, ...], tuple[int, ...], int]
+    """Size, strides and offset of the los and steps of their groups in the buffer: [lo or step, unit, group, column]"""
+
+
+class Scales(NamedTuple):
+    """A sample of values, [unit, row, column], and the scales of their groups, [unit, group, column]."""
+
+    values: Tensor
+    signed: Tensor
+    """Whether the group has negative values, so that zeros are not exact."""
+    steps: Tensor
+
+    @staticmethod
+    def of(flat: Tensor, packed: Packed, group: int) -> Scales | None:
+        """Return a sample of a packed run of memory; None where errors do not follow from the scales.
+
+        Args:
+            flat: The run.
+            packed: The run packed.
+            group: Values of a group at the rates in question.
+        """
+        plan = packed.plan
+        if plan is None or plan.format.signs or plan.format.group != group or not plan.numel:
+            return None
+        units, whole = units_of(plan.format, plan.numel), plan.format.scale_dtype == torch.float64
+        lo, step = packed.buffers[0].view(torch.float64 if whole else torch.int16).as_strided(*units.scales)
+        # Constant groups are marked by a sign bit, before other bits of any kind.
+        steps = step if whole else step.clamp_min(0).view(torch.bfloat16).float()
+        return Scales(flat.as_strided(*units.values, flat.storage_offset()), lo < 0, steps)
+
+    def powers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the share of non-zeros, and the squared steps of groups with and without negative values.
+
+        The squares are means over all values, each with those values alone that have an error.
+        """
+        share = (self.values != 0).mean(1, keepdim=True, dtype=self.steps.dtype)
+        square = self.steps * self.steps
+        signed = square * self.signed
+        return share.mean(), signed.mean(), ((square - signed) * share).mean()
+
+    def distortion(self, slope: Callable[[Tensor, Tensor], Tensor], bits: int, rates: Sequence[int]) -> Tensor:
+        """Return the relative mean square error of a function's derivative, at each of `rates`.
+
+        Args:
+            slope: The function's backward, of a gradient and what it saved.
+            bits: The rate in force.
+            rates: Numbers of bits.
+        """
+        x = self.values.to(self.steps.dtype)
+        row = x.shape[1]
+        i = torch.arange(x.numel(), dtype=torch.float64, device=x.device).view(x.shape)
+        dither = (i * GOLDEN).frac().to(x.dtype) - 0.5
+        signed, steps = (t.repeat_interleave(-(-row // t.shape[1]), 1)[:, :row] for t in (self.signed, self.steps))
+        error = torch.where(signed | (x != 0), dither * steps, 0)
+        ones = torch.ones_like(x)
+        right = slope(ones, x)
+        found = []
+        for rate in rates:
+            of_signed, of_others = (steps_of_range(bits, kind) / steps_of_range(rate, kind) for kind in (True, False))
+            wrong = slope(ones, x + error * torch.where(signed, of_signed, of_others)) - right
+            found.append(wrong.square().mean())
+        return torch.stack(found) / right.square().mean()
+
+
+@functools.lru_cache(maxsize=4096)
+def units_of(format: GroupFormat, numel: int) -> Units:
+    """Return what is measured of a run of so many values.
+
+    The distance of units has no factor in common with their number, so that those measured do not all have one place
+    in a plane.
+    """
+    row, stride = format.row or min(format.extent, numel // format.stride), format.stride
+    groups = format.groups_in_row(numel) if format.row else 1
+    units = numel // (row * stride)
+    step = max(units // max(SAMPLE // (row * stride), LEAST), 1)
+    while math.gcd(step, units) > 1:
+        step -= 1
+    count, (at_lo, at_step, _) = -(-units // step), format.places(numel)
+    each = format.scale_dtype.itemsize
+    strides = ((at_step - at_lo) // each, step * groups * stride, stride, 1)
+    return Units(
+        ((count, row, stride), (step * row * stride, stride, 1)),
+        ((2, count, groups, stride), strides, at_lo // each),
+    )
+
+
+def decode_first(packed: Packed, count: int) -> Tensor | None:
+    """Return the first values of a run, decoded without the others; None where the codes do not allow it."""
+    plan = packed.plan
+    if plan is None:
+        return None
+    format, data = plan.format, packed.buffers[0]
+    unit = (format.row or format.extent) * format.stride
+    numel = -(-count // unit) * unit
+    if numel >= plan.numel:
+        return packed.decode_flat()[:count]
+    at_lo, at_step, _ = format.places(plan.numel)
+    codes, scales = format.places(numel)[0], format.groups(numel) * format.scale_dtype.itemsize
+    part = torch.cat([data[:codes], data[at_lo : at_lo + scales], data[at_step : at_step + scales]])
+    return operations(data).group_plan(format, numel, data.device).decode(part, packed.seed)[:count]  # type: ignore[attr-defined]
+
+
+def power_at(bits: int, rate: int, signed: float, others: float) -> float:
+    """Return the mean square error at a rate from the squared steps at `bits`, as `Scales.powers` returns them."""
+    of_signed, of_others = (steps_of_range(bits, kind) / steps_of_range(rate, kind) for kind in (True, False))
+    return (signed * of_signed**2 + others * of_others**2) / 12

@@ -1,0 +1,147 @@
+"""Kernels of later steps: all that new settings can need is known to the worker processes after the first pass."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("triton", reason="needs triton")
+
+import encke  # noqa: E402
+from encke import kernels  # noqa: E402
+from encke.codecs import GroupQuant  # noqa: E402
+from encke.codecs.layout import flatten, rows_for, with_rows  # noqa: E402
+from encke.fused.base import LayerForward  # noqa: E402
+from encke.fused.conv import ConvForward  # noqa: E402
+from encke.kernels import PackedUse, gpu, reference  # noqa: E402
+from encke.kernels.gpu import ahead, launch, plans  # noqa: E402
+from encke.policies.comet import measure  # noqa: E402
+from encke.policies.comet.allocate import BITS  # noqa: E402
+from encke.train.models.vision import torchvision_models  # noqa: E402
+
+PLANS = (plans.group_plan, gpu.norm_backward.norm_plan, gpu.norm_forward.forward_plan)
+
+
+class Watch:
+    """Launches of a training whose kernels do not run, and what the worker processes were asked for."""
+
+    def __init__(self) -> None:
+        self.needed: set[Any] = set()
+        self.asked: list[PackedUse] = []
+
+    def launch(self, function: Any, programs: Any, tensors: Any, numbers: Any, constants: Any, *options: Any) -> None:
+        specialised = options[2] if len(options) > 2 else 2
+        self.needed.add(ahead.specialisation(function, tensors, numbers, constants, specialised))
+        for t in tensors[1:]:
+            t.data.zero_()  # as kernels do: not seen by autograd
+
+    def known(self) -> set[Any]:
+        found: set[Any] = set()
+
+        def record(function: Any, programs: Any, tensors: Any, numbers: Any, constants: Any, *options: Any) -> None:
+            specialised = options[2] if len(options) > 2 else 2
+            found.add(ahead.specialisation(function, tensors, numbers, constants, specialised))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launch, "launch_kernel", record)
+            for use in self.asked:
+                for rate in use.rates:
+                    ahead.exercise_use(use, rate)
+        return found
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
+    """CPU tensors go to the code for GPUs, up to the launch."""
+    found = Watch()
+    for plan in PLANS:
+        plan.cache_clear()
+    monkeypatch.setattr(launch, "launch_kernel", found.launch)
+    monkeypatch.setattr(gpu, "bits_encode", reference.bits_encode)
+    monkeypatch.setattr(gpu, "bits_decode", reference.bits_decode)
+    monkeypatch.setattr(kernels, "backend_for", lambda device: gpu)
+    monkeypatch.setattr(LayerForward, "device_type", "cpu")
+    monkeypatch.setattr(LayerForward, "min_bytes", 1)
+    monkeypatch.setattr(ConvForward, "min_bytes", 1)
+    monkeypatch.setattr(measure.CometCollector, "compiled_for", "cpu")
+    monkeypatch.setattr(measure, "compile_ahead", lambda uses: found.asked.extend(uses))
+    monkeypatch.setattr(measure, "PROBE", 1 << 14)
+    yield found
+    for plan in PLANS:
+        plan.cache_clear()
+
+
+def network(channels: int) -> nn.Sequential:
+    layers: list[nn.Module] = [nn.Conv2d(3, channels, 3, padding=1)]
+    for width in (channels, 2 * channels):
+        layers += [nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, 2 * width, 3, padding=1, stride=2)]
+    return nn.Sequential(*layers, nn.BatchNorm2d(4 * channels), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+@pytest.mark.parametrize(("batch", "channels", "side"), [(16, 16, 16), (21, 24, 14), (9, 12, 14)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("memory", [torch.channels_last, torch.contiguous_format])
+def test_kernels_of_all_settings_are_known_after_the_first_pass(
+    batch: int, channels: int, side: int, dtype: torch.dtype, memory: torch.memory_format, watch: Watch
+) -> None:
+    torch.manual_seed(0)
+    model = network(channels).to(memory_format=memory)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
+    handle = encke.attach(model, optimizer=optimizer, min_bytes=512)
+    x = torch.randn(batch, 3, side, side).contiguous(memory_format=memory)
+    choose, early = random.Random(0), set()
+    for step in range(1, 23):
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            out = model(x)
+        out.square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            assert watch.asked
+            watch.asked = list(watch.asked)
+            early, first = watch.known(), len(watch.asked)
+            watch.needed.clear()
+        for setting in handle.policy.settings.values():  # type: ignore[attr-defined]
+            setting.codec = GroupQuant(bits=choose.choice(BITS))
+    handle.detach()
+    assert len(watch.asked) > first  # it is asked in every collection step
+    names = {function.__name__ if hasattr(function, "__name__") else str(function) for function, *_ in watch.needed}
+    assert len(watch.needed) > 12 and any("encode" in name for name in names), names
+    assert not watch.needed - early
+
+
+def saved_tensors(batch: int, memory: torch.memory_format, dtype: torch.dtype) -> list[tuple[Tensor, bool]]:
+    """Return the inputs of ResNet-50's convolutions and batch norms at 224 pixels, without memory."""
+    model = torchvision_models().resnet50().to("meta", dtype).to(memory_format=memory)
+    found: list[tuple[Tensor, bool]] = []
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.BatchNorm2d):
+            norm = isinstance(module, nn.BatchNorm2d)
+
+            def note(_: nn.Module, inputs: tuple[Tensor], norm: bool = norm) -> None:
+                # Convolutions without memory forget the memory format.
+                found.append((inputs[0].detach().contiguous(memory_format=memory), norm))
+
+            module.register_forward_pre_hook(note)
+    model(torch.empty(batch, 3, 224, 224, dtype=dtype, device="meta").contiguous(memory_format=memory))
+    return found
+
+
+@pytest.mark.parametrize(("batch", "dtype"), [(256, torch.bfloat16), (64, torch.bfloat16), (256, torch.float32)])
+def test_kernels_of_resnet50_are_few(batch: int, dtype: torch.dtype, watch: Watch) -> None:
+    """Kernels that two to fifty steps at 224 pixels may take at every rate; eight workers compile them in seconds."""
+    memory = torch.channels_last if dtype == torch.bfloat16 else torch.contiguous_format
+    for x, norm in saved_tensors(batch, memory, dtype):
+        flat, layout = flatten(x)
+        layout = with_rows(layout, rows_for(layout, flat.numel(), ("channels", 0)) if norm else None)
+        plan = GroupQuant(2)._plan(flat, layout, flat.numel())
+        use = PackedUse(plan.format, layout.size, bool(layout.channels_last), norm, BITS)
+        watch.asked.append(use)
+    watch.asked = list(dict.fromkeys(watch.asked))
+    assert len(watch.asked) < 40
+    assert len(watch.known()) < (130 if dtype == torch.bfloat16 else 170)
