@@ -335,8 +335,10 @@ class RowPlan:
     """Plan of a norm's kernels for inputs of one size and dtype on one device."""
 
     def __init__(
-        self, norm: RowNorm, rows: int, dtype: torch.dtype, weight_dtype: torch.dtype | None, bias: bool
+        self, norm: RowNorm, rows: int, dtype: torch.dtype, weight_dtype: torch.dtype | None, bias: bool, dims: int
     ) -> None:
+        self.dimensions = dims
+        """Dimensions that make a row."""
         self.norm, self.rows, self.dtype, self.bias = norm, rows, dtype, bias
         self.affine = (tl.float32 if weight_dtype is None else TYPES[weight_dtype], weight_dtype is not None)
         self.kinds = (TYPES[norm.inner], TYPES[norm.out])
@@ -390,9 +392,7 @@ class RowPlan:
             finish((sums, grad_weight, grad_bias), (parts, width))
         return out if want_input else None, grad_weight if want_weight else None, grad_bias if want_bias else None
 
-    def _plan_backward(
-        self, format: GroupFormat | None, wanted: tuple[bool, bool, bool]
-    ) -> tuple[Launch, Launch, int]:
+    def _plan_backward(self, format: GroupFormat | None, wanted: tuple[bool, bool, bool]) -> tuple[Launch, Launch, int]:
         """Return the launches of backward, and the number of partial sums of each column."""
         norm = self.norm
         tile, warps, constants = tile_of(norm.width, self.dtype, format, BACKWARD)
@@ -410,15 +410,16 @@ class RowPlan:
 
 @functools.lru_cache(maxsize=4096)
 def row_plan(
-    norm: RowNorm, rows: int, dtype: torch.dtype, weight_dtype: torch.dtype | None, bias: bool, device: torch.device
-) -> RowPlan | None:
+    norm: RowNorm, rows: int, dtype: torch.dtype, weight_dtype: torch.dtype | None, bias: bool, dims: int,
+    device: torch.device,
+) -> RowPlan | None:  # fmt: skip
     """Return the plan for inputs of `rows` rows; None where the kernels do not take them.
 
-    `weight_dtype` is the dtype of weight and bias, None if there is no weight.
+    `weight_dtype` is the dtype of weight and bias, None if there is no weight. `dims`: dimensions that make a row.
     """
     fits = 0 < norm.width <= WIDEST and 0 < rows < 1 << 30
     dtypes = {norm.inner, norm.out, dtype, weight_dtype or dtype}
-    return RowPlan(norm, rows, dtype, weight_dtype, bias) if fits and dtypes <= TAKEN else None
+    return RowPlan(norm, rows, dtype, weight_dtype, bias, dims) if fits and dtypes <= TAKEN else None
 
 
 @functools.lru_cache(maxsize=4096)

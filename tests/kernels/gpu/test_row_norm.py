@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from encke.kernels import GroupFormat, reference
-from tests.kernels.gpu.common import DEVICE, SEED, compile_for_hopper
+from tests.kernels.gpu.common import DEVICE, SEED
 
 row_norm = pytest.importorskip("encke.kernels.gpu.row_norm", reason="needs triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -68,7 +68,7 @@ def check(rows, width, dtype, bits, weight_dtype=FP32, centred=False, inner=FP32
     x, weight, bias = tensors(rows, width, dtype, weight_dtype)
     bias = bias if (centred if has_bias is None else has_bias) else None
     norm = row_norm.RowNorm(width, centred, 1e-6, offset, inner, out or dtype)
-    plan = row_norm.row_plan(norm, rows, dtype, weight_dtype, bias is not None, x.device)
+    plan = row_norm.row_plan(norm, rows, dtype, weight_dtype, bias is not None, 1, x.device)
     y, mean, rstd = plan.forward(x, weight, bias)
     wanted = norm.compute(x.float(), weight, bias)
     assert near(y, wanted, norm.out, 2)
@@ -136,7 +136,7 @@ def test_programs_that_take_several_tiles(bits, monkeypatch):
 def test_gradients_that_are_not_wanted_are_not_computed():
     x, weight, bias = tensors(4, 96, FP32, FP32)
     norm = row_norm.RowNorm(96, True, 1e-5)
-    plan = row_norm.row_plan(norm, 4, FP32, FP32, True, x.device)
+    plan = row_norm.row_plan(norm, 4, FP32, FP32, True, 1, x.device)
     _, mean, rstd = plan.forward(x, weight, bias)
     grad = torch.randn_like(x)
     everything = plan.backward(grad, x, 0, None, mean, rstd, weight, (True, True, True))
@@ -149,7 +149,7 @@ def test_gradients_that_are_not_wanted_are_not_computed():
 def test_a_row_that_is_not_finite_spoils_itself_alone():
     x, weight, _ = tensors(4, 200, FP32, FP32)
     norm = row_norm.RowNorm(200, False, 1e-5)
-    plan = row_norm.row_plan(norm, 4, FP32, FP32, False, x.device)
+    plan = row_norm.row_plan(norm, 4, FP32, FP32, False, 1, x.device)
     _, mean, rstd = plan.forward(x, weight, None)
     x[1, 150] = float("nan")
     data, format, _ = pack(x, 2)
@@ -178,6 +178,6 @@ def test_formats_with_other_rows_are_not_read(format):
 def test_sizes_that_are_not_taken():
     norm = row_norm.RowNorm(96, False, 1e-5)
     device = torch.device(DEVICE)
-    assert row_norm.row_plan(norm, 0, FP32, FP32, False, device) is None
-    assert row_norm.row_plan(norm, 4, torch.float64, FP32, False, device) is None
-    assert row_norm.row_plan(replace(norm, width=row_norm.WIDEST + 1), 4, FP32, None, False, device) is None
+    assert row_norm.row_plan(norm, 0, FP32, FP32, False, 1, device) is None
+    assert row_norm.row_plan(norm, 4, torch.float64, FP32, False, 1, device) is None
+    assert row_norm.row_plan(replace(norm, width=row_norm.WIDEST + 1), 4, FP32, None, False, 1, device) is None
