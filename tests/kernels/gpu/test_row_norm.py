@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from encke.kernels import GroupFormat, reference
-from tests.kernels.gpu.common import DEVICE, SEED
+from tests.kernels.gpu.common import DEVICE, SEED, compile_for_hopper
 
 row_norm = pytest.importorskip("encke.kernels.gpu.row_norm", reason="needs triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -128,9 +128,9 @@ def test_layer_norm_without_a_bias():
 
 @pytest.mark.parametrize("bits", [0, 2, 3])
 def test_programs_that_take_several_tiles(bits, monkeypatch):
-    for name, value in {"PROGRAMS": 2, "VALUES": 512, "BACKWARD": 512, "SUMMED": 1}.items():
+    for name, value in {"PROGRAMS": 2, "VALUES": 128, "BACKWARD": 128, "SUMMED": 1}.items():
         monkeypatch.setattr(row_norm, name, value)
-    check(11, 200, FP32, bits, centred=True)
+    check(5, 96, FP32, bits, centred=True)
 
 
 def test_gradients_that_are_not_wanted_are_not_computed():
@@ -181,3 +181,39 @@ def test_sizes_that_are_not_taken():
     assert row_norm.row_plan(norm, 0, FP32, FP32, False, 1, device) is None
     assert row_norm.row_plan(norm, 4, torch.float64, FP32, False, 1, device) is None
     assert row_norm.row_plan(replace(norm, width=row_norm.WIDEST + 1), 4, FP32, None, False, 1, device) is None
+
+
+COMPILE = """
+import torch
+from encke.kernels.formats import GroupFormat
+from encke.kernels.gpu import row_norm
+
+dtypes = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+def constants(kernel, values):
+    return dict(zip((p.name for p in kernel.params if p.is_constexpr), values, strict=True))
+
+for (name, dtype), bits, width in zip(dtypes.items(), (2, 3, 0), (1024, 1000, 96), strict=True):
+    kind, pointer = TYPES[name]
+    format = GroupFormat.in_rows(bits, 128, dtype, False, 8 * width, width, 1) if bits else None
+    _, warps, tile = row_norm.tile_of(width, dtype, format, row_norm.VALUES)
+    floats = ("mean", "rstd", "weight", "bias", "sums", "grad_weight", "grad_bias")
+    pointers = dict.fromkeys(floats, "*fp32") | {"grad": pointer, "x": pointer, "out": pointer}
+    pointers["data"] = "*u8" if bits else pointer
+    for centred in (False, True):
+        norm = (True, centred, centred, 0.0)
+        kernel, each = row_norm.row_forward_kernel, row_norm.power_of_two(width)
+        values = (kind, kind, kind, tl.float32, *norm, width, 2, each)
+        build(kernel, pointers, constants(kernel, values), num_warps=warps)
+        kernel = row_norm.row_again_kernel
+        build(kernel, pointers, constants(kernel, (kind, tl.float32, *norm, *tile)), num_warps=warps)
+        kernel = row_norm.row_backward_kernel
+        values = (kind, kind, tl.float32, True, centred, 0.0, True, 1 + centred, *tile)
+        build(kernel, pointers, constants(kernel, values), num_warps=warps)
+        build(row_norm.column_sums_kernel, pointers, constants(row_norm.column_sums_kernel, (tl.float32, 1, 256, 8)))
+"""
+
+
+@pytest.mark.soak
+def test_compiles_for_hopper():
+    compile_for_hopper(COMPILE)
