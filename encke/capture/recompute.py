@@ -15,28 +15,20 @@ as finely as the tensor itself would be. A source that is too coarse is packed m
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from encke.capture.attention import value_of
 from encke.capture.casts import CastWeight
+from encke.capture.expressions import RULES, Expression, Recomputed
 from encke.capture.facts import SiteFacts
 from encke.capture.nodes import operation_name
 from encke.capture.saved import Saved, SharedCell
-from encke.codecs import Codec, Packed
+from encke.codecs import Codec
 from encke.codecs.algebra import satisfies, strictest
-from encke.codecs.groupquant import GroupQuantPacked
 from encke.codecs.layout import Layout, run_of
-from encke.kernels import backend_for
-from encke.torch_internals import RAW_SAVED, saved_setting
+from encke.torch_internals import RAW_SAVED
 
 RESHAPES = {"View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Alias"}
 """Views that keep the order of elements."""
@@ -49,201 +41,12 @@ PARTIAL = ("mask", "sign", "range", "shape", "recomputed")
 """Needs whose readers do not keep values."""
 
 
-Kernel = Callable[[list[Any], torch.dtype], Tensor | None]
-"""Computes an operation's result, in a dtype, from its operands as they were saved; None where it does not take them.
-"""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Way to compute the result of an operation from what its node has."""
-
-    operands: tuple[tuple[str, int | None], ...]
-    """Slot of each operand, and the edge of the graph behind it where the slot is empty; None if it may be missing."""
-    function: Callable[[Any], Callable[..., Tensor]]
-    """Returns the function of the operands, given the node."""
-    curved: bool = False
-    """Whether the function is not linear in each operand."""
-    same_bits: bool = True
-    """Whether it returns the bits that the operation did."""
-    kernel: Callable[[Any], Kernel] | None = None
-    """Returns a kernel that does the same on a GPU, given the node."""
-
-
-def widened(x: Tensor) -> Tensor:
-    """Return 16-bit values in 32 bits."""
-    return x.float() if x.element_size() == 2 else x
-
-
-def layer_norm(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Normalise with the mean and deviation of the exact input: linear in `x`."""
-    y = (widened(x) - mean) * rstd
-    y = y if weight is None else y * weight
-    return y if bias is None else y + bias
-
-
-def rms_norm(x: Tensor, rstd: Tensor, weight: Tensor | None, offset: float = 0.0) -> Tensor:
-    """Normalise with the deviation of the exact input: linear in `x`. Some layers add an offset to the weight."""
-    y = widened(x) * rstd
-    return y if weight is None else y * (weight + offset if offset else weight)
-
-
-def norm_kernel(operands: list[Any], out: torch.dtype, centred: bool, offset: float = 0.0) -> Tensor | None:
-    """Do what `layer_norm` (`centred`) or `rms_norm` does in one kernel, which decodes a packed input in registers."""
-    raw, *rest = operands
-    mean, rstd, weight, *others = map(operand_value, rest if centred else (None, *rest))
-    bias = others[0] if others else None
-    if rstd is None or not rstd.numel() or not runs_kernels(rstd.device):
-        return None
-    for t in (mean, rstd):
-        if t is not None and (t.dtype != torch.float32 or not t.is_contiguous() or t.numel() != rstd.numel()):
-            return None
-    size = raw.shape if isinstance(raw, Expression) else raw.layout.size if isinstance(raw, Saved) else raw[0].shape
-    width = math.prod(size) // rstd.numel()
-    for t in (weight, bias):
-        if t is not None and (t.numel() != width or not t.is_contiguous()):
-            return None
-    if bias is not None and (weight is None or weight.dtype != bias.dtype):
-        return None
-    packed = packed_codes(raw, width)
-    if packed is not None:
-        data, seed, format, dtype = packed.buffers[0], packed.seed, packed.plan.format, packed.dtype
-    else:
-        x = operand_value(raw)
-        assert x is not None
-        data, seed, format, dtype = x.contiguous(), 0, None, x.dtype
-    return row_kernels().normalise_again(data, seed, format, dtype, size, mean, rstd, weight, bias, offset, out)
-
-
-def packed_codes(raw: Any, width: int) -> GroupQuantPacked | None:
-    """Return the codes of a contiguous tensor, if the kernels read them as rows of `width` values."""
-    if not isinstance(raw, Saved) or raw.tensor is not None or raw.cell is None or raw.cell.held is not None:
-        return None
-    packed: Any = raw.cell.packed
-    # What is computed again has a codec, but no codes and no plan.
-    if packed is None or packed.plan is None or not packed.codec.reads_packed or packed.dtype != raw.dtype:
-        return None
-    fits = raw.layout.channels_last is False and row_kernels().readable(packed.plan.format, width)
-    return packed if fits else None
-
-
-def runs_kernels(device: torch.device) -> bool:
-    """Return whether the GPU kernels serve this device."""
-    return backend_for(device.type).NAME == "triton"
-
-
-@functools.cache
-def row_kernels() -> Any:
-    """Return the kernels of norms over rows. Imported when first needed: they need Triton."""
-    from encke.kernels.gpu import row_norm
-
-    return row_norm
-
-
-def offset_of(node: Any) -> float:
-    """Return what an RMS norm adds to its weight; functions in the operation's place tell."""
-    return float(getattr(node, "encke_offset", 0.0))
-
-
-def dropout(x: Tensor, mask: Tensor, p: float) -> Tensor:
-    """Zero and scale as `mask` tells."""
-    return x * mask * (1 / (1 - p))
-
-
-RULES = {
-    "Mul": Rule((("self", 0), ("other", 1)), lambda node: torch.mul),
-    "Silu": Rule((("self", None),), lambda node: functional.silu, curved=True),
-    "Gelu": Rule(
-        (("self", None),),
-        lambda node: partial(functional.gelu, approximate=saved_setting(node, "approximate")),
-        curved=True,
-    ),
-    "NativeLayerNorm": Rule(
-        (("input", 0), ("result1", None), ("result2", None), ("weight", None), ("bias", None)),
-        lambda node: layer_norm,
-        same_bits=False,
-        kernel=lambda node: partial(norm_kernel, centred=True),
-    ),
-    "FusedRmsNorm": Rule(
-        (("input", 0), ("result1", None), ("weight", None)),
-        lambda node: partial(rms_norm, offset=offset_of(node)),
-        same_bits=False,
-        kernel=lambda node: partial(norm_kernel, centred=False, offset=offset_of(node)),
-    ),
-    "NativeDropout": Rule(
-        (("", 0), ("result1", None)), lambda node: partial(dropout, p=saved_setting(node, "p")), same_bits=False
-    ),
-    "Softmax": Rule((("result", None),), lambda node: torch.Tensor.detach),
-    "SafeSoftmax": Rule((("result", None),), lambda node: torch.Tensor.detach),
-}
-"""Operations whose result can be computed again from what they save."""
 OPTIONAL = ("weight", "bias")
 """Slots that may be empty."""
 PASSED = RESHAPES | {CAST}
 """Operations that are looked through."""
 STATE = ("decisions", "sources")
 """Keys of a state."""
-
-
-class Expression:
-    """A tensor as a function of saved ones."""
-
-    __slots__ = ("dtypes", "function", "kernel", "operands", "shape", "signature")
-
-    def __init__(self, node: Any, rule: Rule, dtypes: tuple[torch.dtype, ...], shape: Any) -> None:
-        self.function = rule.function(node)
-        self.kernel = None if rule.kernel is None else rule.kernel(node)
-        self.operands: list[Any] = []
-        """Expressions, objects that our hooks gave to autograd, and None."""
-        self.dtypes = dtypes
-        """Casts of the result, in order."""
-        self.shape = shape
-        self.signature: tuple[Any, ...] = (operation_name(node), dtypes)
-        """Operations and casts, by which a decision is remembered."""
-
-    def value(self) -> Tensor:
-        """Compute the tensor."""
-        dtypes, result = self.dtypes, None
-        if self.kernel is not None:
-            # A kernel computes in fp32: a result that is cast from there is rounded once.
-            direct = int(len(dtypes) > 1 and dtypes[0] == torch.float32)
-            result = self.kernel(self.operands, dtypes[direct])
-            dtypes = dtypes[direct + 1 :]
-        if result is None:
-            dtypes, result = self.dtypes, self.function(*map(operand_value, self.operands))
-        for dtype in dtypes:
-            result = result.to(dtype)
-        return result.reshape(self.shape)
-
-
-def operand_value(raw: Any) -> Tensor | None:
-    """Return the tensor that an operand of an expression stands for."""
-    if raw is None:
-        return None
-    if isinstance(raw, Expression):
-        return raw.value()
-    if isinstance(raw, Tensor):
-        return raw  # a number
-    return raw.restore() if isinstance(raw, CastWeight) else value_of(raw)
-
-
-class Recomputed(Packed):
-    """Stand-in for a tensor that is computed again. Its codec is the one that its sources are at least as fine as."""
-
-    __slots__ = ("expression",)
-
-    def __init__(self, codec: Codec, layout: Layout, dtype: torch.dtype, numel: int, expression: Expression) -> None:
-        super().__init__(codec, layout, dtype, numel)
-        self.expression = expression
-
-    def decode(self) -> Tensor:
-        """Compute the tensor."""
-        with torch.no_grad():
-            return self.expression.value()
-
-    def intact(self, source: Tensor) -> bool:
-        """Return True: where a source holds a NaN or an infinity it is exact, so the result is what it was."""
-        return True
 
 
 def cast_origin(t: Tensor, producer: str | None) -> tuple[Any, ...] | None:

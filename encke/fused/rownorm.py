@@ -4,7 +4,7 @@ transformers writes RMS norm out in Python: seven operations over fp32 values, w
 RMS norm, whoever wrote it, saves its input alone, packed, and one number for each row (kernels/gpu/row_norm.py). Which
 formula a layer computes, with which roundings, is found by trying it: once when the model is attached, and again for
 each combination of dtypes it meets. Layers behind the norm get their input from the codes of the norm's own
-(encke/capture/recompute.py).
+(encke/capture/expressions.py).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from encke.capture.expressions import packed_codes, row_kernels
 from encke.capture.facts import SiteFacts
 from encke.capture.hooks import Capture, unusual
 from encke.capture.ledger import Record
 from encke.capture.modules import Layer, inside_compile
 from encke.capture.passes import Frame
-from encke.capture.recompute import packed_codes, row_kernels
 from encke.capture.sites import Site
 from encke.codecs.base import check_version
 from encke.fused.base import InstalledForward, has_triton, in_place_of
