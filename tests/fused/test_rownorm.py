@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import encke
@@ -518,3 +519,31 @@ def test_kernels_launched_for_one_norm(monkeypatch):
     ours = {name for name in vars(row_norm) if name.endswith("_kernel")}
     names = ["row_forward_kernel", "row_again_kernel", "row_backward_kernel", "column_sums_kernel"]
     assert [name for name in seen if name in ours] == names
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations of torch that ran; without a GPU also those of backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma", "layer"])
+def test_no_operation_of_torch_computes_a_norm(kind):
+    arithmetic = {"mul", "add", "sub", "div", "pow", "mean", "sum", "rsqrt", "_to_copy", "native_layer_norm"}
+    counts = []
+    for fused in (True, False):
+        norm = nn.Sequential(nn.Identity(), NORMS[kind]()).to(DEVICE, torch.bfloat16)
+        attach(norm, FINE, fused)
+        x = batch(64, torch.bfloat16).requires_grad_()
+        grad = torch.randn_like(x)
+        for _ in range(2):
+            with Operations() as operations:
+                norm(x).backward(grad)
+        counts.append(len([name for name in operations.seen if name in arithmetic]))
+    assert counts[0] == 0 < counts[1]
