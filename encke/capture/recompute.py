@@ -15,24 +15,20 @@ as finely as the tensor itself would be. A source that is too coarse is packed m
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from encke.capture.attention import value_of
 from encke.capture.casts import CastWeight
+from encke.capture.expressions import RULES, Expression, Recomputed
 from encke.capture.facts import SiteFacts
 from encke.capture.nodes import operation_name
 from encke.capture.saved import Saved, SharedCell
-from encke.codecs import Codec, Packed
+from encke.codecs import Codec
 from encke.codecs.algebra import satisfies, strictest
 from encke.codecs.layout import Layout, run_of
-from encke.torch_internals import RAW_SAVED, saved_setting
+from encke.torch_internals import RAW_SAVED
 
 RESHAPES = {"View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Alias"}
 """Views that keep the order of elements."""
@@ -45,123 +41,12 @@ PARTIAL = ("mask", "sign", "range", "shape", "recomputed")
 """Needs whose readers do not keep values."""
 
 
-@dataclass(frozen=True)
-class Rule:
-    """Way to compute the result of an operation from what its node has."""
-
-    operands: tuple[tuple[str, int | None], ...]
-    """Slot of each operand, and the edge of the graph behind it where the slot is empty; None if it may be missing."""
-    function: Callable[[Any], Callable[..., Tensor]]
-    """Returns the function of the operands, given the node."""
-    curved: bool = False
-    """Whether the function is not linear in each operand."""
-    same_bits: bool = True
-    """Whether it returns the bits that the operation did."""
-
-
-def widened(x: Tensor) -> Tensor:
-    """Return 16-bit values in 32 bits."""
-    return x.float() if x.element_size() == 2 else x
-
-
-def layer_norm(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Normalise with the mean and deviation of the exact input: linear in `x`."""
-    y = (widened(x) - mean) * rstd
-    y = y if weight is None else y * weight
-    return y if bias is None else y + bias
-
-
-def rms_norm(x: Tensor, rstd: Tensor, weight: Tensor | None) -> Tensor:
-    """Normalise with the deviation of the exact input: linear in `x`."""
-    y = widened(x) * rstd
-    return y if weight is None else y * weight
-
-
-def dropout(x: Tensor, mask: Tensor, p: float) -> Tensor:
-    """Zero and scale as `mask` tells."""
-    return x * mask * (1 / (1 - p))
-
-
-RULES = {
-    "Mul": Rule((("self", 0), ("other", 1)), lambda node: torch.mul),
-    "Silu": Rule((("self", None),), lambda node: functional.silu, curved=True),
-    "Gelu": Rule(
-        (("self", None),),
-        lambda node: partial(functional.gelu, approximate=saved_setting(node, "approximate")),
-        curved=True,
-    ),
-    "NativeLayerNorm": Rule(
-        (("input", 0), ("result1", None), ("result2", None), ("weight", None), ("bias", None)),
-        lambda node: layer_norm,
-        same_bits=False,
-    ),
-    "FusedRmsNorm": Rule((("input", 0), ("result1", None), ("weight", None)), lambda node: rms_norm, same_bits=False),
-    "NativeDropout": Rule(
-        (("", 0), ("result1", None)), lambda node: partial(dropout, p=saved_setting(node, "p")), same_bits=False
-    ),
-    "Softmax": Rule((("result", None),), lambda node: torch.Tensor.detach),
-    "SafeSoftmax": Rule((("result", None),), lambda node: torch.Tensor.detach),
-}
-"""Operations whose result can be computed again from what they save."""
 OPTIONAL = ("weight", "bias")
 """Slots that may be empty."""
 PASSED = RESHAPES | {CAST}
 """Operations that are looked through."""
 STATE = ("decisions", "sources")
 """Keys of a state."""
-
-
-class Expression:
-    """A tensor as a function of saved ones."""
-
-    __slots__ = ("dtypes", "function", "operands", "shape", "signature")
-
-    def __init__(self, node: Any, function: Callable[..., Tensor], dtypes: tuple[torch.dtype, ...], shape: Any) -> None:
-        self.function = function
-        self.operands: list[Any] = []
-        """Expressions, objects that our hooks gave to autograd, and None."""
-        self.dtypes = dtypes
-        """Casts of the result, in order."""
-        self.shape = shape
-        self.signature: tuple[Any, ...] = (operation_name(node), dtypes)
-        """Operations and casts, by which a decision is remembered."""
-
-    def value(self) -> Tensor:
-        """Compute the tensor."""
-        result = self.function(*map(operand_value, self.operands))
-        for dtype in self.dtypes:
-            result = result.to(dtype)
-        return result.reshape(self.shape)
-
-
-def operand_value(raw: Any) -> Tensor | None:
-    """Return the tensor that an operand of an expression stands for."""
-    if raw is None:
-        return None
-    if isinstance(raw, Expression):
-        return raw.value()
-    if isinstance(raw, Tensor):
-        return raw  # a number
-    return raw.restore() if isinstance(raw, CastWeight) else value_of(raw)
-
-
-class Recomputed(Packed):
-    """Stand-in for a tensor that is computed again. Its codec is the one that its sources are at least as fine as."""
-
-    __slots__ = ("expression",)
-
-    def __init__(self, codec: Codec, layout: Layout, dtype: torch.dtype, numel: int, expression: Expression) -> None:
-        super().__init__(codec, layout, dtype, numel)
-        self.expression = expression
-
-    def decode(self) -> Tensor:
-        """Compute the tensor."""
-        with torch.no_grad():
-            return self.expression.value()
-
-    def intact(self, source: Tensor) -> bool:
-        """Return True: where a source holds a NaN or an infinity it is exact, so the result is what it was."""
-        return True
 
 
 def cast_origin(t: Tensor, producer: str | None) -> tuple[Any, ...] | None:
@@ -319,7 +204,7 @@ def express(
     needed = codec.refined(min_bits=MIN_BITS) if rule.curved and not codec.exact else codec
     if needed is None:
         return None
-    found = Expression(node, rule.function(node), (node._input_metadata[0].dtype, *dtypes), shape)
+    found = Expression(node, rule, (node._input_metadata[0].dtype, *dtypes), shape)
     for slot, edge in rule.operands:
         raw = raw_operand(node, slot) if slot else None
         if raw is None and slot not in OPTIONAL:
@@ -347,8 +232,8 @@ def express(
 def raw_operand(node: Any, slot: str) -> Any:
     """Return the object that our hooks gave to autograd for a slot; None for an empty one."""
     try:
-        slots = getattr(node, "encke_slots", None)
-        raw = getattr(node, RAW_SAVED + slot, None) if slots is None else node._raw_saved_tensors[slots.index(slot)]
+        slots = getattr(node, "encke_slots", ())
+        raw = node._raw_saved_tensors[slots.index(slot)] if slot in slots else getattr(node, RAW_SAVED + slot, None)
         return None if raw is None else raw.data
     except RuntimeError:
         return None

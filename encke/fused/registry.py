@@ -13,8 +13,9 @@ from encke.fused.batchnorm import BatchNormForward
 from encke.fused.conv import ConvForward
 from encke.fused.gelu import GeluForward
 from encke.fused.relu import ReluForward
+from encke.fused.rownorm import RowNormForward
 
-FORWARDS: tuple[type[InstalledForward], ...] = (BatchNormForward, ReluForward, ConvForward, GeluForward)
+FORWARDS: tuple[type[InstalledForward], ...] = (BatchNormForward, ReluForward, ConvForward, GeluForward, RowNormForward)
 
 ENABLED = True
 """Whether `install` does anything. Tests and benchmarks set it to False to compare with plain hooks."""

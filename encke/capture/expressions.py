@@ -1,0 +1,296 @@
+"""Tensors as functions of saved ones: the rules by which backward computes the results of operations again.
+
+On a GPU norms, activations and gated products are computed in one kernel each, from the codes of their operands.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from encke.capture.attention import value_of
+from encke.capture.casts import CastWeight
+from encke.capture.nodes import operation_name
+from encke.capture.saved import Saved
+from encke.codecs import Codec, Packed
+from encke.codecs.groupquant import GroupQuantPacked
+from encke.codecs.layout import Layout
+from encke.kernels import backend_for
+from encke.torch_internals import saved_setting
+
+GELUS = {"none": "gelu", "tanh": "gelu tanh"}
+"""Kernel of GELU by the setting of its node."""
+
+Kernel = Callable[[list[Any], torch.dtype], Tensor | None]
+"""Computes an operation's result, in a dtype, from its operands as they were saved; None where it does not take them.
+"""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Way to compute the result of an operation from what its node has."""
+
+    operands: tuple[tuple[str, int | None], ...]
+    """Slot of each operand, and the edge of the graph behind it where the slot is empty; None if it may be missing."""
+    function: Callable[[Any], Callable[..., Tensor]]
+    """Returns the function of the operands, given the node."""
+    curved: bool = False
+    """Whether the function is not linear in each operand."""
+    same_bits: bool = True
+    """Whether it returns the bits that the operation did."""
+    kernel: Callable[[Any], Kernel] | None = None
+    """Returns a kernel that does the same on a GPU, given the node."""
+
+
+class Expression:
+    """A tensor as a function of saved ones."""
+
+    __slots__ = ("dtypes", "function", "kernel", "operands", "shape", "signature")
+
+    def __init__(self, node: Any, rule: Rule, dtypes: tuple[torch.dtype, ...], shape: Any) -> None:
+        self.function = rule.function(node)
+        self.kernel = None if rule.kernel is None else rule.kernel(node)
+        self.operands: list[Any] = []
+        """Expressions, objects that our hooks gave to autograd, and None."""
+        self.dtypes = dtypes
+        """Casts of the result, in order."""
+        self.shape = shape
+        self.signature: tuple[Any, ...] = (operation_name(node), dtypes)
+        """Operations and casts, by which a decision is remembered."""
+
+    def value(self) -> Tensor:
+        """Compute the tensor."""
+        dtypes, result = self.dtypes, None
+        if self.kernel is not None:
+            # A kernel computes in fp32: a result that is cast from there is rounded once.
+            direct = int(len(dtypes) > 1 and dtypes[0] == torch.float32)
+            result = self.kernel(self.operands, dtypes[direct])
+            dtypes = dtypes[direct + 1 :]
+        if result is None:
+            dtypes, result = self.dtypes, self.function(*map(operand_value, self.operands))
+        for dtype in dtypes:
+            result = result.to(dtype)
+        return result.reshape(self.shape)
+
+
+def operand_value(raw: Any) -> Tensor | None:
+    """Return the tensor that an operand of an expression stands for."""
+    if raw is None:
+        return None
+    if isinstance(raw, Expression):
+        return raw.value()
+    if isinstance(raw, Tensor):
+        return raw  # a number
+    return raw.restore() if isinstance(raw, CastWeight) else value_of(raw)
+
+
+class Recomputed(Packed):
+    """Stand-in for a tensor that is computed again. Its codec is the one that its sources are at least as fine as."""
+
+    __slots__ = ("expression",)
+
+    def __init__(self, codec: Codec, layout: Layout, dtype: torch.dtype, numel: int, expression: Expression) -> None:
+        super().__init__(codec, layout, dtype, numel)
+        self.expression = expression
+
+    def decode(self) -> Tensor:
+        """Compute the tensor."""
+        with torch.no_grad():
+            return self.expression.value()
+
+    def intact(self, source: Tensor) -> bool:
+        """Return True: where a source holds a NaN or an infinity it is exact, so the result is what it was."""
+        return True
+
+
+def widened(x: Tensor) -> Tensor:
+    """Return 16-bit values in 32 bits."""
+    return x.float() if x.element_size() == 2 else x
+
+
+def layer_norm(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Normalise with the mean and deviation of the exact input: linear in `x`."""
+    y = (widened(x) - mean) * rstd
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+def rms_norm(x: Tensor, rstd: Tensor, weight: Tensor | None, offset: float = 0.0) -> Tensor:
+    """Normalise with the deviation of the exact input: linear in `x`. Some layers add an offset to the weight."""
+    y = widened(x) * rstd
+    return y if weight is None else y * (weight + offset if offset else weight)
+
+
+def norm_kernel(operands: list[Any], out: torch.dtype, centred: bool, offset: float = 0.0) -> Tensor | None:
+    """Do what `layer_norm` (`centred`) or `rms_norm` does in one kernel, which decodes a packed input in registers."""
+    raw, *rest = operands
+    mean, rstd, weight, *others = map(operand_value, rest if centred else (None, *rest))
+    bias = others[0] if others else None
+    if rstd is None or not rstd.numel() or not runs_kernels(rstd.device):
+        return None
+    for t in (mean, rstd):
+        if t is not None and (t.dtype != torch.float32 or not t.is_contiguous() or t.numel() != rstd.numel()):
+            return None
+    size = size_of(raw)
+    width = math.prod(size) // rstd.numel()
+    for t in (weight, bias):
+        if t is not None and (t.numel() != width or not t.is_contiguous()):
+            return None
+    if bias is not None and (weight is None or weight.dtype != bias.dtype):
+        return None
+    packed = packed_codes(raw, width)
+    if packed is not None:
+        data, seed, format, dtype = packed.buffers[0], packed.seed, packed.plan.format, packed.dtype
+    else:
+        x = operand_value(raw)
+        assert x is not None
+        data, seed, format, dtype = x.contiguous(), 0, None, x.dtype
+    return row_kernels().normalise_again(data, seed, format, dtype, size, mean, rstd, weight, bias, offset, out)
+
+
+def codes_of(raw: Any) -> GroupQuantPacked | None:
+    """Return the codes of a contiguous tensor, if it is packed in a way that kernels read."""
+    if not isinstance(raw, Saved) or raw.tensor is not None or raw.cell is None or raw.cell.held is not None:
+        return None
+    packed: Any = raw.cell.packed
+    # What is computed again has a codec, but no codes and no plan.
+    if packed is None or packed.plan is None or not packed.codec.reads_packed or packed.dtype != raw.dtype:
+        return None
+    return packed if raw.layout.channels_last is False else None
+
+
+def packed_codes(raw: Any, width: int) -> GroupQuantPacked | None:
+    """Return the codes of a contiguous tensor, if the kernels read them as rows of `width` values."""
+    packed = codes_of(raw)
+    return packed if packed is not None and row_kernels().readable(packed.plan.format, width) else None
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Return whether the GPU kernels serve this device."""
+    return backend_for(device.type).NAME == "triton"
+
+
+@functools.cache
+def row_kernels() -> Any:
+    """Return the kernels of norms over rows. Imported when first needed: they need Triton."""
+    from encke.kernels.gpu import row_norm
+
+    return row_norm
+
+
+def activation_kernel(operands: list[Any], out: torch.dtype, kind: str) -> Tensor | None:
+    """Compute an activation of a packed tensor in one kernel."""
+    return activate(kind, operands[0], None, size_of(operands[0]), out)
+
+
+def product_kernel(operands: list[Any], out: torch.dtype) -> Tensor | None:
+    """Compute the product of an activation and another tensor of its size in one kernel, as gated MLPs have it."""
+    size = size_of(operands[0])
+    if size != size_of(operands[1]):
+        return None
+    for first, second in (operands, operands[::-1]):
+        expression = expression_of(first)
+        kernel = None if expression is None else expression.kernel
+        if expression is not None and isinstance(kernel, partial) and kernel.func is activation_kernel:
+            return activate(kernel.keywords["kind"], expression.operands[0], second, size, out)
+    return None
+
+
+def activate(kind: str, raw: Any, factor: Any, size: tuple[int, ...], out: torch.dtype) -> Tensor | None:
+    """Return an activation of a packed tensor, times a factor; None where the kernel does not take them."""
+    packed = codes_of(raw)
+    if packed is None or not runs_kernels(raw.device):
+        return None
+    kernels, format = activation_kernels(), packed.plan.format
+    if kernels.row_width(format, packed.numel) is None:
+        return None
+    values: Any = None
+    if factor is not None:
+        other = codes_of(factor)
+        if other is not None and other.plan.format == format and other.numel == packed.numel:
+            values = (other.buffers[0], other.seed)
+        else:
+            values = operand_value(factor)
+            values = values.contiguous()
+    return kernels.activate(kind, packed.buffers[0], packed.seed, format, values, size, out)
+
+
+def expression_of(raw: Any) -> Expression | None:
+    """Return the expression of a contiguous tensor that is computed again."""
+    if isinstance(raw, Expression):
+        return raw
+    packed = raw.cell.packed if isinstance(raw, Saved) and raw.cell is not None and raw.cell.held is None else None
+    plain = isinstance(packed, Recomputed) and raw.layout.channels_last is packed.layout.channels_last is False
+    return packed.expression if plain else None  # type: ignore[union-attr]
+
+
+def size_of(raw: Any) -> tuple[int, ...]:
+    """Return the size of an operand."""
+    if isinstance(raw, Expression):
+        return tuple(raw.shape)
+    if isinstance(raw, Saved):
+        return raw.layout.size
+    if isinstance(raw, CastWeight):
+        return tuple(raw.geometry[0])
+    return tuple(raw.shape if isinstance(raw, Tensor) else raw[0].shape)
+
+
+@functools.cache
+def activation_kernels() -> Any:
+    """Return the kernels of activations. Imported when first needed: they need Triton."""
+    from encke.kernels.gpu import activations
+
+    return activations
+
+
+def offset_of(node: Any) -> float:
+    """Return what an RMS norm adds to its weight; functions in the operation's place tell."""
+    return float(getattr(node, "encke_offset", 0.0))
+
+
+def dropout(x: Tensor, mask: Tensor, p: float) -> Tensor:
+    """Zero and scale as `mask` tells."""
+    return x * mask * (1 / (1 - p))
+
+
+RULES = {
+    "Mul": Rule((("self", 0), ("other", 1)), lambda node: torch.mul, kernel=lambda node: product_kernel),
+    "Silu": Rule(
+        (("self", None),),
+        lambda node: functional.silu,
+        curved=True,
+        kernel=lambda node: partial(activation_kernel, kind="silu"),
+    ),
+    "Gelu": Rule(
+        (("self", None),),
+        lambda node: partial(functional.gelu, approximate=saved_setting(node, "approximate")),
+        curved=True,
+        kernel=lambda node: partial(activation_kernel, kind=GELUS[saved_setting(node, "approximate")]),
+    ),
+    "NativeLayerNorm": Rule(
+        (("input", 0), ("result1", None), ("result2", None), ("weight", None), ("bias", None)),
+        lambda node: layer_norm,
+        same_bits=False,
+        kernel=lambda node: partial(norm_kernel, centred=True),
+    ),
+    "FusedRmsNorm": Rule(
+        (("input", 0), ("result1", None), ("weight", None)),
+        lambda node: partial(rms_norm, offset=offset_of(node)),
+        same_bits=False,
+        kernel=lambda node: partial(norm_kernel, centred=False, offset=offset_of(node)),
+    ),
+    "NativeDropout": Rule(
+        (("", 0), ("result1", None)), lambda node: partial(dropout, p=saved_setting(node, "p")), same_bits=False
+    ),
+    "Softmax": Rule((("result", None),), lambda node: torch.Tensor.detach),
+    "SafeSoftmax": Rule((("result", None),), lambda node: torch.Tensor.detach),
+}
+"""Operations whose result can be computed again from what they save."""

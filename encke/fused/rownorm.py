@@ -1,0 +1,340 @@
+"""Layer norm and RMS norm in one kernel forward and one backward, which reads the packed input.
+
+transformers writes RMS norm out in Python: seven operations over fp32 values, which save two tensors or three. Here an
+RMS norm, whoever wrote it, saves its input alone, packed, and one number for each row (kernels/gpu/row_norm.py). Which
+formula a layer computes, with which roundings, is found by trying it: once when the model is attached, and again for
+each combination of dtypes it meets. Layers behind the norm get their input from the codes of the norm's own
+(encke/capture/expressions.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from encke.capture.expressions import packed_codes, row_kernels
+from encke.capture.facts import SiteFacts
+from encke.capture.hooks import Capture, unusual
+from encke.capture.ledger import Record
+from encke.capture.modules import Layer, inside_compile
+from encke.capture.passes import Frame
+from encke.capture.sites import Site
+from encke.codecs.base import check_version
+from encke.fused.base import InstalledForward, has_triton, in_place_of
+
+OPERATIONS = {False: "FusedRmsNorm", True: "NativeLayerNorm"}
+"""Operation of torch in whose place the function stands: with a mean or without."""
+TORCH = (nn.LayerNorm, nn.RMSNorm)
+PLAIN = (Tensor, nn.Parameter)
+EPSILONS = ("variance_epsilon", "eps")
+"""Attributes in which layers keep the number that is added to the variance."""
+SCALES = (1.0, 2.0**-10, 2.0**-4, 16.0, 2.0**-12, 2.0)
+"""Rows of a trial: in small ones epsilon shows."""
+SAME_BITS = 0.97
+"""Share of 16-bit values that must agree bit for bit with a formula; another order of roundings changes a quarter."""
+
+
+class Slot:
+    """Tensor that a node keeps past the hooks, where capture looks for what was saved: `(tensor, version)`."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: tuple[Tensor, int]) -> None:
+        self.data = data
+
+
+def kept(number: int) -> property:
+    """Return the attribute of a node that shows one of the tensors it keeps."""
+
+    def slot(ctx: Any) -> Slot | None:
+        found = ctx.kept[number]
+        return None if found is None else Slot(found)
+
+    return property(slot)
+
+
+class RowNormFunction(torch.autograd.Function):
+    """A norm over rows: input, weight, bias, plan. In RMS norms the first statistic is 1 / deviation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, plan: Any) -> Tensor:
+        """Return the result. Only the input goes through the hooks: the rest is small."""
+        out, mean, rstd = plan.forward(x, weight, bias)
+        outer = x.dim() - plan.dimensions
+        ctx.plan, ctx.shape = plan, x.shape[outer:]
+        one_a_row = (*x.shape[:outer], *(1 for _ in ctx.shape))
+        tensors = (mean.view(one_a_row), rstd.view(one_a_row), weight, bias)
+        ctx.kept = tuple(None if t is None else (t, t._version) for t in tensors)
+        ctx.save_for_backward(x)
+        return out
+
+    # Attributes of the plain operations' nodes that capture reads.
+    node = {
+        "encke_slots": ("input",),
+        "encke_offset": property(lambda ctx: ctx.plan.norm.offset),
+        "_saved_normalized_shape": property(lambda ctx: tuple(ctx.shape)),
+        "_raw_saved_result1": kept(0),
+        "_raw_saved_result2": kept(1),
+        "_raw_saved_weight": kept(2),
+        "_raw_saved_bias": kept(3),
+    }
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Return the gradients of input, weight and bias."""
+        plan, wanted = ctx.plan, ctx.needs_input_grad[:3]
+        for pair in ctx.kept:
+            if pair is not None:
+                check_version(*pair)
+        (mean, _), (rstd, _) = ctx.kept[:2]
+        weight, bias = (None if pair is None else pair[0] for pair in ctx.kept[2:])
+        if torch.is_grad_enabled():
+            return (*differentiable_gradients(ctx, grad, weight, bias, wanted), None)
+        packed = packed_codes(ctx._raw_saved_tensors[0].data, plan.norm.width)
+        if packed is None:
+            data, seed, format = ctx.saved_tensors[0].contiguous(), 0, None
+        else:
+            data, seed, format = packed.buffers[0], packed.seed, packed.plan.format
+        return (*plan.backward(grad.contiguous(), data, seed, format, mean, rstd, weight, wanted), None)
+
+
+def differentiable_gradients(
+    ctx: Any, grad: Tensor, weight: Tensor | None, bias: Tensor | None, wanted: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients in plain torch, from the restored input, where backward itself is recorded."""
+    (x,) = ctx.saved_tensors
+    inputs = [t for t, want in zip((x, weight, bias), wanted, strict=True) if want]
+    flat = [None if t is None else t.reshape(-1) for t in (weight, bias)]
+    y = ctx.plan.norm.compute(x.reshape(-1, ctx.plan.norm.width), *flat).view(x.shape)
+    found = iter(torch.autograd.grad(y, inputs, grad, create_graph=True))
+    return tuple(next(found) if want else None for want in wanted)
+
+
+class RowNormForward(InstalledForward):
+    """Run `nn.LayerNorm`, `nn.RMSNorm` and RMS norms that are written out.
+
+    A layer goes this way from its first call on: the formula and the function save different tensors.
+    """
+
+    device_type = "cuda"
+    """Kind of device that the kernels run on."""
+
+    def __init__(self, capture: Capture, layer: Layer) -> None:
+        super().__init__(capture, layer)
+        module: Any = layer.owner()
+        self.kind = type(module)
+        self.shape = shape_of(module)
+        self.operation = OPERATIONS[self.kind is nn.LayerNorm]
+        self.formulas: dict[Any, tuple[Any, int]] = {}
+        """Formula that the layer computes, None if none that is known, and bytes that plain autograd holds of it for
+        each value; by dtypes and settings."""
+        self.ways: dict[int, bool] = {}
+        """Whether a call of the layer, by its number, went to the kernels last time."""
+        self.recomputed = SiteFacts(Site(layer.name, self.operation, "(formula)"))
+        """Stands in the report for what the formula would have saved."""
+
+    @classmethod
+    def serves(cls, module: nn.Module) -> bool:
+        """Return whether a module is a norm of torch, or an RMS norm as far as a trial tells."""
+        return has_triton() and (type(module) in TORCH or is_rms_norm(module))
+
+    def __call__(self, *inputs: Any, **named: Any) -> Tensor:
+        layer = self.layer
+        if inside_compile() if layer.parent is None else is_compiling():
+            return self.traced(*inputs, **named)
+        module = self.called_module()
+        frame = self.capture.passes.enter(layer)
+        if frame is None:
+            return type(module).forward(module, *inputs, **named)
+        output = None
+        try:
+            if len(inputs) == 1 and not named:
+                output = self.run(module, inputs[0], frame)
+            if output is None:
+                output = type(module).forward(module, *inputs, **named)
+            return output
+        finally:
+            self.capture.passes.leave(layer, output)
+
+    def called_module(self) -> Any:
+        """Return the module whose call this is: the layer, or a replica or shallow copy with weights of its own."""
+        module: Any = sys._getframe(2).f_locals.get("self")
+        if isinstance(module, self.kind) and module.__dict__.get("forward") is self:
+            return module
+        return self.layer.owner()
+
+    def run(self, module: Any, x: Any, frame: Frame) -> Tensor | None:
+        """Run a call in one kernel; None to go the plain way."""
+        if type(x) is not Tensor or unusual(x) or not torch.is_grad_enabled():
+            return None
+        # Of smaller inputs nothing is packed, not even an fp32 copy.
+        if 4 * x.numel() < self.capture.min_bytes or not self.captured(x):
+            return None
+        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+        if not any(t is not None and t.requires_grad for t in (x, weight, bias)):
+            return None
+        plan, held = self.plan_for(module, x, weight, bias)
+        fused = plan is not None and self.lossy(x, frame)
+        if self.ways.setdefault(frame.number, fused) is not fused:
+            # The other way saves other tensors: what was learnt of this call does not hold.
+            self.ways[frame.number] = fused
+            frame.sites.clear()
+        if not fused:
+            return None
+        if held > x.element_size():
+            record = Record(self.recomputed, x.numel() * (held - x.element_size()))
+            record.codec = "recomputed"
+            self.capture.threads.forward.tally.records.append(record)
+        return in_place_of(self.operation, RowNormFunction)(x, weight, bias, plan)
+
+    def lossy(self, x: Tensor, frame: Frame) -> bool:
+        """Return whether the policy packs the input with a loss. Where it comes back exactly, so must the gradient."""
+        sites = frame.sites
+        if sites and sites[0] is not None and self.ways.get(frame.number):
+            site = sites[0].site
+        else:
+            site = Site(self.layer.name, self.operation, "input", frame.number, 0, "lossy", x.dtype, x.dim())
+        codec = self.capture.policy.choose(site)
+        return codec.takes(x.dtype) and not codec.exact
+
+    def plan_for(self, module: Any, x: Tensor, weight: Any, bias: Any) -> tuple[Any, int]:
+        """Return the plan for a call, None if the kernels do not take it, and the bytes that the formula would hold."""
+        shape, outer = self.shape, x.dim() - len(self.shape)
+        if x.device.type != self.device_type or type(module) is not self.kind or outer < 1 or x.shape[outer:] != shape:
+            return None, 0
+        for t in (weight, bias):
+            if t is None:
+                continue
+            if type(t) not in PLAIN or t.shape != shape or t.device != x.device or not t.is_contiguous():
+                return None, 0
+        weight_dtype = None if weight is None else weight.dtype
+        if not x.is_contiguous() or (bias is not None and bias.dtype != weight_dtype):
+            return None, 0
+        device = self.device_type
+        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        trained = weight is not None and weight.requires_grad
+        key = (x.dtype, weight_dtype, bias is None, cast, epsilon_of(module), trained)
+        known = self.formulas.get(key)
+        if known is None:
+            known = self.formulas[key] = try_layer(module, x.dtype, x.device)
+        norm, held = known
+        if norm is None:
+            return None, 0
+        plan = row_kernels().row_plan(
+            norm, x.numel() // norm.width, x.dtype, weight_dtype, bias is not None, len(shape), x.device
+        )
+        return plan, held
+
+
+def shape_of(module: Any) -> tuple[int, ...]:
+    """Return the shape of what a norm takes together."""
+    return tuple(module.normalized_shape) if type(module) in TORCH else tuple(module.weight.shape)
+
+
+def epsilon_of(module: Any) -> Any:
+    """Return the number that a norm adds to the variance; None if it has none."""
+    return next((getattr(module, name) for name in EPSILONS if hasattr(module, name)), None)
+
+
+def is_rms_norm(module: nn.Module) -> bool:
+    """Return whether a layer is an RMS norm over the last dimension: its parts, and the values and gradients of it."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 1 or len(module._parameters) > 1 or module._buffers or module._modules:
+        return False
+    if type(module).forward is nn.Module.forward or not isinstance(epsilon_of(module), float):
+        return False
+    return try_layer(module, torch.float32, torch.device("cpu"), at_first=True)[0] is not None
+
+
+def trial_copy(module: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """Return a copy of a norm with other weights, which tell formulas apart. The module itself is not touched.
+
+    The weights have a dtype that is given, or their own.
+    """
+    copy = object.__new__(type(module))
+    copy.__dict__.update(module.__dict__)
+    copy.__dict__["_parameters"] = parameters = dict(module._parameters)
+    for i, name in enumerate(("weight", "bias")):
+        t = getattr(module, name, None)
+        if t is not None:
+            values = 0.75 + ((torch.arange(t.numel()) * 37 + 11 * i) % 64) / 128
+            values = values.view(t.shape).to(device, dtype or t.dtype)
+            parameters[name] = nn.Parameter(values, requires_grad=t.requires_grad)
+    return copy
+
+
+def try_layer(module: Any, dtype: torch.dtype, device: torch.device, at_first: bool = False) -> tuple[Any, int]:
+    """Return the formula that a layer computes, None if none that is known, and the bytes it holds for each value.
+
+    Args:
+        module: The layer.
+        dtype: Dtype of its input.
+        device: Device of its input.
+        at_first: Weights have the dtype of the input, and gradients are compared as well.
+    """
+    shape, layer = shape_of(module), trial_copy(module, device, dtype if at_first else None)
+    size = (2, 3, *shape)
+    # Sums of squares are exact in any order.
+    values = ((torch.arange(math.prod(size)) * 7919 + 13) % 20 - 8).view(6, -1) * torch.tensor(SCALES)[:, None]
+    x = values.view(size).to(device, dtype).requires_grad_()
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        storages[t.untyped_storage()._cdata] = t.untyped_storage()
+        return t.detach()
+
+    try:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = type(module).forward(layer, x)
+    except Exception:
+        return None, 0
+    held = sum(storage.nbytes() // x.numel() for storage in storages.values())
+    weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
+    norm = next((each for each in candidates(module, x, y, weight) if agrees(each, x, y, weight, bias)), None)
+    if norm is not None and at_first and not same_gradients(norm, x, y, weight):
+        norm = None
+    return norm, held
+
+
+def candidates(module: Any, x: Tensor, y: Any, weight: Tensor | None) -> list[Any]:
+    """Return the formulas that may have computed `y`."""
+    if not isinstance(y, Tensor) or y.shape != x.shape or not y.requires_grad:
+        return []
+    row_norm, eps = row_kernels(), epsilon_of(module)
+    # Left to itself, torch takes the distance of numbers next to one, under autocast in fp32.
+    epsilons = dict.fromkeys(torch.finfo(kind).eps for kind in (x.dtype, torch.float32)) if eps is None else (eps,)
+    width = math.prod(shape_of(module))
+    inners = dict.fromkeys((torch.float32, x.dtype, x.dtype if weight is None else weight.dtype))
+    offsets = (0.0,) if weight is None or type(module) in TORCH else (0.0, 1.0)
+    centred = type(module) is nn.LayerNorm
+    return [
+        row_norm.RowNorm(width, centred, each, offset, inner, y.dtype)
+        for inner, offset, each in itertools.product(inners, offsets, epsilons)
+    ]
+
+
+def agrees(norm: Any, x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Return whether a formula has given `y`, but for the order of sums."""
+    with torch.no_grad():
+        flat = [None if t is None else t.reshape(-1) for t in (weight, bias)]
+        wanted = norm.compute(x.reshape(-1, norm.width), *flat).view(x.shape)
+        near = 1e-5 if y.element_size() == 4 else 2 * torch.finfo(y.dtype).eps
+        if not bool(((y.double() - wanted.double()).abs() <= near * (0.1 + wanted.double().abs())).all()):
+            return False
+        return y.element_size() == 4 or bool((y == wanted).double().mean() >= SAME_BITS)
+
+
+def same_gradients(norm: Any, x: Tensor, y: Tensor, weight: Tensor | None) -> bool:
+    """Return whether the gradients of `y` are those of a formula: a layer may stop some on their way."""
+    inputs = [x] if weight is None or not weight.requires_grad else [x, weight]
+    grad = torch.linspace(-1, 2, y.numel(), device=y.device).view(y.shape).sin()
+    found = torch.autograd.grad(y, inputs, grad, allow_unused=True)
+    wanted = torch.autograd.grad(norm.compute(x, weight, None), inputs, grad)
+    pairs = zip(found, wanted, strict=True)
+    return all(a is not None and torch.allclose(a, b, 1e-3, 1e-4 * float(b.abs().max())) for a, b in pairs)

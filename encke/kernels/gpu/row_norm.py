@@ -1,0 +1,471 @@
+"""Layer norm and RMS norm over rows of memory: forward, backward from a packed input, and the result once more.
+
+    n = (x - mean) * rstd          an RMS norm has no mean
+    y = round(n) * (weight + offset) + bias
+
+A program takes whole rows. The codes of a packed row are a tile [row, group, byte] (docs/design.md, `GroupQuant`); the
+values of a byte are taken slice by slice, so that the hash of a byte and the scales of a group are computed once.
+Values in memory are one group of one slice.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from encke.kernels.formats import GroupFormat
+from encke.kernels.gpu.codes import scales_at
+from encke.kernels.gpu.common import narrow, random32, widen
+from encke.kernels.gpu.launch import TYPES, Launch, power_of_two, seed_halves
+from encke.kernels.gpu.norm_kernels import code_as_mantissa, group_line, load_group
+
+VALUES = 4096  # values that a program takes at a time, with four warps
+BACKWARD = 2048  # values that a program of backward takes, which has sums beside them
+WIDEST = 1 << 15  # values of the widest row that a program can take
+PROGRAMS = 132 * 8  # programs of backward, each of which has a sum for each column
+SUMMED = 256  # of these sums that a program adds up at a time, for eight columns
+COLUMNS = 8
+TAKEN = {torch.float32, torch.bfloat16, torch.float16}
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Gradients of input, weight and bias."""
+
+
+@dataclass(frozen=True)
+class RowNorm:
+    """Formula of a norm over rows of `width` values."""
+
+    width: int
+    centred: bool
+    """Whether the mean is subtracted first, as layer norm does."""
+    eps: float
+    offset: float = 0.0
+    """Added to the weight: 1 in the Gemma family."""
+    inner: torch.dtype = torch.float32
+    """Dtype that normalised values are rounded to before they are multiplied by the weight."""
+    out: torch.dtype = torch.float32
+    """Dtype of the result."""
+
+    def compute(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Return the result in plain torch, from `x` with rows as its last dimension."""
+        v = x.float()
+        if self.centred:
+            v = v - v.mean(-1, keepdim=True)
+        y = (v * torch.rsqrt(v.square().mean(-1, keepdim=True) + self.eps)).to(self.inner).float()
+        if weight is not None:
+            y = y * (weight.float() + self.offset)
+        return (y if bias is None else y + bias.float()).to(self.out)
+
+
+@triton.jit
+def rounded(v, DTYPE: tl.constexpr):
+    """Round values as a tensor of that dtype would hold them."""
+    return v if DTYPE == tl.float32 else widen(narrow(v, DTYPE), DTYPE)
+
+
+@triton.jit
+def columns(s, L: tl.constexpr, EXTENT: tl.constexpr, K: tl.constexpr, LP: tl.constexpr):
+    """Return the columns of slice `s` of all bytes of a row: [1, group, byte]."""
+    b = tl.arange(0, K)[None, :, None]
+    return b * EXTENT + s * L + tl.arange(0, LP)[None, None, :]
+
+
+@triton.jit
+def inside(
+    c, here, W: tl.constexpr, COUNT: tl.constexpr, L: tl.constexpr, EXTENT: tl.constexpr, K: tl.constexpr,
+    LP: tl.constexpr,
+):  # fmt: skip
+    """Return which columns `c` of the rows that are `here` exist."""
+    there = here & (c >= 0)
+    if K != COUNT:
+        there = there & (tl.arange(0, K)[None, :, None] < COUNT)
+    if LP != L:
+        there = there & (tl.arange(0, LP)[None, None, :] < L)
+    if COUNT * EXTENT != W:
+        there = there & (c < W)
+    return there
+
+
+@triton.jit
+def load_packed(
+    data, row, here, groups, seed_low, seed_high, DTYPE: tl.constexpr, BITS: tl.constexpr, COUNT: tl.constexpr,
+    L: tl.constexpr, K: tl.constexpr, LP: tl.constexpr,
+):  # fmt: skip
+    """Return of packed rows the bytes, third bits of 3-bit codes, and hashes; step, base and zero mark of groups."""
+    LENGTH: tl.constexpr = L + (L + 1) // 2 if BITS == 3 else L
+    # One value for each row or group is loaded in so many dimensions: in three, threads would load it several times.
+    b = tl.arange(0, K)[None, :]
+    g = row[:, None] * COUNT + b
+    there = here[:, None] & (b < COUNT)
+    lo, step = load_group(data, g * LENGTH, scales_at(data, groups, LENGTH), groups, g, there, DTYPE)
+    base, zero = group_line(lo, step, BITS)
+    codes, there = (g * LENGTH)[:, :, None], there[:, :, None]
+    j = tl.arange(0, LP)[None, None, :]
+    byte = tl.load(data + codes + j, mask=there & (j < L), other=0).to(tl.uint32)
+    third = byte
+    if BITS == 3:
+        both = tl.load(data + codes + L + j // 2, mask=there & (j < L), other=0).to(tl.uint32)
+        third = both >> (j % 2 * 4).to(tl.uint32)
+    h = random32(codes.to(tl.uint32) + j.to(tl.uint32), seed_low, seed_high)
+    return byte, third, h, step[:, :, None], base[:, :, None], zero[:, :, None]
+
+
+@triton.jit
+def unpack(byte, third, h, step, base, zero, s: tl.constexpr, BITS: tl.constexpr):
+    """Return the values of slice `s`."""
+    mark = code_as_mantissa(byte, third, h, s, BITS)
+    return tl.where(mark < zero, 0.0, tl.fma(mark, step, base))
+
+
+@triton.jit
+def row_sum(v):
+    """Return the sum of each row of a tile: [row, 1, 1]."""
+    return tl.sum(tl.sum(v, 2), 1)[:, None, None]
+
+
+@triton.jit
+def load_weight(weight, c, there, OFFSET: tl.constexpr, AFFINE: tl.constexpr, WEIGHT: tl.constexpr):
+    """Return the factors of columns."""
+    if AFFINE:
+        return widen(tl.load(weight + c, mask=there, other=0), WEIGHT) + OFFSET
+    else:
+        return tl.full(c.shape, 1.0, tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows", "eps"])
+def row_forward_kernel(
+    x, weight, bias, out, mean, rstd, rows: tl.int32, eps: tl.float32,
+    DTYPE: tl.constexpr, INNER: tl.constexpr, OUT: tl.constexpr, WEIGHT: tl.constexpr, AFFINE: tl.constexpr,
+    BIAS: tl.constexpr, CENTRED: tl.constexpr, OFFSET: tl.constexpr, W: tl.constexpr, R: tl.constexpr, WP: tl.constexpr,
+):  # fmt: skip
+    """Write result, mean and 1 / deviation of R rows."""
+    row = tl.program_id(0) * R + tl.arange(0, R)[:, None]
+    c = tl.arange(0, WP)[None, :]
+    here = row < rows
+    there = here & (c < W)
+    at = row.to(tl.int64) * W + c
+    v = widen(tl.load(x + at, mask=there, other=0), DTYPE)
+    if CENTRED:
+        middle = tl.sum(v, 1)[:, None] / W
+        tl.store(mean + row, middle, mask=here)
+        v = tl.where(there, v - middle, 0.0)
+    r = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(v * v, 1)[:, None] / W + eps))
+    tl.store(rstd + row, r, mask=here)
+    y = rounded(v * r, INNER)
+    if AFFINE:
+        y = y * load_weight(weight, c, c < W, OFFSET, AFFINE, WEIGHT)
+    if BIAS:
+        y = y + widen(tl.load(bias + c, mask=c < W, other=0), WEIGHT)
+    tl.store(out + at, narrow(y, OUT), mask=there)
+
+
+@triton.jit(do_not_specialize=["rows", "seed_low", "seed_high"])
+def row_again_kernel(
+    data, mean, rstd, weight, bias, out, rows: tl.int32, seed_low: tl.int32, seed_high: tl.int32,
+    OUT: tl.constexpr, WEIGHT: tl.constexpr, AFFINE: tl.constexpr, BIAS: tl.constexpr, CENTRED: tl.constexpr,
+    OFFSET: tl.constexpr, PACKED: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, T: tl.constexpr,
+    W: tl.constexpr, COUNT: tl.constexpr, L: tl.constexpr, EXTENT: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
+    LP: tl.constexpr,
+):  # fmt: skip
+    """Write the result of R rows, from their codes, with mean and deviation as forward had them."""
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    here = row < rows
+    r = tl.load(rstd + row, mask=here, other=0.0)[:, None, None]
+    shift = tl.load(mean + row, mask=here, other=0.0)[:, None, None] if CENTRED else 0.0
+    if PACKED:
+        groups = rows.to(tl.int64) * COUNT
+        byte, third, h, step, base, zero = load_packed(
+            data, row, here, groups, seed_low, seed_high, DTYPE, BITS, COUNT, L, K, LP
+        )
+    at, here = row[:, None, None] * W, here[:, None, None]
+    for s in tl.static_range(T):
+        c = columns(s, L, EXTENT, K, LP)
+        there = inside(c, here, W, COUNT, L, EXTENT, K, LP)
+        if PACKED:
+            v = unpack(byte, third, h, step, base, zero, s, BITS)
+        else:
+            v = widen(tl.load(data + at + c, mask=there, other=0), DTYPE)
+        y = (v - shift) * r
+        if AFFINE:
+            y = y * load_weight(weight, c, c < W, OFFSET, AFFINE, WEIGHT)
+        if BIAS:
+            y = y + widen(tl.load(bias + c, mask=c < W, other=0), WEIGHT)
+        tl.store(out + at + c, narrow(y, OUT), mask=there)
+
+
+@triton.jit(do_not_specialize=["rows", "seed_low", "seed_high"])
+def row_backward_kernel(
+    grad, data, mean, rstd, weight, out, sums, rows: tl.int32, seed_low: tl.int32, seed_high: tl.int32,
+    GRAD: tl.constexpr, INNER: tl.constexpr, WEIGHT: tl.constexpr, AFFINE: tl.constexpr, CENTRED: tl.constexpr,
+    OFFSET: tl.constexpr, INPUT: tl.constexpr, SUMS: tl.constexpr,
+    PACKED: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, T: tl.constexpr, W: tl.constexpr,
+    COUNT: tl.constexpr, L: tl.constexpr, EXTENT: tl.constexpr, R: tl.constexpr, K: tl.constexpr, LP: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of rows, with INPUT; add up g * n, with SUMS == 2 also g, for each column of these rows."""
+    weight_0 = tl.zeros((R, K, LP), tl.float32)
+    weight_1 = tl.zeros((R, K, LP), tl.float32)
+    weight_2 = tl.zeros((R, K, LP), tl.float32)
+    weight_3 = tl.zeros((R, K, LP), tl.float32)
+    bias_0 = tl.zeros((R, K, LP), tl.float32)
+    bias_1 = tl.zeros((R, K, LP), tl.float32)
+    bias_2 = tl.zeros((R, K, LP), tl.float32)
+    bias_3 = tl.zeros((R, K, LP), tl.float32)
+    first = tl.program_id(0) * R
+    while first < rows:
+        row = first.to(tl.int64) + tl.arange(0, R)
+        here = row < rows
+        r = tl.load(rstd + row, mask=here, other=0.0)[:, None, None]
+        shift = tl.load(mean + row, mask=here, other=0.0)[:, None, None] if CENTRED else 0.0
+        if PACKED:
+            groups = rows.to(tl.int64) * COUNT
+            byte, third, h, step, base, zero = load_packed(
+                data, row, here, groups, seed_low, seed_high, DTYPE, BITS, COUNT, L, K, LP
+            )
+        at, here = row[:, None, None] * W, here[:, None, None]
+        if INPUT:
+            sum_g = tl.zeros((R, K, LP), tl.float32)
+            sum_gn = tl.zeros((R, K, LP), tl.float32)
+            for s in tl.static_range(T):
+                c = columns(s, L, EXTENT, K, LP)
+                there = inside(c, here, W, COUNT, L, EXTENT, K, LP)
+                v = widen(tl.load(grad + at + c, mask=there, other=0), GRAD)
+                if PACKED:
+                    x = unpack(byte, third, h, step, base, zero, s, BITS)
+                else:
+                    x = widen(tl.load(data + at + c, mask=there, other=0), DTYPE)
+                v = rounded(v * load_weight(weight, c, c < W, OFFSET, AFFINE, WEIGHT), INNER)
+                sum_g += v
+                sum_gn = tl.fma(v, (x - shift) * r, sum_gn)
+            mean_gn = row_sum(sum_gn) / W
+            mean_g = row_sum(sum_g) / W if CENTRED else 0.0
+        for s in tl.static_range(T):
+            c = columns(s, L, EXTENT, K, LP)
+            there = inside(c, here, W, COUNT, L, EXTENT, K, LP)
+            v = widen(tl.load(grad + at + c, mask=there, other=0), GRAD)
+            if PACKED:
+                x = unpack(byte, third, h, step, base, zero, s, BITS)
+            else:
+                x = widen(tl.load(data + at + c, mask=there, other=0), DTYPE)
+            n = (x - shift) * r
+            if INPUT:
+                scaled = rounded(v * load_weight(weight, c, c < W, OFFSET, AFFINE, WEIGHT), INNER)
+                value = ((scaled - mean_g) - n * mean_gn) * r
+                tl.store(out + at + c, narrow(value, DTYPE), mask=there)
+            if SUMS > 0:
+                # Where there is no column, v is zero.
+                part = v * rounded(n, INNER)
+                if s == 0:
+                    weight_0 += part
+                    bias_0 += v
+                elif s == 1:
+                    weight_1 += part
+                    bias_1 += v
+                elif s == 2:
+                    weight_2 += part
+                    bias_2 += v
+                else:
+                    weight_3 += part
+                    bias_3 += v
+        first += tl.num_programs(0) * R
+    if SUMS > 0:
+        to = sums + tl.program_id(0).to(tl.int64) * (SUMS * W)
+        for s in tl.static_range(T):
+            c = columns(s, L, EXTENT, K, LP)
+            there = inside(c, c >= 0, W, COUNT, L, EXTENT, K, LP)
+            of_weight = weight_0 if s == 0 else weight_1 if s == 1 else weight_2 if s == 2 else weight_3
+            tl.store(to + c, tl.sum(of_weight, 0)[None, :, :], mask=there)
+            if SUMS == 2:
+                of_bias = bias_0 if s == 0 else bias_1 if s == 1 else bias_2 if s == 2 else bias_3
+                tl.store(to + W + c, tl.sum(of_bias, 0)[None, :, :], mask=there)
+
+
+@triton.jit(do_not_specialize=["parts", "width"])
+def column_sums_kernel(
+    sums, grad_weight, grad_bias, parts: tl.int32, width: tl.int32,
+    WEIGHT: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Add up what the programs of `row_backward_kernel` have summed: the gradients of weight and bias."""
+    c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.arange(0, ROWS)[:, None]
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    start = 0
+    while start < parts:
+        there = (start + row < parts) & (c < SUMS * width)[None, :]
+        total += tl.load(sums + (start + row).to(tl.int64) * (SUMS * width) + c[None, :], mask=there, other=0.0)
+        start += ROWS
+    value = narrow(tl.sum(total, 0), WEIGHT)
+    tl.store(grad_weight + c, value, mask=c < width)
+    if SUMS == 2:
+        tl.store(grad_bias + (c - width), value, mask=(c >= width) & (c < 2 * width))
+
+
+def readable(format: GroupFormat, width: int) -> bool:
+    """Return whether the kernels read codes in that format as rows of `width` values."""
+    if format.stride != 1 or format.signs or format.dtype == torch.float64:
+        return False
+    return format.row == width or (format.row == 0 and width % format.group == 0)
+
+
+def program_of(each: int, values: int) -> tuple[int, int]:
+    """Return rows and warps of a program that takes so many values with four warps, of rows with room for `each`."""
+    return max(values // each, 1), min(max(each * 4 // values, 4), 16)
+
+
+def tile_of(width: int, dtype: torch.dtype, format: GroupFormat | None, values: int) -> tuple[int, int, tuple]:
+    """Return rows and warps of a program, and the constants from PACKED to LP, for rows that are packed or not."""
+    if format is None:
+        bits, slices, count, length, extent = 8, 1, 1, width, width
+    else:
+        bits, slices, length, extent = format.bits, 8 // format.field, format.field_length, format.extent
+        count = -(-width // format.group)
+    groups, room = power_of_two(count), power_of_two(length)
+    rows, warps = program_of(slices * groups * room, values)
+    constants = (format is not None, TYPES[dtype], bits, slices, width, count, length, extent, rows, groups, room)
+    return rows, warps, constants
+
+
+class RowPlan:
+    """Plan of a norm's kernels for inputs of one size and dtype on one device."""
+
+    def __init__(
+        self, norm: RowNorm, rows: int, dtype: torch.dtype, weight_dtype: torch.dtype | None, bias: bool, dims: int
+    ) -> None:
+        self.dimensions = dims
+        """Dimensions that make a row."""
+        self.norm, self.rows, self.dtype, self.bias = norm, rows, dtype, bias
+        self.affine = (tl.float32 if weight_dtype is None else TYPES[weight_dtype], weight_dtype is not None)
+        self.kinds = (TYPES[norm.inner], TYPES[norm.out])
+        each = power_of_two(norm.width)
+        tile, warps = program_of(each, VALUES)
+        constants = (TYPES[dtype], *self.kinds, *self.affine, bias, norm.centred, norm.offset, norm.width, tile, each)
+        self.launch = Launch(row_forward_kernel, -(-rows // tile), constants, warps, 0)
+        self.launches: dict[Any, tuple[Launch, Launch, int]] = {}
+        """Launches of backward and the number of partial sums, by format and the gradients that are wanted."""
+
+    def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return result, mean (1 / deviation if there is none) and 1 / deviation of rows of contiguous memory."""
+        norm = self.norm
+        out = torch.empty_like(x, dtype=norm.out)
+        rstd = torch.empty(self.rows, dtype=torch.float32, device=x.device)
+        mean = torch.empty_like(rstd) if norm.centred else rstd
+        tensors = (x, rstd if weight is None else weight, rstd if bias is None else bias, out, mean, rstd)
+        self.launch(tensors, (self.rows, norm.eps))
+        return out, mean, rstd
+
+    def backward(
+        self, grad: Tensor, data: Tensor, seed: int, format: GroupFormat | None, mean: Tensor, rstd: Tensor,
+        weight: Tensor | None, wanted: tuple[bool, bool, bool],
+    ) -> Gradients:  # fmt: skip
+        """Return those gradients of input, weight and bias that are wanted.
+
+        Args:
+            grad: Contiguous gradient of the result.
+            data: Contiguous input, or its codes.
+            seed: Seed of the codes.
+            format: Format of the codes; None for the input itself.
+            mean: Mean of each row, as `forward` returned it.
+            rstd: 1 / deviation of each row.
+            weight: The weight.
+            wanted: Which gradients.
+        """
+        known = self.launches.get((format, wanted))
+        if known is None:
+            known = self.launches[format, wanted] = self._plan_backward(format, wanted)
+        launch, finish, parts = known
+        want_input, want_weight, want_bias = wanted
+        summed, width = parts > 0, self.norm.width
+        out = torch.empty_like(grad, dtype=self.dtype) if want_input else rstd
+        sums = torch.empty(parts * (1 + self.bias) * width, dtype=torch.float32, device=grad.device) if summed else rstd
+        tensors = (grad, data, mean, rstd, rstd if weight is None else weight, out, sums)
+        launch(tensors, (self.rows, *seed_halves(seed)))
+        grad_weight = grad_bias = None
+        if summed and weight is not None:
+            grad_weight = torch.empty_like(weight)
+            grad_bias = torch.empty_like(weight) if self.bias else grad_weight
+            finish((sums, grad_weight, grad_bias), (parts, width))
+        return out if want_input else None, grad_weight if want_weight else None, grad_bias if want_bias else None
+
+    def _plan_backward(self, format: GroupFormat | None, wanted: tuple[bool, bool, bool]) -> tuple[Launch, Launch, int]:
+        """Return the launches of backward, and the number of partial sums of each column."""
+        norm = self.norm
+        tile, warps, constants = tile_of(norm.width, self.dtype, format, BACKWARD)
+        sums = 1 + self.bias if any(wanted[1:]) else 0
+        programs = -(-self.rows // tile)
+        if sums:
+            programs = min(programs, PROGRAMS)
+        fixed = (self.kinds[1], self.kinds[0], *self.affine, norm.centred, norm.offset, wanted[0], sums, *constants)
+        launch = Launch(row_backward_kernel, programs, fixed, warps, 0)
+        finish = Launch(
+            column_sums_kernel, -(-sums * norm.width // COLUMNS), (self.affine[0], sums, SUMMED, COLUMNS), 4, 0
+        )
+        return launch, finish, programs if sums else 0
+
+
+@functools.lru_cache(maxsize=4096)
+def row_plan(
+    norm: RowNorm, rows: int, dtype: torch.dtype, weight_dtype: torch.dtype | None, bias: bool, dims: int,
+    device: torch.device,
+) -> RowPlan | None:  # fmt: skip
+    """Return the plan for inputs of `rows` rows; None where the kernels do not take them.
+
+    `weight_dtype` is the dtype of weight and bias, None if there is no weight. `dims`: dimensions that make a row.
+    """
+    fits = 0 < norm.width <= WIDEST and 0 < rows < 1 << 30
+    dtypes = {norm.inner, norm.out, dtype, weight_dtype or dtype}
+    return RowPlan(norm, rows, dtype, weight_dtype, bias, dims) if fits and dtypes <= TAKEN else None
+
+
+@functools.lru_cache(maxsize=4096)
+def again_launch(
+    width: int, rows: int, centred: bool, offset: float, out: torch.dtype, dtype: torch.dtype,
+    format: GroupFormat | None, weight_dtype: torch.dtype | None, bias: bool, device: torch.device,
+) -> Launch | None:  # fmt: skip
+    """Return the launch of `normalise_again`; None where the kernel does not take such rows."""
+    if not (0 < width <= WIDEST and 0 < rows < 1 << 30) or not {out, dtype, weight_dtype or dtype} <= TAKEN:
+        return None
+    tile, warps, constants = tile_of(width, dtype, format, VALUES)
+    weight = tl.float32 if weight_dtype is None else TYPES[weight_dtype]
+    fixed = (TYPES[out], weight, weight_dtype is not None, bias, centred, offset, *constants)
+    return Launch(row_again_kernel, -(-rows // tile), fixed, warps, 0)
+
+
+def normalise_again(
+    data: Tensor, seed: int, format: GroupFormat | None, dtype: torch.dtype, size: tuple[int, ...],
+    mean: Tensor | None, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, offset: float, out: torch.dtype,
+) -> Tensor | None:  # fmt: skip
+    """Return a norm's result from its input or the codes of it; None where the kernel does not take them.
+
+    Args:
+        data: Contiguous input, or its codes.
+        seed: Seed of the codes.
+        format: Format of the codes; None for the input itself.
+        dtype: Dtype of the input.
+        size: Size of the input and of the result. All values that share a deviation lie together.
+        mean: Mean of each row in fp32; None for an RMS norm.
+        rstd: 1 / deviation of each row in fp32.
+        weight: The weight, of as many values as a row has.
+        bias: The bias, of the weight's dtype.
+        offset: Added to the weight.
+        out: Dtype of the result.
+    """
+    rows = rstd.numel()
+    width = math.prod(size) // max(rows, 1)
+    if format is not None and not readable(format, width):
+        return None
+    weight_dtype = None if weight is None else weight.dtype
+    launch = again_launch(
+        width, rows, mean is not None, offset, out, dtype, format, weight_dtype, bias is not None, data.device
+    )
+    if launch is None:
+        return None
+    result = torch.empty(size, dtype=out, device=data.device)
+    others = (rstd if mean is None else mean, rstd, rstd if weight is None else weight, rstd if bias is None else bias)
+    launch((data, *others, result), (rows, *seed_halves(seed)))
+    return result
