@@ -124,6 +124,7 @@ class Capture:
         if forward.collection is not None:
             ends = [tensor.grad_fn for tensor in tensors_in(output)]
             forward.collection.walk(ends if any(ends) else forward.nodes, saved_by)
+        self.readers.examine()
         self.scores.end_pass()
         outermost = forward.frames[0].layer if forward.frames else None
         self.ledger.add("" if outermost is None or outermost.parent is None else outermost.name, forward.tally.close())

@@ -79,6 +79,8 @@ class Readers:
         """Training forward passes so far."""
         self.not_finite: set[Site] = set()
         """Sites where a NaN or an infinity would have spoilt the values around it: exact from then on."""
+        self.doubtful: list[tuple[SiteFacts, Tensor]] = []
+        """Sites that this pass has looked at, with a tensor that tells whether all their values are finite."""
 
     def read_graph(self, grad_fn: Any) -> None:
         """Walk the graph behind `grad_fn` and settle what is pending in the nodes not visited before."""
@@ -222,24 +224,43 @@ class Readers:
             node_class=type(node),
         )
 
-    def intact(self, facts: SiteFacts, packed: Packed, source: Tensor, wait: bool) -> bool:
+    def intact(self, facts: SiteFacts, packed: Packed, source: Tensor, look: bool) -> bool:
         """Return whether no NaN or infinity spoils what is packed beside it; if one does, the site becomes exact.
+
+        For a site that was examined before the host does not wait for a GPU: `examine` tells, when the pass ends.
 
         Args:
             facts: The site.
             packed: What it saved, packed.
             source: What it saved.
-            wait: Whether the host may wait for a GPU although the site was looked at before.
+            look: Whether to look on a GPU although the site was examined before.
         """
-        codec = packed.codec
-        if codec.exact or not codec.restores_values or (facts.examined and source.is_cuda and not wait):
+        codec, known = packed.codec, facts.examined and source.is_cuda
+        if codec.exact or not codec.restores_values or (known and not look):
             return True
         facts.examined = True
-        if packed.intact(source.detach()):
+        found = packed.intact(source.detach())
+        if known and isinstance(found, Tensor):
+            self.doubtful.append((facts, found))
             return True
+        if not found:
+            self._keep_exact(facts)
+        return bool(found)
+
+    def examine(self) -> None:
+        """Make sites exact of which a pass has found that they hold values that are not finite."""
+        doubtful, self.doubtful = self.doubtful, []
+        if doubtful:
+            device = doubtful[0][1].device
+            for (facts, _), found in zip(
+                doubtful, torch.stack([f.to(device) for _, f in doubtful]).tolist(), strict=True
+            ):
+                if not found:
+                    self._keep_exact(facts)
+
+    def _keep_exact(self, facts: SiteFacts) -> None:
         self.not_finite.add(facts.site)
         facts.become_exact()
-        return False
 
     def settle(self, saved: Saved, frame: Frame) -> None:
         """Ask the cell for what a saving needs, now that it is known; encode when no other saving is pending."""

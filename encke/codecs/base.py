@@ -292,12 +292,12 @@ class Packed(ABC):
             flat = tensor.as_strided((self.numel,), (1,))
         return flat != 0 if mask else flat
 
-    def intact(self, source: Tensor) -> bool:
-        """Return whether no NaN or infinity in `source` spoils other values than itself. The host waits for a GPU.
+    def intact(self, source: Tensor) -> bool | Tensor:
+        """Return whether no NaN or infinity in `source` spoils other values than itself, as a bool or 0-dim tensor.
 
         Codecs that keep such values apart, or know without a look at the tensor that was encoded, override this.
         """
-        return source.numel() == 0 or bool(torch.stack(torch.aminmax(source)).isfinite().all())
+        return source.numel() == 0 or torch.stack(torch.aminmax(source)).isfinite().all()
 
     def decode_in(self, layout: Layout) -> Tensor:
         """Return the decoded run laid out as a tensor, which need not be the one that was encoded."""
@@ -320,7 +320,7 @@ class AdaptedPacked(Packed):
     def nbytes(self) -> int:
         return self.packed.nbytes
 
-    def intact(self, source: Tensor) -> bool:
+    def intact(self, source: Tensor) -> bool | Tensor:
         return self.packed.intact(source)
 
     def decode(self) -> Tensor:

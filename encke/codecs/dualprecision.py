@@ -29,11 +29,11 @@ class DualPrecisionPacked(FlatPacked):
     order: tuple[tuple[int, ...], tuple[int, ...]] | None
     """Size and stride of the planes in the memory that was encoded, if they do not lie there one after the other."""
 
-    def intact(self, source: Tensor) -> bool:
+    def intact(self, source: Tensor) -> bool | Tensor:
         at_step, at_low, *_ = self.format.places(self.numel)
         steps = self.buffers[0][at_step:at_low]
         kind = torch.float64 if self.dtype == torch.float64 else torch.bfloat16
-        return not bool(steps.view(kind).isnan().any())
+        return ~steps.view(kind).isnan().any()
 
     def decode_flat(self, mask: bool = False) -> Tensor:
         data, numel = self.buffers[0], self.numel
@@ -53,7 +53,7 @@ class PlanelessPacked(FlatPacked):
     plan: GroupPlan
     seed: int
 
-    def intact(self, source: Tensor) -> bool:
+    def intact(self, source: Tensor) -> bool | Tensor:
         return self.plan.finite(self.buffers[0])
 
     def decode_flat(self, mask: bool = False) -> Tensor:

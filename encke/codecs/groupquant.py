@@ -36,7 +36,7 @@ class GroupQuantPacked(FlatPacked):
     def nbytes(self) -> int:
         return self.buffers[0].nbytes
 
-    def intact(self, source: Tensor) -> bool:
+    def intact(self, source: Tensor) -> bool | Tensor:
         return self.plan.finite(self.buffers[0])
 
     def decode_in(self, layout: Layout) -> Tensor:

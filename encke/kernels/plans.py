@@ -80,13 +80,15 @@ class GroupPlan(ABC):
         self.gate_into(data, grad, out)
         return out
 
-    def finite(self, data: Tensor) -> bool:
-        """Return whether no group holds a NaN or an infinity, which its step tells. The host waits for a GPU."""
+    def finite(self, data: Tensor) -> bool | Tensor:
+        """Return whether no group holds a NaN or an infinity, which its step tells; as a tensor without dimensions."""
+        if self.numel == 0:
+            return True
         steps = data[self.at_step : self.nbytes]
         if self.format.scale_dtype == torch.float64:
-            return not bool(steps.view(torch.float64).isnan().any())
+            return ~steps.view(torch.float64).isnan().any()
         # Constant groups are marked by a sign bit, before other bits of any kind.
-        return self.numel == 0 or int(steps.view(torch.int16).amax()) <= INFINITY_BF16
+        return steps.view(torch.int16).amax() <= INFINITY_BF16
 
     def encode_relu(self, x: Tensor, out: Tensor, seed: Seed) -> Tensor:
         """Write the ReLU of `x` to `out` and return the codes of it."""

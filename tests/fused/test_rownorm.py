@@ -151,7 +151,10 @@ def test_gradients_are_those_of_the_plain_layer_at_the_decoded_input(kind, calls
     plain, model = net(kind), net(kind)
     attach(model, FINE)
     got, wanted = gradients(model, batch()), gradients(plain, batch())
-    assert calls[0] == "forward" and calls[-3:] == ["forward", "again", "packed"] and "values" not in calls
+    # The two layers behind the norm read its result at the same time, or one after the other.
+    last = calls[len(calls) - calls[::-1].index("forward") :]
+    assert calls[0] == "forward" and last in (["again", "packed"], ["again", "again", "packed"])
+    assert "values" not in calls
     assert near(got[:1], wanted[:1], 1e-5) and near(got, wanted, 0.03)
 
 

@@ -190,7 +190,7 @@ def norm_figures(samples: Sequence[NormGradientSample], measured: Sequence[Tenso
     channels = torch.tensor([each.numel() // 5 for each in measured])
     owner = torch.repeat_interleave(torch.arange(len(samples)), channels)
     mixed, count = torch.tensor([each.mixed for each in samples], dtype=torch.float64)[owner], counts[owner]
-    table = torch.cat([each.view(5, -1) for each in measured], 1)
+    table = torch.cat([each.view(5, -1).double() for each in measured], 1)
 
     def total(x: Tensor) -> Tensor:
         return torch.zeros(len(samples), dtype=torch.float64).index_add_(0, owner, x)
