@@ -72,7 +72,6 @@ CASES = {
     "batch 256, fp32": {"precision": "fp32", "batch": 256, "compile": False},
     "batch 256, bf16": {"precision": "bf16", "batch": 256, "compile": False},
     "batch 64, bf16": {"precision": "bf16", "batch": 64, "compile": False},
-    "batch 256, bf16, compiled": {"precision": "bf16", "batch": 256, "compile": True},
 }
 WIDE = 0.1
 """README shows the range of the rounds where it is wider than this part of the median."""
@@ -100,10 +99,7 @@ def steps() -> str:
     """Every figure of readme_h200.csv that is published."""
     rows = []
     for name, case in CASES.items():
-        methods = [
-            m for m in ("plain", "default", "checkpoint") if any(matches(r, method=m, **case) for r in read(STEPS))
-        ]
-        for method in methods:
+        for method in ("plain", "default"):
             times = values(STEPS, "pipelined_ms", method=method, **case)
             first, second = (median(STEPS, f"{n}_ms", method=method, **case) / 1e3 for n in ("first", "second"))
             collection = ""
@@ -113,7 +109,7 @@ def steps() -> str:
             rows.append(
                 [
                     name if method == "plain" else "",
-                    method if method != "checkpoint" else "checkpoint each block",
+                    method,
                     f"{statistics.median(times):.1f} ms ({span(times)})",
                     f"{median(STEPS, 'peak_bytes', method=method, **case) / GB:.2f} GB",
                     f"{first:.1f} s, {second:.2f} s",
@@ -121,6 +117,48 @@ def steps() -> str:
                 ]
             )
     return markdown(["ResNet-50", "method", "step", "peak", "first two steps", "collection step"], rows)
+
+
+TRANSFORMERS = "transformer_h200.csv"
+TRANSFORMER_CASES = {
+    "Llama, chunked loss": {"model": "llama", "compile": False, "chunked": True},
+    "Llama": {"model": "llama", "compile": False, "chunked": False},
+    "Llama, compiled, chunked loss": {"model": "llama", "compile": True, "chunked": True},
+    "BERT base, chunked loss": {"model": "bert", "compile": False, "chunked": True},
+    "ViT-B/16": {"model": "vit_b_16", "compile": False, "chunked": False},
+}
+TRANSFORMER_METHODS = {
+    "plain": "plain",
+    "checkpoint": "checkpoint each block",
+    "budget30": "activation memory budget 0.3",
+    "default": "default",
+    "checkpoint-packed": "default and checkpoint, inputs of blocks packed",
+}
+
+
+def transformers() -> str:
+    """Steps, peaks and held bytes of transformers, each method beside plain."""
+    rows = []
+    for name, case in TRANSFORMER_CASES.items():
+        plain: list[float] = []
+        for method, words in TRANSFORMER_METHODS.items():
+            where = {"method": method, **case}
+            if not any(matches(row, **where) for row in read(TRANSFORMERS)):
+                continue
+            times = values(TRANSFORMERS, "pipelined_ms", **where)
+            found = [median(TRANSFORMERS, column, **where) for column in ("pipelined_ms", "peak_bytes", "held_bytes")]
+            plain = plain or found
+            rows.append(
+                [
+                    name if method == "plain" else "",
+                    words,
+                    f"{found[0]:.1f} ms ({span(times)})",
+                    f"{found[0] / plain[0]:.2f}",
+                    f"{found[1] / GB:.2f} GB",
+                    f"{found[2] / GB:.2f} GB",
+                ]
+            )
+    return markdown(["", "method", "step", "over plain", "peak", "held"], rows)
 
 
 def matches(row: dict[str, str], **where: object) -> bool:
@@ -319,10 +357,12 @@ class Table:
     render: Callable[[], str]
 
 
+CIFAR = "accuracy_cifar_bf16_h200.csv"
 STUDIES = tuple(f"study_{model}" for model in STUDIED)
 TABLES = {
     "readme": Table((STEPS,), readme),
     "steps": Table((STEPS,), steps),
+    "transformers": Table((TRANSFORMERS,), transformers),
     "cuda-graphs": Table(("speed_h200.csv",), cuda_graphs),
     "graphs-or-not": Table(("speed_h200.csv",), graphs_or_not),
     "kernel-rates": Table(("rate_h200.csv",), kernel_rates),
@@ -331,7 +371,8 @@ TABLES = {
     "evidence-gpt": Table(
         ("gpt_cpu.csv",), lambda: evidence("gpt_cpu.csv", "default", "default", ("peak_bytes", "seconds"))
     ),
-    "evidence-cifar": Table(
+    "evidence-cifar": Table((CIFAR,), lambda: evidence(CIFAR, "default", "default", ("seconds",))),
+    "evidence-cifar-earlier": Table(
         ("accuracy_cifar_h200.csv",), lambda: evidence("accuracy_cifar_h200.csv", "default", "`Comet(sigma=0.3)`")
     ),
     "scaling": Table(("scaling_cpu.csv",), scaling),

@@ -102,7 +102,7 @@ def shared_cell(facts: SiteFacts, t: Tensor, layout: Layout, length: int, forwar
 
 
 def steady_save(policy: Policy, cell: SharedCell, saved: Saved, length: int, deferred: bool) -> SteadySave | None:
-    """Return how a site has just saved, so that the next pass need not decide anew; None where it has to.
+    """Return the decisions with which a site has just saved; None where the next pass has to decide anew.
 
     Args:
         policy: The policy. Readers that need more bits than it chooses need the same in each pass.
@@ -143,7 +143,7 @@ def pack_again(
         t: The tensor that is saved.
         storage: Its storage.
         key: Key of the memory in `forward.cells`.
-        steady: How the site saved in the last pass.
+        steady: Decisions of the last pass.
         forward: The forward pass in progress.
         deferred: Forward to run while the tensor is encoded.
     """

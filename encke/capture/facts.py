@@ -26,7 +26,7 @@ class SiteState(enum.Enum):
 
 
 class SteadySave:
-    """How a site has saved, with everything decided: valid as long as policy, tensor and sharers stay as they are."""
+    """Decisions with which a site has saved. They hold as long as policy, tensor and sharers stay as they are."""
 
     __slots__ = (
         "chosen", "codec", "device", "first", "layout", "length", "packed_layout", "sharers", "size", "stride", "values"
@@ -126,7 +126,7 @@ class SiteFacts:
         """Stand-in for the copy of a weight that was saved here last (encke/capture/casts.py)."""
         self.encoder_state = EncoderState(lambda: self.site.name)
         self.steady: SteadySave | None = None
-        """How the site saved in the last pass; None if that need not hold in the next one."""
+        """Decisions of the last pass; None if they need not hold in the next one."""
         self.function: Any = None
         """Function that runs in the operation's place (encke/fused); False if there is none, None if not asked yet."""
 

@@ -251,7 +251,7 @@ def test_steps_in_which_the_policy_collects(worked, monkeypatch):
         assert handle.history
     assert worked.count("DeferredBatchNorm encode") == 2
     assert len(seen) == 4  # after the first and the second step of each
-    (found,), (expected,) = ([(norm.linear, norm.quadratic) for _, norm in step.norms] for step in seen[1::2])
+    (found,), (expected,) = ([(norm.linear, norm.quadratic) for norm in step.norms.values()] for step in seen[1::2])
     assert found == pytest.approx(expected, rel=0.05)  # error that a coarse input adds to the propagated gradient
 
 
