@@ -17,7 +17,7 @@ from encke.capture.facts import SiteFacts
 
 CAST = "ToCopyBackward0"
 """Node of a cast."""
-Geometry = tuple[torch.Size, tuple[int, ...], int]
+Geometry = tuple[torch.Size, tuple[int, ...], int | torch.SymInt]
 
 
 class CastWeight:
@@ -35,6 +35,11 @@ class CastWeight:
         """Size, strides and offset of a view of the copy; None for the copy itself."""
         self.changed = changed
         """Called if the weight turns out to have been modified."""
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Size of the tensor that it stands for."""
+        return tuple(self.parameter.shape if self.geometry is None else self.geometry[0])
 
     def restore(self) -> Tensor:
         """Cast the weight again."""

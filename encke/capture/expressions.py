@@ -239,7 +239,7 @@ def size_of(raw: Any) -> tuple[int, ...]:
     if isinstance(raw, Saved):
         return raw.layout.size
     if isinstance(raw, CastWeight):
-        return tuple(raw.geometry[0])
+        return raw.size
     return tuple(raw.shape if isinstance(raw, Tensor) else raw[0].shape)
 
 

@@ -141,7 +141,9 @@ class Capture:
         frame.index = index + 1
         deferred = forward.deferred
         announced = deferred is not None and deferred.t is t
-        known = deferred.facts if announced else frame.sites[index] if index < len(frame.sites) else None
+        known = frame.sites[index] if index < len(frame.sites) else None
+        if deferred is not None and announced:
+            known = deferred.facts
         if known is not None and known.steady is not None and forward.steady and (announced or deferred is None):
             if known.state is SiteState.KNOWN and type(t) is Tensor and (announced or matches(known, t)):
                 saved = self._save_again(t, known, known.steady, forward, deferred)
@@ -335,6 +337,7 @@ def unpack(saved: Saved | Kept | CastWeight) -> Tensor:
                 found = attention.read(node, saved)
                 return t if found is None else found
         return t
+    assert isinstance(saved, Saved)
     facts = saved.facts
     if saved.tensor is None:
         node = current_autograd_node()

@@ -12,6 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import encke
+from encke.capture.casts import cast_weight
+from encke.capture.facts import SiteFacts
+from encke.capture.sites import Site
 from encke.codecs import ErrorBounded
 from encke.policies import Fixed
 
@@ -171,3 +174,14 @@ def test_a_replaced_forward_may_multiply_by_another_constant() -> None:
         operand[0] = torch.randn(128, 128) if step > 3 else None
         run(plain, x), run(model, x)
         assert torch.equal(plain[0].weight.grad, model[0].weight.grad)
+
+
+def test_a_stand_in_has_the_size_of_the_copy_or_of_its_view() -> None:
+    weight = nn.Parameter(torch.randn(6, 4))
+    copy_of = weight.to(torch.bfloat16)
+    facts = SiteFacts(Site("layer", "Mm", "mat2"))
+    for t in (copy_of, copy_of.t(), copy_of):
+        found = cast_weight(t, facts, lambda: None)
+        assert found is not None and found.size == tuple(t.shape)
+        restored = found.restore()
+        assert torch.equal(restored, t) and restored.stride() == t.stride() and not restored.requires_grad
