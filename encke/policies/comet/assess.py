@@ -54,6 +54,10 @@ what all its samples have in common cancels in the gradient, and errors do not."
 FINEST = 1024
 """No bound is finer than the standard deviation over this, and none coarser than the standard deviation."""
 
+COHERENCE = 6.0
+"""Factor by which the part of a batch norm's error that lies along its input counts in the layer in front, whose own
+input that part is a linear function of. Measured: 5 for random images, 20 for smooth ones (docs/lab.md)."""
+
 
 # -- figures -----------------------------------------------------------------------------------------------------------
 
@@ -272,7 +276,8 @@ class Assessment:
         errors = [power for power, _ in tensor.errors]
         norm = self.step.norms.get(site.place)
         if norm is not None and math.isfinite(norm.linear):
-            return [norm.linear * error + norm.quadratic * error**2 for error in errors]
+            linear = norm.linear + (COHERENCE - 1) * norm.coherent
+            return [linear * error + norm.quadratic * error**2 for error in errors]
         if tensor.distortion:
             return tensor.distortion
         relative = [error / tensor.std**2 for error in errors]

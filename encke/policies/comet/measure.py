@@ -150,6 +150,8 @@ class NormFigures:
     """Relative mean square error of the gradient per mean square error of the input."""
     quadratic: float
     """Relative mean square error of the gradient per square of the input's mean square error."""
+    coherent: float = 0.0
+    """The part of `linear` that lies along the norm's input: it adds up in the gradient of the layer in front."""
 
 
 class NormGradientSample:
@@ -204,9 +206,9 @@ def norm_figures(samples: Sequence[NormGradientSample], measured: Sequence[Tenso
     inverse = table[4].square()
     scale = mixed * inverse + (1 - mixed) * (channels / total(inverse.reciprocal()))[owner]
     second = scale * share * power / count
-    linear = total(torch.nan_to_num(scale * share * along.square() + second)) / total(propagated)
-    quadratic = total(torch.nan_to_num(scale * second)) / total(propagated)
-    return [NormFigures(*pair) for pair in zip(linear.tolist(), quadratic.tolist(), strict=True)]
+    terms = (scale * share * along.square() + second, scale * second, second)
+    columns = [(total(torch.nan_to_num(term)) / total(propagated)).tolist() for term in terms]
+    return [NormFigures(*figures) for figures in zip(*columns, strict=True)]
 
 
 def mixed_share(packed: Packed, layout: Layout) -> float:

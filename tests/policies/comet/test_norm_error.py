@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from encke.capture.sites import Site
 from encke.codecs import Codec, GroupQuant, Packed
 from encke.codecs.layout import flatten
 from encke.policies import Comet
+from encke.policies.comet.assess import COHERENCE, Assessment
 from encke.policies.comet.measure import NormGradientSample, WeightGradientSample, mixed_share, norm_figures
 from encke.policies.comet.stats import TensorStats
 from encke.train.models.repvgg import RepVgg
@@ -286,3 +288,23 @@ def test_nothing_of_a_collection_step_outlives_it(every):
         assert handle.history and not alive() - before
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("along", [0.0, 2.0])
+def test_errors_along_the_input_count_more(along):
+    """The part that adds up in the layer in front is half of the error for random gradients, little for others."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 12, 8, 8)
+    mean, invstd = torch.zeros(12), torch.ones(12)
+    g = torch.randn_like(x) + along * x
+    sample = NormGradientSample(Site("layer", "BatchNorm", "input"), stats_of(x), 1.0)
+    sample.measure(invstd, backward(x, g, mean, invstd, torch.ones(12)), g)
+    (found,) = norm_figures([sample], [sample.tensor])
+    share = found.coherent / found.linear
+    assert abs(share - 0.5) < 0.15 if along == 0 else share < 0.05
+    assessment = SimpleNamespace(step=SimpleNamespace(norms={sample.site.place: found}))
+    figures = SimpleNamespace(errors=[(0.01, 0.0)])
+    (distortion,) = Assessment._distortion(assessment, sample.site, figures)
+    counted = found.linear + (COHERENCE - 1) * found.coherent
+    assert distortion == pytest.approx(0.01 * counted + 0.01**2 * found.quadratic)
+    assert distortion > 2 * 0.01 * found.linear or along
