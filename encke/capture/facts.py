@@ -161,7 +161,7 @@ class SiteFacts:
     def become_exact(self) -> None:
         """Store exactly from now on what is saved here: it holds values that are not finite."""
         self.site = replace(self.site, need="exact")
-        self.function = None
+        self.function = self.steady = None
 
     def distrust(self) -> None:
         """Have every site of the call learnt anew from now on: the order of its operations has changed."""

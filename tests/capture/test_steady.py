@@ -128,3 +128,23 @@ def test_a_cpu_examines_whatever_it_packs():
         model(x)[1:].square().mean().backward()
     # The row with the infinity takes no part in the loss, but its group holds other rows.
     assert model[2].weight.grad[:, 1:].isfinite().all()
+
+
+def test_a_site_that_becomes_exact_does_not_save_as_before(monkeypatch):
+    monkeypatch.setattr(encoding, "EXAMINED", ())  # as on a GPU
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 8))
+    handle = encke.attach(model, Fixed(GroupQuant(bits=2)), min_bytes=1)
+
+    def step() -> dict[int, object]:
+        model(torch.randn(64, 32)).square().mean().backward()
+        return {id(record.facts): record for record in handle._capture.ledger.last}
+
+    for _ in range(4):
+        records = step()
+    steady = [record.facts for record in records.values() if record.facts.steady is not None]
+    assert steady
+    for facts in steady:
+        facts.become_exact()
+    records = step()
+    assert all(records[id(facts)].codec == "kept" or records[id(facts)].codec.exact for facts in steady)
