@@ -145,7 +145,9 @@ class Capture:
         if deferred is not None and announced:
             known = deferred.facts
         if known is not None and known.steady is not None and forward.steady and (announced or deferred is None):
-            if known.state is SiteState.KNOWN and type(t) is Tensor and (announced or matches(known, t)):
+            # What is pending is settled first, from the graph behind this tensor.
+            usual = known.state is SiteState.KNOWN and not forward.pending and type(t) is Tensor
+            if usual and (announced or matches(known, t)):
                 saved = self._save_again(t, known, known.steady, forward, deferred)
                 if saved is not None:
                     return saved

@@ -107,7 +107,7 @@ class LayerForward(InstalledForward):
         # bring weights of their own, and an attribute of an instance is called without a `self`. `Module._call_impl`,
         # the caller of this, has the module as its own `self`.
         module: Any = sys._getframe(1).f_locals.get("self")
-        if type(module) not in self.layers or module.__dict__.get("forward") is not self:
+        if not isinstance(module, self.layers) or module.__dict__.get("forward") is not self:
             module = self.layer.owner()
         forward = capture.threads.forward
         frames = forward.frames

@@ -128,3 +128,14 @@ def test_compiling_a_fused_layer_after_attach_is_an_error():
     attach(model)
     with pytest.raises(Exception, match="Compile it first"):
         torch.compile(model[1], backend="eager", fullgraph=True)(torch.randn(2, 8, 18, 18, device=DEVICE))
+
+
+def test_a_shallow_copy_of_a_changed_class_brings_its_own_weights():
+    """As parametrizations change it: the copy shares our forward, which must not run the layer it was made of."""
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 1)).to(DEVICE), data()
+    attach(model)
+    gradients(model, x)
+    twin = copy.copy(model[0])
+    twin.__class__ = type("Changed", (nn.Conv2d,), {})
+    twin._parameters = {name: nn.Parameter(torch.zeros_like(p)) for name, p in twin._parameters.items()}
+    assert not twin(x).any()
