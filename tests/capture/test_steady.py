@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -136,7 +137,7 @@ def test_a_site_that_becomes_exact_does_not_save_as_before(monkeypatch):
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 8))
     handle = encke.attach(model, Fixed(GroupQuant(bits=2)), min_bytes=1)
 
-    def step() -> dict[int, object]:
+    def step() -> dict[int, Any]:
         model(torch.randn(64, 32)).square().mean().backward()
         return {id(record.facts): record for record in handle._capture.ledger.last}
 
