@@ -1,12 +1,14 @@
 """Time of a training step on a GPU: step and host time, and the kernels' own time by kind.
 
 python3 benchmarks/step_kernels.py [--model resnet50] [--batch 256] [--precision fp32|bf16] [--method default]
-        [--compile | --graphs] [--top 20]
+        [--compile | --graphs] [--collect] [--top 20] [--host 40]
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
+import pstats
 import statistics
 import sys
 from pathlib import Path
@@ -64,6 +66,8 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=24, help="warm-up steps; the default policy collects in the 20th")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--top", type=int, default=0, help="also that many kernels by name, with calls in a step")
+    parser.add_argument("--host", type=int, default=0, help="also that many Python functions by their own time")
+    parser.add_argument("--collect", action="store_true", help="look at collection steps")
     args = parser.parse_args()
     compiled = args.compile or args.graphs
     options = Options((args.model,), (args.method,), (args.precision,), compiled, args.graphs, tokens=args.tokens)
@@ -74,16 +78,24 @@ def main() -> None:
         training.step()
     training.wait()
     torch.cuda.reset_peak_memory_stats()
-    host, times = zip(*(training.timed() for _ in range(args.steps)), strict=True)
-    print(f"{task.model}, {task.batch} x {task.size}, {task.precision}, {task.method}{', compiled' * compiled}:")
+
+    def steps(count: int) -> list[tuple[float, float]]:
+        found = []
+        for _ in range(count):
+            if args.collect and not training.collect_next():
+                parser.error(f"--collect: the method {args.method} does not collect")
+            found.append(training.timed())
+        return found
+
+    host, times = zip(*steps(args.steps), strict=True)
+    kinds = ", compiled" * compiled + ", collection steps" * args.collect
+    print(f"{task.model}, {task.batch} x {task.size}, {task.precision}, {task.method}{kinds}:")
     peak = torch.cuda.max_memory_allocated() / 1e9
-    pipelined = training.timed(args.steps)[1]
-    print(
-        f"  step {statistics.median(times):.1f} ms, host {statistics.median(host):.1f},"
-        f" pipelined {pipelined:.1f}, peak {peak:.2f} GB"
-    )
+    print(f"  step {statistics.median(times):.1f} ms, host {statistics.median(host):.1f}, peak {peak:.2f} GB")
+    if not args.collect:
+        print(f"  pipelined {training.timed(args.steps)[1]:.1f} ms")
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        training.timed(3)
+        steps(3)
     total: dict[str, float] = {}
     for event in profiler.key_averages():
         if not event.key.startswith("Optimizer"):
@@ -94,6 +106,10 @@ def main() -> None:
     events = [event for event in profiler.key_averages() if not event.key.startswith("Optimizer")]
     for event in sorted(events, key=lambda event: -event.self_device_time_total)[: args.top]:
         print(f"  {event.self_device_time_total / 3e3:8.2f} ms {event.count / 3:6.0f} x  {event.key[:110]}")
+    if args.host:
+        profiled = cProfile.Profile()
+        profiled.runcall(steps, 3)
+        pstats.Stats(profiled).sort_stats("tottime").print_stats(args.host)
 
 
 if __name__ == "__main__":

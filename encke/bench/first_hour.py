@@ -24,6 +24,8 @@ from encke.tools.units import size
 Row = dict[str, Any]
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "NUMBA_CACHE_DIR")
 """Variables that name the folders of compiled kernels."""
+SETTLED = 50
+"""Step after which nothing may be compiled or recorded any more."""
 LAST = 10
 """Steps at the end of which the ordinary ones say how long a step takes."""
 
@@ -40,6 +42,7 @@ class FirstHourOptions:
         "bf16", "fp32 (with TF32 on a GPU), or bf16: autocast, with channels_last for images."
     )
     compile: bool = option(False, "Compile the model with torch.compile, then attach.")
+    graphs: bool = option(False, 'Compile with mode="reduce-overhead", so that the GPU replays CUDA graphs.')
     batch: int | None = option(None, "Images or sequences in a step. By default the model's usual batch.")
     image: int | None = option(None, "Pixels along a side. By default 224, without a GPU 64; volumes 128 and 32.")
     tokens: int | None = option(None, "Tokens in a sequence. By default 1024, without a GPU 128.")
@@ -61,6 +64,7 @@ def first_hour(options: FirstHourOptions) -> None:
         methods=options.methods,
         precision=(options.precision,),
         compile=options.compile,
+        graphs=options.graphs,
         image=options.image,
         tokens=options.tokens,
         device=options.device,
@@ -83,6 +87,10 @@ def first_hour(options: FirstHourOptions) -> None:
     for group in group_rows(runs, ("model",)).values():
         show(group)
     explain()
+    if options.steps > SETTLED and (options.compile or options.graphs):
+        for run in runs:
+            late = run.get("late_graphs", "unknown")
+            note(f"{run['method']}, {run['caches']}: {late} graphs compiled or recorded after step {SETTLED}")
     if not rows:
         raise UsageError(f"nothing could be measured: {runs[0]['method']}: {runs[0]['status']}")
     names = ["first_hour.csv", *(["first_hour_kernels.csv"] if kernels else [])]
@@ -139,6 +147,7 @@ def summarise(answer: dict[str, Any]) -> Row:
         "late_kernels": sum(step["kernels"] for step in steps[2:]),
         "kernel_seconds": sum(step["kernel_seconds"] for step in steps),
         "graphs": sum(step["graphs"] for step in steps),
+        "late_graphs": sum(step["graphs"] + step["recordings"] for step in steps[SETTLED:]),
         "thousand_seconds": (sum(step["ms"] for step in steps) + rest) / 1e3,
         "peak_bytes": max(step["peak_bytes"] for step in steps[2:]),
         "loss": answer["loss"],

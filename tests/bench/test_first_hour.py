@@ -6,6 +6,7 @@ import csv
 import itertools
 
 import pytest
+import torch
 
 from encke.bench import first_hour
 from encke.bench.compilations import Compilations, Compiled
@@ -22,7 +23,8 @@ def answer_of(times, collections=(), later=0, kernels=()):
             "collection": number in collections,
             "kernels": dict(kernels).get(number, 0),
             "kernel_seconds": 0.5 * dict(kernels).get(number, 0),
-            "graphs": 0,
+            "graphs": int(number == 60),
+            "recordings": 2 * int(number == 61),
             "peak_bytes": 100.0 + number,
         }
         for number, ms in enumerate(times, 1)
@@ -108,4 +110,20 @@ def test_kernels_found_on_disk_are_not_counted():
     assert compilations.kernels == [("?()", 2.0)]
     total = compilations.total
     assert (total.kernels, total.kernel_seconds) == (1, 2.0)
-    assert (Compiled(3, 2.0, 1) - Compiled(1, 0.5, 1)).figures() == {"kernels": 2, "kernel_seconds": 1.5, "graphs": 0}
+    figures = (Compiled(3, 2.0, 1, 4) - Compiled(1, 0.5, 1, 1)).figures()
+    assert figures == {"kernels": 2, "kernel_seconds": 1.5, "graphs": 0, "recordings": 3}
+
+
+def test_recordings_of_cuda_graphs_are_counted(monkeypatch):
+    begun = []
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", lambda graph, pool: begun.append((graph, pool)))
+    with Compilations() as compilations:
+        torch.cuda.CUDAGraph.capture_begin("graph", pool="pool")
+    torch.cuda.CUDAGraph.capture_begin("other", pool="pool")
+    assert begun == [("graph", "pool"), ("other", "pool")] and compilations.total.recordings == 1
+
+
+def test_graphs_compiled_after_the_first_steps_are_told(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(first_hour, "first_steps", lambda task, count, caches: answer_of([30.0] * count, {10}))
+    main(["bench", "first-hour", "cnn", "--compile", "--steps", "70", "--device", "cpu", "--out", str(tmp_path)])
+    assert "default, warm: 3 graphs compiled or recorded after step 50" in capsys.readouterr().out
