@@ -6,12 +6,22 @@ formats are in formats.py; docs/design.md explains them.
 """
 
 from encke.kernels.backends import Backend, BackendChoice, backend_for, choose_backend, compile_ahead, describe_backends
-from encke.kernels.formats import FLOATS, BoundedFormat, DualFormat, GroupFormat, LogFormat, PackedUse, Seed, mix
+from encke.kernels.formats import (
+    FLOATS,
+    BoundedFormat,
+    DualFormat,
+    GroupFormat,
+    LogFormat,
+    PackedUse,
+    SampledUnits,
+    Seed,
+    mix,
+)
 from encke.kernels.operators import dispatched
 from encke.kernels.plans import GroupPlan
 
 __all__ = [
     "FLOATS", "Backend", "BackendChoice", "BoundedFormat", "DualFormat", "GroupFormat",
-    "GroupPlan", "LogFormat", "PackedUse", "Seed", "backend_for", "choose_backend", "compile_ahead",
+    "GroupPlan", "LogFormat", "PackedUse", "SampledUnits", "Seed", "backend_for", "choose_backend", "compile_ahead",
     "describe_backends", "dispatched", "mix",
 ]  # fmt: skip

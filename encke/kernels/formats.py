@@ -246,6 +246,15 @@ class PackedUse(NamedTuple):
     """Numbers of bits that it may have; that of `format` does not count."""
 
 
+class SampledUnits(NamedTuple):
+    """Units of a packed run, whole rows or groups of all columns, that are a sample of it."""
+
+    values: tuple[tuple[int, ...], tuple[int, ...]]
+    """Size and strides of the values: [unit, row, column]."""
+    scales: tuple[tuple[int, ...], tuple[int, ...], int]
+    """Size, strides and offset of the los and steps of their groups in the buffer: [lo or step, unit, group, column]"""
+
+
 @dataclass(frozen=True)
 class BoundedFormat(Format):
     """Error-bounded encoding at variable rate, in Golomb-Rice codes: metadata and a payload."""

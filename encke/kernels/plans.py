@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from encke.kernels.formats import GroupFormat, Seed
+from encke.kernels.formats import GroupFormat, SampledUnits, Seed
 
 INFINITY_BF16 = 0x7F80
 """Bits of infinity in bf16; those of a NaN are larger."""
@@ -89,6 +89,15 @@ class GroupPlan(ABC):
             return ~steps.view(torch.float64).isnan().any()
         # Constant groups are marked by a sign bit, before other bits of any kind.
         return steps.view(torch.int16).amax() <= INFINITY_BF16
+
+    def sample_sums(self, flat: Tensor, data: Tensor, units: SampledUnits) -> Tensor | None:
+        """Return sums over a sample of the values `flat` and of their scales in `data`; None without a kernel for it.
+
+        A row for each part of the sample: number of values and of non-zeros; a value, the sum of the differences from
+        it and that of their squares; the sum of the squared steps of groups with negative values, and that of the
+        others' times their share of non-zeros.
+        """
+        return None
 
     def encode_relu(self, x: Tensor, out: Tensor, seed: Seed) -> Tensor:
         """Write the ReLU of `x` to `out` and return the codes of it."""

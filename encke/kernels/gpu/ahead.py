@@ -23,7 +23,7 @@ import torch
 import triton
 from torch import Tensor
 
-from encke.kernels.formats import GroupFormat, PackedUse
+from encke.kernels.formats import GroupFormat, PackedUse, SampledUnits
 from encke.kernels.gpu import bits, launch, norm_backward, norm_forward, plans
 from encke.tools import process
 from encke.tools.provenance import core_count
@@ -143,6 +143,9 @@ def exercise_plan(
         return
     data = plan.encode(x, seed)
     plan.decode(data, seed)
+    if not seed_table:
+        columns = format.stride
+        plan.sample_sums(x, data, SampledUnits(((1, 1, columns), (1, 1, 1)), ((2, 1, 1, columns), (1, 1, 1, 1), 0)))
     if relu:
         plan.mask(data)
         plan.gate(data, x)

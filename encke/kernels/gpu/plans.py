@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from encke.kernels.formats import GroupFormat, Seed
+from encke.kernels.formats import GroupFormat, SampledUnits, Seed
 from encke.kernels.gpu.channels import (
     gq_decode_channels_kernel,
     gq_encode_channels_kernel,
@@ -17,6 +17,7 @@ from encke.kernels.gpu.group import gq_decode_kernel, gq_encode_kernel, gq_gate_
 from encke.kernels.gpu.launch import TYPES, Launch, power_of_two, seed_arguments
 from encke.kernels.gpu.pairs import MOMENTS, PLAIN, RELU, gq_encode_channels_pairs_kernel, gq_encode_pairs_kernel
 from encke.kernels.gpu.places import Rows
+from encke.kernels.gpu.samples import sample_sums
 from encke.kernels.plans import GroupPlan
 from encke.kernels.reference import group_plan as reference_plan
 
@@ -119,6 +120,9 @@ class GpuPlan(GroupPlan):
         seeds, low, high = seed_arguments(seed, data)
         self.moments((x, data, workspace, seeds), (*self.numbers[:2], low, high))
         return data
+
+    def sample_sums(self, flat: Tensor, data: Tensor, units: SampledUnits) -> Tensor | None:
+        return None if self.format.scale_dtype == torch.float64 else sample_sums(flat, data, units)
 
     def decode_into(self, data: Tensor, seed: Seed, out: Tensor) -> None:
         seeds, low, high = seed_arguments(seed, data)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from encke.codecs import Packed
 from encke.codecs.base import operations
-from encke.kernels import GroupFormat
+from encke.kernels import GroupFormat, GroupPlan, SampledUnits
 
 SAMPLE = 1 << 18
 """Values of a tensor that are measured, in whole rows or groups spread over all of it."""
@@ -33,15 +33,6 @@ def steps_of_range(bits: int, signed: bool) -> int:
     return 2**bits - (1 if signed else 2)
 
 
-class Units(NamedTuple):
-    """Units of a packed run, whole rows or groups of all columns, and those of them that are measured."""
-
-    values: tuple[tuple[int, ...], tuple[int, ...]]
-    """Size and strides of the values that are measured: [unit, row, column]."""
-    scales: tuple[tuple[int, ...], tuple[int, ...], int]
-    """Size, strides and offset of the los and steps of their groups in the buffer: [lo or step, unit, group, column]"""
-
-
 class Scales(NamedTuple):
     """A sample of values, [unit, row, column], and the scales of their groups, [unit, group, column]."""
 
@@ -51,17 +42,9 @@ class Scales(NamedTuple):
     steps: Tensor
 
     @staticmethod
-    def of(flat: Tensor, packed: Packed, group: int) -> Scales | None:
-        """Return a sample of a packed run of memory; None where errors do not follow from the scales.
-
-        Args:
-            flat: The run.
-            packed: The run packed.
-            group: Values of a group at the rates in question.
-        """
-        plan = packed.plan
-        if plan is None or plan.format.signs or plan.format.group != group or not plan.numel:
-            return None
+    def of(flat: Tensor, packed: Packed) -> Scales:
+        """Return a sample of a packed run of memory whose errors `follow_from_scales`."""
+        plan: Any = packed.plan
         units, whole = units_of(plan.format, plan.numel), plan.format.scale_dtype == torch.float64
         lo, step = packed.buffers[0].view(torch.float64 if whole else torch.int16).as_strided(*units.scales)
         # Constant groups are marked by a sign bit, before other bits of any kind.
@@ -102,8 +85,35 @@ class Scales(NamedTuple):
         return torch.stack(found) / right.square().mean()
 
 
+def follow_from_scales(packed: Packed, group: int) -> bool:
+    """Return whether the errors of rates with groups of so many values follow from the scales of what is packed."""
+    plan = packed.plan
+    return plan is not None and not plan.format.signs and plan.format.group == group and plan.numel > 0
+
+
+class SampleFigures(NamedTuple):
+    """Share of non-zeros, standard deviation, and the squared steps as `Scales.powers` returns them."""
+
+    share: float
+    std: float
+    signed: float
+    others: float
+
+    @staticmethod
+    def of(sums: Tensor, plan: GroupPlan) -> SampleFigures:
+        """Return the figures of a sample from the sums of its parts, as `GroupPlan.sample_sums` returns them."""
+        groups = math.prod(units_of(plan.format, plan.numel).scales[0][1:])
+        count, nonzeros, shift, total, squares, signed, others = sums.numpy().T
+        values, means = count.sum(), shift + total / count
+        mean = (count * means).sum() / values
+        square = (squares - total * total / count + count * (means - mean) ** 2).sum() / values
+        # An infinity among the values leaves a NaN, and rounding may leave a number just below zero.
+        std = math.sqrt(max(square, 0.0)) if square == square else math.nan
+        return SampleFigures(nonzeros.sum() / values, std, signed.sum() / groups, others.sum() / groups)
+
+
 @functools.lru_cache(maxsize=4096)
-def units_of(format: GroupFormat, numel: int) -> Units:
+def units_of(format: GroupFormat, numel: int) -> SampledUnits:
     """Return what is measured of a run of so many values.
 
     The distance of units has no factor in common with their number, so that those measured do not all have one place
@@ -118,7 +128,7 @@ def units_of(format: GroupFormat, numel: int) -> Units:
     count, (at_lo, at_step, _) = -(-units // step), format.places(numel)
     each = format.scale_dtype.itemsize
     strides = ((at_step - at_lo) // each, step * groups * stride, stride, 1)
-    return Units(
+    return SampledUnits(
         ((count, row, stride), (step * row * stride, stride, 1)),
         ((2, count, groups, stride), strides, at_lo // each),
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from encke.codecs import Codec, GroupQuant, Packed
 from encke.codecs.layout import Layout
-from encke.policies.comet.rates import Scales, power_at
+from encke.policies.comet.rates import SampleFigures, Scales, follow_from_scales, power_at, units_of
 
 TRIED = 1 << 20
 """Values of a tensor that are encoded to find an error, in evenly spaced runs."""
@@ -103,17 +103,26 @@ class TensorStats:
         self.bits = 0
         """The rate in force, where errors follow from its scales; they have no bias then."""
         self.tensors: list[Tensor | None]
-        """Share of non-zeros, standard deviation, distortion of a function's derivative, and figures of the errors."""
+        """Share of non-zeros, standard deviation, distortion of a function's derivative, and figures of the errors.
+
+        Or sums over a sample, None and the distortion, where a kernel computes such sums.
+        """
         slope = DERIVATIVES.get(operation) if trials else None
-        scales = Scales.of(flat, packed, trials[0].group) if trials else None
-        if scales is None:
+        self.plan: Any = packed.plan
+        if not trials or not follow_from_scales(packed, trials[0].group):
             self.tensors = self._try(*sample(flat, layout), slope, key)
             return
-        self.bits = packed.plan.format.bits  # type: ignore[union-attr]
-        share, *squares = scales.powers()
-        std = upcast(scales.values).std(correction=0)
-        distortion = None if slope is None else scales.distortion(slope, self.bits, [each.bits for each in trials])
-        self.tensors = [share, std, distortion, *squares]
+        self.bits = self.plan.format.bits
+        sums = self.plan.sample_sums(flat, packed.buffers[0], units_of(self.plan.format, self.plan.numel))
+        scales = Scales.of(flat, packed) if sums is None or slope is not None else None
+        distortion = None
+        if scales is not None and slope is not None:
+            distortion = scales.distortion(slope, self.bits, [each.bits for each in trials])
+        if scales is not None and sums is None:
+            share, *squares = scales.powers()
+            self.tensors = [share, upcast(scales.values).std(correction=0), distortion, *squares]
+        else:
+            self.tensors = [sums, None, distortion]
 
     def _try(
         self, values: Tensor, layout: Layout, slope: Callable[[Tensor, Tensor], Tensor] | None, key: int
@@ -135,6 +144,8 @@ class TensorStats:
     def figures(self, numbers: Sequence[Any]) -> TensorFigures:
         """Return the statistics as numbers: those of `tensors`, in the same order."""
         share, std, distortion, *figures = numbers
+        if isinstance(share, Tensor):
+            share, std, *figures = SampleFigures.of(share, self.plan)
         if self.bits:
             errors = [(power_at(self.bits, each.bits, *figures), 0.0) for each in self.trials]
             in_force = (power_at(self.bits, self.bits, *figures), 0.0)
