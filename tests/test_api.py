@@ -335,7 +335,7 @@ def test_the_public_names_are_these() -> None:
 def test_a_handle_prints_model_policy_steps_and_ratio() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
     handle = encke.attach(model, "careful")
-    assert repr(handle) == "<encke.Handle of Sequential: Comet(sigma=0.1), attached, 0 forward passes>"
+    assert repr(handle) == "<encke.Handle of Sequential: Comet(sigma=0.05), attached, 0 forward passes>"
     for count in ("1 forward pass", "2 forward passes"):
         model(torch.randn(8, 3, 32, 32)).sum().backward()
         assert f"attached, {count}, last ratio {handle.report().ratio:.1f}>" in repr(handle)

@@ -13,8 +13,8 @@ from encke.policies.fixed import Fixed
 
 PRESETS: dict[str, Policy] = {
     "default": Comet(),
-    "careful": Comet(sigma=0.1),
-    "aggressive": Comet(sigma=0.4),
+    "careful": Comet(sigma=0.05),
+    "aggressive": Comet(sigma=0.2),
     "comet": Comet(sigma=0.01, rounding="nearest", formula="paper"),
     "division": Division(),
 }
@@ -42,7 +42,7 @@ def preset(name: str) -> Policy:
 
     Example:
         >>> preset("careful")
-        Comet(sigma=0.1)
+        Comet(sigma=0.05)
         >>> sorted(PRESETS)
         ['aggressive', 'careful', 'comet', 'default', 'division']
     """

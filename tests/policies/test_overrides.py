@@ -58,7 +58,7 @@ def test_the_last_match_wins() -> None:
         **dict.fromkeys(LAYERS, None),
         "head": Fixed(two),
         "head.fc": Fixed(four),
-        "layer1": Comet(sigma=0.1),
+        "layer1": Comet(sigma=0.05),
     }
 
 
@@ -153,7 +153,7 @@ def test_a_state_holds_all_policies_and_fits_only_the_same_overrides() -> None:
 
 def test_the_policy_prints_with_its_overrides() -> None:
     handle = encke.attach(net(), overrides={"2": GroupQuant(bits=8), "3": "careful"})
-    words = "Comet() with Fixed(codec=GroupQuant(bits=8)) for 2 and 3 more, Comet(sigma=0.1) for 3"
+    words = "Comet() with Fixed(codec=GroupQuant(bits=8)) for 2 and 3 more, Comet(sigma=0.05) for 3"
     assert repr(handle.policy) == words == handle.report().policy
 
 

@@ -10,8 +10,8 @@ from encke.policies import PRESETS, Comet, Division, Policy, preset
 
 EXPECTED: dict[str, Policy] = {
     "default": Comet(),
-    "careful": Comet(sigma=0.1),
-    "aggressive": Comet(sigma=0.4),
+    "careful": Comet(sigma=0.05),
+    "aggressive": Comet(sigma=0.2),
     "comet": Comet(sigma=0.01, rounding="nearest", formula="paper"),
     "division": Division(),
 }

@@ -69,7 +69,7 @@ def test_weight_decay_may_leave_biases_and_norms_alone():
     [
         (Policy("none"), None),
         (Policy(), Comet(seed=3)),
-        (Policy("careful"), Comet(sigma=0.1, seed=3)),
+        (Policy("careful"), Comet(sigma=0.05, seed=3)),
         (Policy("comet"), Comet(sigma=0.01, rounding="nearest", formula="paper", seed=3)),
         (Policy("default", sigma=0.01, rounding="nearest"), Comet(sigma=0.01, rounding="nearest", seed=3)),
         (Policy("division", bits=4, block=4), Division(4, 4)),

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 PAPER_SIGMA = 0.01
 """COMET's sigma, the default for rounding to nearest."""
-DEFAULT_SIGMA = 0.2
+DEFAULT_SIGMA = 0.1
 """The default sigma for stochastic rounding."""
 NEAREST_SPREAD = 0.25
 """Bound over standard deviation of normalisation and pointwise inputs at COMET's sigma; at most twice that."""

@@ -257,7 +257,7 @@ def test_first_steps_of_a_deep_stack_of_batch_norms_are_not_spoiled(quiet):
             if isinstance(module, nn.BatchNorm2d):
                 module.weight.data[::4] = 1e-3
     errors = gradient_errors(model, torch.randn(8, 3, 64, 64), torch.arange(8), 10)
-    assert errors[0] <= max(errors[1:]) < 0.4, errors
+    assert errors[0] <= 2 * max(errors[1:]) and max(errors) < 0.2, errors
 
 
 @pytest.mark.slow

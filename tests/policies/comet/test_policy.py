@@ -30,7 +30,7 @@ from tests.policies.comet.trainings import (
 def test_attach_takes_comet_with_stochastic_rounding_if_nothing_is_said() -> None:
     handle = encke.attach(nn.Linear(2, 2))
     assert isinstance(handle.policy, Comet) and handle.policy == Comet()
-    assert Comet().rounding == "stochastic" and Comet().tolerance == 0.2 and Comet().formula == "exact"
+    assert Comet().rounding == "stochastic" and Comet().tolerance == 0.1 and Comet().formula == "exact"
     assert repr(handle.policy) == "Comet()" == handle.report().policy
     assert Comet(rounding="nearest").tolerance == 0.01 and Comet(0.3, rounding="nearest").tolerance == 0.3
 
