@@ -115,7 +115,7 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=list(TASKS))
-    parser.add_argument("--sigma", type=float, nargs="+", default=[0.1, 0.2, 0.4])
+    parser.add_argument("--sigma", type=float, nargs="+", default=[0.05, 0.1, 0.2])
     parser.add_argument("--bits", nargs="+", default=[",".join(map(str, allocate.BITS))], help="such as 2,4,8 2,3,4,8")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--batch", type=int)
