@@ -8,6 +8,7 @@ for the tensors that a training packs, at every number of bits that they may hav
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -89,10 +90,15 @@ def wait() -> None:
 
 def marker(target: Any, uses: list[tuple[Any, ...]]) -> Path:
     """Return the file in Triton's cache that says that these kernels of this version were compiled for this GPU."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
-    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources))
-    digest.update(f"{triton.__version__} {target} {json.dumps(uses)}".encode())
+    digest = hashlib.sha256(f"{sources_digest()} {triton.__version__} {target} {json.dumps(uses)}".encode())
     return Path(triton.knobs.cache.dir) / f"encke-{digest.hexdigest()[:24]}"
+
+
+@functools.cache
+def sources_digest() -> str:
+    """Return a digest of the kernels' source files."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
 def exercise(dtype: torch.dtype, rate: int, seed_table: bool) -> None:
