@@ -4,7 +4,6 @@ import gc
 import importlib.util
 import os
 import time
-import types
 from collections.abc import Iterator
 
 # Imports make a million objects that stay: looking for garbage among them takes a third of the time of collection.
@@ -21,25 +20,10 @@ import torch  # noqa: E402
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-
-
-def quicken_interpreter() -> None:
-    """Let Triton's interpreter replace the language once for each launch, not in each function that a kernel calls."""
-    from triton import language
-    from triton.runtime import interpreter
-
-    replace = interpreter._patch_lang
-
-    def replace_once(function: types.FunctionType) -> interpreter._LangPatchScope:
-        used = [each for each in (language, language.core) if any(v is each for v in function.__globals__.values())]
-        original = any(language.core.is_builtin(each) for each in (language.tensor.__add__, *(m.load for m in used)))
-        return replace(function) if original or not used else interpreter._LangPatchScope()
-
-    interpreter._patch_lang = replace_once
-
-
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
-    quicken_interpreter()
+    from tests.interpreter import quicken
+
+    quicken()
 
 START = pytest.StashKey[float]()
 NOT_STARTED = "not started: the time box ended before it"
