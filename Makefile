@@ -23,7 +23,7 @@ export OMP_WAIT_POLICY := passive
 test fast soak: export OMP_NUM_THREADS := 1
 MARKDOWN := *.md docs benchmarks/README.md examples/README.md
 
-.PHONY: demo test fast soak lint docs browser clean
+.PHONY: demo test fast soak lint types words docs browser clean
 
 demo: .venv/installed
 	$(PYTHON) -m encke demo
@@ -38,10 +38,16 @@ fast: .venv/installed-dev
 soak: .venv/installed-dev
 	timeout --kill-after=30 1770 $(PYTEST) --soak --minutes 25
 
+# Types take as long as everything else together.
 lint: .venv/installed-dev
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync types words
+
+types:
 	$(PYTHON) -m mypy
+
+words:
 	$(PYTHON) -m codespell_lib encke tests benchmarks examples docs/hooks.py mkdocs.yml Makefile pyproject.toml $(MARKDOWN)
 	$(PYTHON) -m pymarkdown scan $(MARKDOWN)
 

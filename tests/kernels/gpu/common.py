@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +31,17 @@ COMPILED_DTYPES = [
     pytest.param("float64", marks=pytest.mark.soak),
     pytest.param("float16", marks=pytest.mark.soak),
 ]
+
+
+def in_pairs(*choices: Sequence[Any]) -> list[Any]:
+    """Combine choices with a dtype each so that any two meet; the other combinations run at length."""
+    cases = []
+    for places in itertools.product(*(range(len(each)) for each in choices)):
+        case = [each[place] for each, place in zip(choices, places, strict=True)]
+        usual = (torch.float32, torch.bfloat16)[sum(places) % 2]
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            cases.append(pytest.param(*case, dtype, marks=[] if dtype == usual else [pytest.mark.soak]))
+    return cases
 
 
 def content(name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
