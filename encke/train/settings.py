@@ -338,7 +338,8 @@ def fields(kind: Any = Settings, prefix: str = "") -> Mapping[str, Any]:
     """Return the type of every setting by dotted name."""
     types: dict[str, Any] = {}
     for name, hint in get_type_hints(kind).items():
-        types |= fields(hint, f"{prefix}{name}.") if dataclasses.is_dataclass(hint) else {prefix + name: hint}
+        section = dataclasses.is_dataclass(hint)
+        types |= fields(hint, f"{prefix}{name}.") if section else {prefix + name: hint}
     return types
 
 
