@@ -1,6 +1,6 @@
 # make demo     train plain and compressed, side by side           3 to 4 minutes
-# make fast     the tests that are neither slow nor soak           wanted in 2 minutes, takes 3 on two idle cores
-# make test     lint, then every test that is not soak             wanted in 7 minutes, takes 13
+# make fast     the tests that are neither slow nor soak           2 minutes on two idle cores (estimated)
+# make test     lint, then every test that is not soak             7 to 8 minutes (estimated)
 # make soak     random and long tests, ended after 25 minutes      at most 30 minutes
 # make lint     format, style, types, spelling, Markdown           1 minute
 # make docs     the documentation site, into site/                 half a minute
@@ -23,7 +23,7 @@ export OMP_WAIT_POLICY := passive
 test fast soak: export OMP_NUM_THREADS := 1
 MARKDOWN := *.md docs benchmarks/README.md examples/README.md
 
-.PHONY: demo test fast soak lint docs browser clean
+.PHONY: demo test fast soak lint types words docs browser clean
 
 demo: .venv/installed
 	$(PYTHON) -m encke demo
@@ -38,10 +38,16 @@ fast: .venv/installed-dev
 soak: .venv/installed-dev
 	timeout --kill-after=30 1770 $(PYTEST) --soak --minutes 25
 
+# Types take as long as everything else together.
 lint: .venv/installed-dev
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync types words
+
+types:
 	$(PYTHON) -m mypy
+
+words:
 	$(PYTHON) -m codespell_lib encke tests benchmarks examples docs/hooks.py mkdocs.yml Makefile pyproject.toml $(MARKDOWN)
 	$(PYTHON) -m pymarkdown scan $(MARKDOWN)
 

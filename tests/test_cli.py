@@ -284,24 +284,6 @@ def test_a_bare_installation_shows_the_overview_with_hints():
     assert "needs yaml: pip install 'encke[train]'" in " ".join(ended.stdout.split())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_bare_installation_says_what_to_install(name):
-    ended = bare(*name.split(), *BENCH.get(name, ()))
-    if name == "check":
-        assert ended.returncode == 0 and "CPU kernels: reference, install encke[cpu] for speed" in ended.stdout
-        return
-    (line,) = ended.stderr.strip().splitlines()
-    assert ended.returncode == 2 and "pip install 'encke[" in line
-
-
-BENCH = {
-    **dict.fromkeys(("bench memory", "bench speed", "bench max-batch", "bench same-memory"), ("--models", "resnet18")),
-    **dict.fromkeys(("bench first-hour", "estimate"), ("resnet18",)),
-}
-"""Arguments with which a command needs a package that is not installed."""
-
-
 def test_extras_are_those_of_the_project_file():
     extras = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     names = {"pyyaml": "yaml", "pillow": "PIL"}

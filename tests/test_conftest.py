@@ -36,7 +36,9 @@ pytestmark = pytest.mark.slow
 
 
 def run(folder: Path, *options: str) -> str:
-    (folder / "conftest.py").write_text(Path(__file__).with_name("conftest.py").read_text())
+    (folder / "tests").mkdir()
+    for source, copy in (("conftest.py", "conftest.py"), ("interpreter.py", "tests/interpreter.py")):
+        (folder / copy).write_text(Path(__file__).with_name(source).read_text())
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = soak: long\n")
     (folder / "test_it.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *options]

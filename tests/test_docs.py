@@ -14,7 +14,7 @@ import pytest
 
 from encke.cli import COMMANDS
 from encke.kernels.backends import INSTALL, BackendChoice
-from tests.messages import messages
+from tests.messages import Message, messages
 
 ROOT = Path(__file__).parents[1]
 ENTRIES = [
@@ -34,15 +34,19 @@ def quotes(entry: str, message: str) -> bool:
     return entry == message or (len(beginning) >= SHORTEST and message.startswith(beginning))
 
 
-def test_every_message_has_an_entry_under_troubleshooting() -> None:
-    found = list(messages())
+@pytest.fixture(scope="module")
+def found() -> list[Message]:
+    return list(messages())
+
+
+def test_every_message_has_an_entry_under_troubleshooting(found: list[Message]) -> None:
     assert len(found) > 300
     missing = [f"{m.place}: {m.text}" for m in found if not any(quotes(entry, m.text) for entry in ENTRIES)]
     assert not missing, "\n".join(missing)
 
 
-def test_every_entry_under_troubleshooting_is_a_message() -> None:
-    known = [m.text for m in messages()]
+def test_every_entry_under_troubleshooting_is_a_message(found: list[Message]) -> None:
+    known = [m.text for m in found]
     known += [str(BackendChoice(device, "reference", reason)) for device, reason in INSTALL.items()]
     stale = [entry for entry in ENTRIES if not any(quotes(entry, text) for text in known)]
     assert not stale, "\n".join(stale)

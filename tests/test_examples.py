@@ -31,6 +31,8 @@ ARGUMENTS = {
 }
 """Settings that make each example small."""
 TWO_PROCESSES = {"ddp.py", "fsdp2.py"}
+LONG = {"diffusion_unet.py", "fsdp2.py"}
+"""Run at length. tests/integration/test_distributed.py trains sharded models in two processes."""
 LEAST_RATIO = {"graph_network.py": 1.2, "sft_lora.py": 2.5}
 """Smallest ratio that counts, where it is below 3: inputs of a maximum stay exact, and LoRA saves little."""
 RUN_AND_LEAVE = """
@@ -68,9 +70,7 @@ def test_every_example_is_run_and_listed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.soak] * (name == "diffusion_unet.py")) for name in ARGUMENTS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.soak] * (name in LONG)) for name in ARGUMENTS])
 def test_example(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], one_thread: None
 ) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[1] / "encke"
 MAX_LINES = 500
@@ -33,7 +32,11 @@ def name_of(path: Path) -> str:
 
 
 FILES = {name_of(path): path for path in sorted(ROOT.rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
+
+
+@functools.cache
+def tree_of(name: str) -> ast.Module:
+    return ast.parse(FILES[name].read_text())
 
 
 def level_of(module: str) -> int:
@@ -42,12 +45,13 @@ def level_of(module: str) -> int:
     return LEVEL[module]
 
 
+@functools.cache
 def imports_of(name: str, typing: bool = True) -> set[str]:
     """Return the modules of ours that a module imports anywhere, also lazily and, with `typing`, for type checkers."""
     modules: set[str] = set()
-    checks = [n for n in ast.walk(TREES[name]) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
+    checks = [n for n in ast.walk(tree_of(name)) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
     skipped = set() if typing else {inner for check in checks for inner in ast.walk(check)}
-    for node in ast.walk(TREES[name]):
+    for node in ast.walk(tree_of(name)):
         if node in skipped:
             continue
         if isinstance(node, ast.Import):
@@ -102,8 +106,8 @@ def test_modules_do_not_import_each_other_in_a_circle() -> None:
 
 def test_no_module_of_ours_is_imported_by_a_string() -> None:
     wrong = []
-    for name, tree in TREES.items():
-        for node in ast.walk(tree):
+    for name in FILES:
+        for node in ast.walk(tree_of(name)):
             if not isinstance(node, ast.Call):
                 continue
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
@@ -113,14 +117,12 @@ def test_no_module_of_ours_is_imported_by_a_string() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_files_and_classes_are_small(name: str) -> None:
-    large = set()
-    if len(FILES[name].read_text().splitlines()) > MAX_LINES:
-        large.add(name)
-    for node in ast.walk(TREES[name]):
-        if isinstance(node, ast.ClassDef):
-            methods = sum(isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) for item in node.body)
-            if methods > MAX_METHODS:
-                large.add(f"{name}.{node.name}")
+def test_files_and_classes_are_small() -> None:
+    large = {name for name, path in FILES.items() if len(path.read_text().splitlines()) > MAX_LINES}
+    for name in FILES:
+        for node in ast.walk(tree_of(name)):
+            if isinstance(node, ast.ClassDef):
+                methods = sum(isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) for item in node.body)
+                if methods > MAX_METHODS:
+                    large.add(f"{name}.{node.name}")
     assert not large

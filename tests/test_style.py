@@ -1,4 +1,4 @@
-"""Rules of CONTRIBUTING.md that ruff cannot check: first words of docstrings, documented public names, sizes."""
+"""Rules of CONTRIBUTING.md that ruff cannot check: first words of docstrings, documented public names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ ROOT = Path(__file__).parents[1]
 FILES = {str(path.relative_to(ROOT)): path.read_text() for path in sorted((ROOT / "encke").rglob("*.py"))}
 RIDDLES = ("What ", "The same", "Of ", "How ", "Whose ")
 """First words that say nothing about the thing that is documented."""
-MOST_LINES, MOST_METHODS = 500, 15
 PUBLIC = [
     importlib.import_module(name)
     for name in ("encke", "encke.codecs", "encke.policies", "encke.integrations")
@@ -34,19 +33,10 @@ def docstrings(text: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value.value.strip()
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_docstrings_begin_with_a_verb_or_a_noun(file: str) -> None:
-    found = [f"{file}:{line}: {text.splitlines()[0]}" for line, text in docstrings(FILES[file]) if text]
-    assert not [line for line in found if line.split(": ", 1)[1].startswith(RIDDLES)]
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_files_and_classes_are_not_too_large(file: str) -> None:
-    assert len(FILES[file].splitlines()) <= MOST_LINES
-    for node in ast.walk(ast.parse(FILES[file])):
-        if isinstance(node, ast.ClassDef):
-            methods = [each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
-            assert len(methods) <= MOST_METHODS, node.name
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    found = [(file, line, text) for file, source in FILES.items() for line, text in docstrings(source)]
+    assert len(found) > 1000
+    assert not [f"{file}:{line}: {text.splitlines()[0]}" for file, line, text in found if text.startswith(RIDDLES)]
 
 
 NAMES = {f"{module.__name__}.{name}": getattr(module, name) for module in PUBLIC for name in module.__all__}

@@ -65,7 +65,7 @@ class Compilations:
             self.recordings += 1
             capture_begin(graph, *arguments, **settings)
 
-        torch.cuda.CUDAGraph.capture_begin = counted  # type: ignore[method-assign]
+        torch.cuda.CUDAGraph.capture_begin = counted  # type: ignore[assignment, method-assign]
         try:
             from triton import knobs
         except ImportError:

@@ -10,7 +10,7 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin
@@ -196,6 +196,7 @@ def in_words(kind: Any) -> str:
     return kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
 
 
+@cache
 def field_help(kind: Any) -> dict[str, str]:
     """Return the text under each field of a dataclass, those of its parents included."""
     found: dict[str, str] = {}

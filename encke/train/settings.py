@@ -7,6 +7,7 @@ A recipe holds what differs from the defaults below. On the command line every f
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -332,11 +333,13 @@ def translated(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in kept or not name.startswith("policy.")}
 
 
-def fields(kind: Any = Settings, prefix: str = "") -> dict[str, Any]:
+@functools.cache
+def fields(kind: Any = Settings, prefix: str = "") -> Mapping[str, Any]:
     """Return the type of every setting by dotted name."""
     types: dict[str, Any] = {}
     for name, hint in get_type_hints(kind).items():
-        types |= fields(hint, f"{prefix}{name}.") if dataclasses.is_dataclass(hint) else {prefix + name: hint}
+        section = dataclasses.is_dataclass(hint)
+        types |= fields(hint, f"{prefix}{name}.") if section else {prefix + name: hint}
     return types
 
 

@@ -59,7 +59,8 @@ def test_group_quant_is_unbiased_and_keeps_zeros_and_signs(
     plan = IMPLEMENTATIONS[name].group_plan(format, 700, device)
     oracle = reference.group_plan(format, 700, torch.device("cpu"))
     generator = torch.Generator().manual_seed(7)
-    draws = 3 if name == "gpu" and device.type == "cpu" else 200
+    slow = 3 if name == "gpu" and device.type == "cpu" else 100  # the reference draws what the CPU kernels draw
+    draws = 200 if name == "cpu" else slow
     for content in ("normal", "relu", "integers", "zeros", "equal"):
         x = CONTENT[content](700, generator).to(dtype)
         total = torch.zeros(700, dtype=torch.float64)

@@ -113,7 +113,9 @@ def half_step_without_statistics() -> tuple[str, list[Tensor], list[Tensor]]:
         return half_step(dynamic=False)
 
 
-@pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.soak)])
+# Two more graphs for the C++ compiler. tests/compiled/test_rewrites.py tests the statistics without it.
+@pytest.mark.soak
+@pytest.mark.parametrize("dynamic", [True, False])
 def test_statistics_come_from_encoders(everywhere: None, monkeypatch: pytest.MonkeyPatch, dynamic: bool) -> None:
     plain_code, plain_gradients, plain_statistics = half_step_without_statistics()
     distances: list[int] = []

@@ -219,7 +219,9 @@ def test_weights_of_32_bits_with_inputs_of_16(kind, calls):
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")
-@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.soak] * kind.startswith("layer ")) for kind in NORMS]
+)
 def test_autocast(kind, calls):
     plain, model = net(kind), net(kind)
     handle = attach(model, FINE)

@@ -54,6 +54,7 @@ def test_the_reference_serves_without_a_compiler(monkeypatch: pytest.MonkeyPatch
     ]
 
 
+@pytest.mark.slow
 def test_without_numba_a_hint_is_shown_once_and_for_large_tensors_only() -> None:
     code = (
         WITHOUT_NUMBA
@@ -71,6 +72,7 @@ print(*(w.message for w in shown), sep="|")
     assert run(code).strip() == "CPU kernels: reference, install encke[cpu] for speed"
 
 
+@pytest.mark.slow
 def test_nothing_is_said_where_the_reference_was_asked_for() -> None:
     code = "import warnings; warnings.simplefilter('error'); import torch, encke;"
     code += "encke.codecs.GroupQuant(bits=2).encode(torch.randn(1 << 20)); print(encke.kernels.backend_for('cpu').NAME)"

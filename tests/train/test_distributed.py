@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.train.test_loop import NO_BATCH_NORM
+
 SMALL = (
     "--data synthetic --data.samples 96 --data.size 12 --data.channels 1 --batch 16 --steps 12 --metrics 2 --sites 3"
 )
@@ -51,18 +53,8 @@ def events(out: Path, event: str) -> list[dict]:
 
 def test_two_processes_train_what_one_does_and_the_first_writes(tmp_path):
     # Without batch norm the mean over the processes' gradients is the gradient of the whole batch.
-    more = [
-        "digits",
-        *SMALL.split(),
-        "--model",
-        "alexnet",
-        "--model.dropout",
-        "0",
-        "--data.size",
-        "64",
-        "--policy",
-        "none",
-    ]
+    (tmp_path / "net.py").write_text(NO_BATCH_NORM)
+    more = ["digits", *SMALL.split(), "--model", f"{tmp_path / 'net.py'}:net", "--policy", "none"]
     more += ["--optimizer", "sgd", "--optimizer.lr", "0.01", "--data.samples", "64", "--steps", "4"]
     shown = run(tmp_path / "two", *more)
     run(tmp_path / "one", *more, processes=1)

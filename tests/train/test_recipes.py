@@ -12,7 +12,14 @@ from encke.train.settings import read
 
 LONG = ("vgg16-imagenet", "densenet161-imagenet", "alexnet-imagenet", "efficientnet_b0-imagenet", "resnet50-imagenet")
 QUICK = ("digits", "resnet18-cifar10", "gpt-text")
-REPEATED = ("alexnet-dogs", "alexnet-dogs96", "resnet50-dogs96", "efficientnet_b0-dogs96", "resnet164-cifar100")
+REPEATED = (
+    "alexnet-dogs",
+    "alexnet-dogs96",
+    "resnet50-dogs96",
+    "efficientnet_b0-dogs96",
+    "resnet164-cifar100",
+    "vgg16-dogs96",
+)
 """Recipes whose large model another recipe trains: here a small one is enough for the other settings."""
 
 

@@ -367,7 +367,8 @@ def read_all(folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_a_damaged_lmdb_is_one_line_and_not_a_bus_error(packed, tmp_path):
+@pytest.mark.parametrize("times", [20, pytest.param(200, marks=pytest.mark.soak)])
+def test_a_damaged_lmdb_is_one_line_and_not_a_bus_error(packed, tmp_path, times):
     rng = random.Random(0)
     file = tmp_path / "data.mdb"
     file.write_bytes(packed)
@@ -376,7 +377,7 @@ def test_a_damaged_lmdb_is_one_line_and_not_a_bus_error(packed, tmp_path):
         file.write_bytes(packed[: int(part * len(packed))])
         assert read_all(tmp_path) == 1
     tree = [page for page in range(0, len(packed), 4096) if page < 8192 or packed[page + 10] in (1, 2)]
-    for _ in range(60):
+    for _ in range(times):
         damaged = bytearray(packed)
         for _ in range(rng.choice((1, 5, 20))):
             damaged[rng.choice(tree) + rng.choice((rng.randrange(160), rng.randrange(4096)))] = rng.randrange(256)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 import torch
@@ -28,6 +33,17 @@ COMPILED_DTYPES = [
     pytest.param("float64", marks=pytest.mark.soak),
     pytest.param("float16", marks=pytest.mark.soak),
 ]
+
+
+def in_pairs(*choices: Sequence[Any]) -> list[Any]:
+    """Combine choices with a dtype each so that any two meet; the other combinations run at length."""
+    cases = []
+    for places in itertools.product(*(range(len(each)) for each in choices)):
+        case = [each[place] for each, place in zip(choices, places, strict=True)]
+        usual = (torch.float32, torch.bfloat16)[sum(places) % 2]
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            cases.append(pytest.param(*case, dtype, marks=[] if dtype == usual else [pytest.mark.soak]))
+    return cases
 
 
 def content(name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -66,10 +82,40 @@ def compile_for_hopper(script: str, *arguments: str) -> None:
 
     No GPU is needed to compile.
     """
+    given, answers = compiler()
+    print(json.dumps([BUILD + script, arguments]), file=given, flush=True)
+    code, shown = json.loads(answers.readline())
+    assert code == 0, shown[-3000:]
+
+
+@functools.cache
+def compiler() -> tuple[IO[str], IO[str]]:
+    """Start a process that imports torch and Triton once, and forks for each script. It ends with this one."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", BUILD + script, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-3000:]
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", FORK]
+    process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True, cwd=ROOT)
+    assert process.stdin is not None and process.stdout is not None
+    return process.stdin, process.stdout
+
+
+FORK = """
+import json, os, sys, tempfile
+import encke.kernels.gpu
+
+for line in sys.stdin:
+    script, arguments = json.loads(line)
+    with tempfile.TemporaryFile("w+") as shown:
+        if child := os.fork():
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            shown.seek(0)
+            print(json.dumps([code, shown.read()]), flush=True)
+            continue
+        os.dup2(shown.fileno(), 1), os.dup2(shown.fileno(), 2)
+        sys.argv[1:] = arguments
+        exec(script, {"__name__": "__main__"})
+        sys.exit()
+"""
 
 
 BUILD = """

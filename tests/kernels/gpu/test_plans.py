@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from encke.kernels import GroupFormat, GroupPlan, reference
-from tests.kernels.gpu.common import COMPILED_DTYPES, DEVICE, DTYPES, SEED, compile_for_hopper, content, same
+from tests.kernels.gpu.common import COMPILED_DTYPES, DEVICE, DTYPES, SEED, compile_for_hopper, content, in_pairs, same
 
 gpu = pytest.importorskip("encke.kernels.gpu", reason="needs triton")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -62,10 +62,12 @@ def test_groups(group):
     assert same(ours.decode(data, SEED), theirs.decode(data, SEED))
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
-@pytest.mark.parametrize(("pixels", "channels"), [(300, 7), (256, 16), (1, 40), (513, 3), (300, 66)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_groups_of_a_channel(dtype, pixels, channels, bits):
+@pytest.mark.parametrize(
+    ("bits", "size", "dtype"),
+    in_pairs([2, 3, 4], [(300, 7), (256, 16), (1, 40), (513, 3), (300, 66)]),
+)
+def test_groups_of_a_channel(bits, size, dtype):
+    pixels, channels = size
     x = content("normal", pixels * channels, dtype)
     x[: channels * 2] = x[: channels * 2].relu()
     ours, theirs = plans(GroupFormat(bits, 256, dtype, channels), x.numel())
@@ -75,10 +77,15 @@ def test_groups_of_a_channel(dtype, pixels, channels, bits):
     assert torch.equal(ours.decode(data, SEED), theirs.decode(data, SEED))
 
 
-@pytest.mark.parametrize(("bits", "signs"), [(2, False), (3, False), (4, True), (8, False)])
-@pytest.mark.parametrize(("row", "stride"), [(96, 1), (130, 1), (49, 6), (1, 3)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.soak)])
-def test_groups_within_rows(dtype, row, stride, bits, signs):
+@pytest.mark.parametrize(
+    ("rate", "rows", "dtype"),
+    in_pairs(
+        [(2, False), (3, False), (4, True), (8, False)],
+        [(96, 1), (130, 1), (49, 6), (1, 3)],
+    ),
+)
+def test_groups_within_rows(rate, rows, dtype):
+    (bits, signs), (row, stride) = rate, rows
     names = ("normal", "relu", "zeros", "special", "negative", "far", "largest")
     x = torch.stack([content(name, row, dtype) for name in names for _ in range(stride)])
     x = x.view(-1, stride, row).mT.reshape(-1).contiguous()
@@ -93,13 +100,16 @@ def test_groups_within_rows(dtype, row, stride, bits, signs):
     assert torch.equal(back[2], given[2]) and torch.equal(back[4], given[4])
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize(("row", "stride", "rows"), [
-    (49, 1, 70), (196, 1, 35), (784, 1, 3), (3136, 1, 3), (3137, 1, 2), (259, 3, 2), (98, 66, 1),
-])  # fmt: skip
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.soak)])
-def test_planes(dtype, row, stride, rows, bits):
+@pytest.mark.parametrize(
+    ("bits", "planes", "dtype"),
+    in_pairs(
+        [2, 3, 4, 8],
+        [(49, 1, 70), (196, 1, 35), (784, 1, 3), (3136, 1, 3), (3137, 1, 2), (259, 3, 2), (98, 66, 1)],
+    ),
+)
+def test_planes(bits, planes, dtype):
     """Planes that do not fill groups: bytes and values of the reference, from aligned memory and from any other."""
+    row, stride, rows = planes
     numel = row * stride * rows
     x = content("normal", numel + 1, dtype)
     x[: numel // 2] = x[: numel // 2].relu()
