@@ -78,10 +78,15 @@ WIDE = 0.1
 """README shows the range of the rounds where it is wider than this part of the median."""
 
 
+def measured(method: str) -> dict[str, dict[str, object]]:
+    """Return the cases in which a method was measured."""
+    return {name: case for name, case in CASES.items() if any(matches(r, method=method, **case) for r in read(STEPS))}
+
+
 def readme() -> str:
     """Steps and peaks of ResNet-50, plain beside the default policy."""
     rows = []
-    for name, case in CASES.items():
+    for name, case in measured("default").items():
         found = [values(STEPS, "pipelined_ms", method=method, **case) for method in ("plain", "default")]
         steps = [statistics.median(each) for each in found]
         peaks = [median(STEPS, "peak_bytes", method=method, **case) / GB for method in ("plain", "default")]
@@ -99,8 +104,8 @@ def readme() -> str:
 def steps() -> str:
     """Every figure of readme_h200.csv that is published."""
     rows = []
-    for name, case in CASES.items():
-        for method in ("plain", "default", *["bounded"] * (case["precision"] == "fp32")):
+    for name, case in measured("default").items():
+        for method in ("plain", "default", *["bounded"] * (name in measured("bounded"))):
             times = values(STEPS, "pipelined_ms", method=method, **case)
             first, second = (median(STEPS, f"{n}_ms", method=method, **case) / 1e3 for n in ("first", "second"))
             collection = ""
@@ -126,7 +131,9 @@ TRANSFORMER_CASES = {
     "Llama": {"model": "llama", "compile": False, "chunked": False},
     "Llama, compiled, chunked loss": {"model": "llama", "compile": True, "chunked": True},
     "BERT base, chunked loss": {"model": "bert", "compile": False, "chunked": True},
+    "BERT base, compiled, chunked loss": {"model": "bert", "compile": True, "chunked": True},
     "ViT-B/16": {"model": "vit_b_16", "compile": False, "chunked": False},
+    "ViT-B/16, compiled": {"model": "vit_b_16", "compile": True, "chunked": False},
 }
 TRANSFORMER_METHODS = {
     "plain": "plain",

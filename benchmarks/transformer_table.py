@@ -22,10 +22,8 @@ LENGTHS = {"llama": 4096, "bert": 512}
 def cases(model: str) -> list[Case]:
     """Return the cases of a model."""
     length = LENGTHS.get(model)
-    if model == "vit_b_16":
-        return [Case(model)]
     if not model.startswith("llama"):
-        return [Case(model, chunked=True, tokens=length)]
+        return [Case(model, chunked=length is not None, tokens=length, compile=compiled) for compiled in (False, True)]
     eager = ("plain", "checkpoint", "default", "checkpoint-packed")
     return [
         Case(model, eager, chunked=True, tokens=length),

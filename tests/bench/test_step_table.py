@@ -117,10 +117,12 @@ def test_transformers_are_measured_with_chunked_loss_and_failures_are_rows(
 def test_usual_sizes_of_transformers(scripts):
     _, _, transformer_table = scripts
     cases = [case for model in ("llama", "bert", "vit_b_16") for case in transformer_table.cases(model)]
-    assert [(case.model, case.tokens, case.chunked) for case in cases] == [
-        ("llama", 4096, True),
-        ("llama", 4096, False),
-        ("llama", 4096, True),
-        ("bert", 512, True),
-        ("vit_b_16", None, False),
+    assert [(case.model, case.tokens, case.chunked, case.compile) for case in cases] == [
+        ("llama", 4096, True, False),
+        ("llama", 4096, False, False),
+        ("llama", 4096, True, True),
+        ("bert", 512, True, False),
+        ("bert", 512, True, True),
+        ("vit_b_16", None, False, False),
+        ("vit_b_16", None, False, True),
     ]

@@ -85,10 +85,9 @@ class Scales(NamedTuple):
         return torch.stack(found) / right.square().mean()
 
 
-def follow_from_scales(packed: Packed, group: int) -> bool:
+def follow_from_scales(plan: GroupPlan, group: int) -> bool:
     """Return whether the errors of rates with groups of so many values follow from the scales of what is packed."""
-    plan = packed.plan
-    return plan is not None and not plan.format.signs and plan.format.group == group and plan.numel > 0
+    return not plan.format.signs and plan.format.group == group and plan.numel > 0
 
 
 class SampleFigures(NamedTuple):

@@ -108,12 +108,12 @@ class TensorStats:
         Or sums over a sample, None and the distortion, where a kernel computes such sums.
         """
         slope = DERIVATIVES.get(operation) if trials else None
-        self.plan: Any = packed.plan
-        if not trials or not follow_from_scales(packed, trials[0].group):
+        self.plan = plan = packed.plan
+        if not trials or plan is None or not follow_from_scales(plan, trials[0].group):
             self.tensors = self._try(*sample(flat, layout), slope, key)
             return
-        self.bits = self.plan.format.bits
-        sums = self.plan.sample_sums(flat, packed.buffers[0], units_of(self.plan.format, self.plan.numel))
+        self.bits = plan.format.bits
+        sums = plan.sample_sums(flat, packed.buffers[0], units_of(plan.format, plan.numel))
         scales = Scales.of(flat, packed) if sums is None or slope is not None else None
         distortion = None
         if scales is not None and slope is not None:
@@ -144,7 +144,7 @@ class TensorStats:
     def figures(self, numbers: Sequence[Any]) -> TensorFigures:
         """Return the statistics as numbers: those of `tensors`, in the same order."""
         share, std, distortion, *figures = numbers
-        if isinstance(share, Tensor):
+        if isinstance(share, Tensor) and self.plan is not None:
             share, std, *figures = SampleFigures.of(share, self.plan)
         if self.bits:
             errors = [(power_at(self.bits, each.bits, *figures), 0.0) for each in self.trials]
