@@ -98,10 +98,5 @@ def drop_unread(pair: Pair) -> None:
         if node.op == "call_function" and not node.users and not node.is_impure():
             pair.backward.erase_node(node)
     for made in list(pair.saved):
-        placeholder = pair.inputs[made.name]
-        if not placeholder.users and len(pair.saved) > 1:
-            pair.saved.remove(made)
-            if placeholder is pair.first:
-                pair.first = pair.inputs[pair.saved[0].name]
-            pair.backward.erase_node(placeholder)
-            del pair.inputs[made.name]
+        if not pair.inputs[made.name].users and len(pair.saved) > 1:
+            pair.unsave(made)
