@@ -127,8 +127,10 @@ class Expressions:
         if node.op != "call_function" or not isinstance(value(node), Tensor):
             return None
         transparent, curved = name_of(node.target) in TRANSPARENT, CURVED.get(operation_of(node))
-        tags = getattr(node.target, "tags", ())
-        if not transparent and (curved is None or torch.Tag.pointwise not in tags):
+        pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+        # Functions of weights alone are exact, whatever they are.
+        listed = curved is not None or node not in self.pair.data
+        if not (transparent or (pointwise and listed)):
             return None
         operands = [self._sources(operand, numel) for operand in node.all_input_nodes]
         lossy = [sources for sources in operands if sources]
