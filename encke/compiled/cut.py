@@ -2,7 +2,8 @@
 
 AOTAutograd cuts the joint graph where little has to be saved, and recomputes values in the backward graph where that is
 cheap. From lossy values that would be another gradient than that of eager mode. So what is recomputed from them is
-saved as well, and comparisons (ReLU's mask) are made in the forward graph, from exact values.
+saved as well, and comparisons (ReLU's mask) are made in the forward graph, from exact values. What eager mode computes
+again is then taken out by its rules (recompute.py).
 """
 
 from __future__ import annotations

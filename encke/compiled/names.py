@@ -145,7 +145,7 @@ def is_mean_square(power: Node) -> bool:
     """Return whether a power is the square whose mean over the last dimension is taken, as RMS norms do."""
     last = (-1, value(power).dim() - 1)
     means = [user for user in power.users if name_of(user.target) == "mean" and len(user.args) > 1]
-    return power.args[1] == 2 and any(list(user.args[1]) in ([d] for d in last) for user in means)  # type: ignore[arg-type]
+    return bool(power.args[1] == 2) and any(list(user.args[1]) in ([d] for d in last) for user in means)  # type: ignore[arg-type]
 
 
 def scales(product: Node, slot: str) -> bool:

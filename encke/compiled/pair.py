@@ -170,31 +170,23 @@ class Pair:
             if isinstance(number, int):
                 known.append(number)
                 continue
-            key = str(number)
-            if key not in self.sizes:
-                self.sizes[key] = self._save_size(made, getattr(torch.ops.aten, kind).int, dimension, number)
-            known.append(self.sizes[key])
+            if str(number) not in self.sizes:
+                with self.forward.inserting_after(made):
+                    node = self.forward.call_function(getattr(torch.ops.aten, kind).int, (made, dimension))
+                node.meta["val"] = number
+                self.size(node)
+            known.append(self.sizes[str(number)])
         return known
-
-    def _save_size(self, made: Node, operation: Any, dimension: int, number: Any) -> Node:
-        with self.forward.inserting_after(made):
-            node = self.forward.call_function(operation, (made, dimension))
-        node.meta["val"] = number
-        return self._pass_size(node)
 
     def size(self, node: Node) -> Node:
         """Return a size that a node of the forward graph gives as the backward graph knows it."""
         key = str(value(node))
         if key not in self.sizes:
-            self.sizes[key] = self._pass_size(node)
+            with self.backward.inserting_before(next(iter(self.backward.nodes))):
+                self.sizes[key] = self.backward.placeholder(node.name)
+            self.sizes[key].meta["val"] = value(node)
+            self.new_sizes.insert(0, node)
         return self.sizes[key]
-
-    def _pass_size(self, node: Node) -> Node:
-        with self.backward.inserting_before(next(iter(self.backward.nodes))):
-            placeholder = self.backward.placeholder(node.name)
-        placeholder.meta["val"] = value(node)
-        self.new_sizes.insert(0, node)
-        return placeholder
 
     def swap(self, made: Node, packed: Node, restore: Callable[[Node], Node]) -> tuple[Node, Node]:
         """Save `packed` in place of `made`, and restore it before its first reader; return (saved, restored)."""

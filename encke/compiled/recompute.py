@@ -113,11 +113,7 @@ class Expressions:
         if node not in self.saved:
             return self._through(node, numel)
         packing = self.packings.get(node)
-        if (
-            packing is None
-            or packing.form is Form.KEPT
-            or (packing.form is Form.MASK and value(node).dtype == torch.bool)
-        ):
+        if packing is None or packing.form is Form.KEPT or value(node).dtype == torch.bool:
             return {}
         same = packing.form is Form.CODES and size_hint(value(node).numel()) == numel
         return {node: False} if same else None
