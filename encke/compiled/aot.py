@@ -72,7 +72,8 @@ class InlinePatch:
         owner = pair.owner()
         if owner is not None:
             differentiable = [i for i, info in enumerate(inner_meta.input_info) if info.requires_grad]
-            owner.inline(fw_module, bw_module, num_inner_fwd_outputs, static_input_indices, differentiable)
+            mutated = [i for i, info in enumerate(inner_meta.input_info) if info.mutates_data or info.mutates_metadata]
+            owner.inline(fw_module, bw_module, num_inner_fwd_outputs, static_input_indices, differentiable, mutated)
 
 
 _numbers = itertools.count()

@@ -2,7 +2,8 @@
 
 AOTAutograd cuts the joint graph where little has to be saved, and recomputes values in the backward graph where that is
 cheap. From lossy values that would be another gradient than that of eager mode. So what is recomputed from them is
-saved as well, and comparisons (ReLU's mask) are made in the forward graph, from exact values.
+saved as well, and comparisons (ReLU's mask) are made in the forward graph, from exact values. What eager mode computes
+again is then taken out by its rules (recompute.py).
 """
 
 from __future__ import annotations
@@ -98,10 +99,5 @@ def drop_unread(pair: Pair) -> None:
         if node.op == "call_function" and not node.users and not node.is_impure():
             pair.backward.erase_node(node)
     for made in list(pair.saved):
-        placeholder = pair.inputs[made.name]
-        if not placeholder.users and len(pair.saved) > 1:
-            pair.saved.remove(made)
-            if placeholder is pair.first:
-                pair.first = pair.inputs[pair.saved[0].name]
-            pair.backward.erase_node(placeholder)
-            del pair.inputs[made.name]
+        if not pair.inputs[made.name].users and len(pair.saved) > 1:
+            pair.unsave(made)

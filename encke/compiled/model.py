@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,14 +24,15 @@ from encke.capture.hooks import Capture, keep, unpack
 from encke.capture.modules import inside_compile
 from encke.capture.passes import may_push
 from encke.capture.sites import Site
-from encke.codecs import GroupQuant
+from encke.codecs import Codec, GroupQuant
 from encke.codecs.algebra import satisfies, strictest
 from encke.compiled import aot, attention, lowerings, ops, rewrites
 from encke.compiled.cut import drop_unread, save_instead_of_recompute
 from encke.compiled.names import is_relu, value
 from encke.compiled.pair import Pair
+from encke.compiled.recompute import recompute_from_packed
 from encke.compiled.rows import rows_read
-from encke.compiled.writer import Form, Packing, Writer
+from encke.compiled.writer import Form, Packing, Writer, as_source
 from encke.kernels import FLOATS
 from encke.torch_internals import inductor_records_cuda_graphs, pop_saved_tensors_hooks, push_saved_tensors_hooks
 
@@ -49,6 +50,7 @@ ERROR_NOTHING_PACKED = (
 )
 
 _graph_ids = itertools.count()
+NONE_SERVED: Mapping[Site, bool] = {}
 
 
 class CompiledModel:
@@ -134,7 +136,7 @@ class CompiledModel:
         if self.stale:
             self.stale = False
             capture.scores.settle(wait=True)
-            wanted = [(codec, self.constant_for(packing.sites)) for packing, codec in self.constants()]
+            wanted = [(codec, self.constant_for(packing.sites, packing.served)) for packing, codec in self.constants()]
             if any(codec is None or not satisfies(present, codec) for present, codec in wanted):
                 self.renew()
         self.begin()
@@ -179,10 +181,11 @@ class CompiledModel:
                     yield packing, packing.constant
 
     def inline(
-        self, forward: GraphModule, backward: GraphModule, outputs: int, static: list[int], differentiable: list[int]
-    ) -> None:
+        self, forward: GraphModule, backward: GraphModule, outputs: int, static: list[int], differentiable: list[int],
+        mutated: list[int],
+    ) -> None:  # fmt: skip
         """Pack what passes between the two graphs that AOTAutograd has made; the arguments are those of `Pair`."""
-        pair = Pair(forward.graph, backward.graph, outputs, static, differentiable, self.capture.min_bytes)
+        pair = Pair(forward.graph, backward.graph, outputs, static, differentiable, self.capture.min_bytes, mutated)
         if not pair.saved:
             return
         lowerings.install()
@@ -190,6 +193,13 @@ class CompiledModel:
         unread = attention.compute_again(pair, lambda node: self.choose(pair, node).form is Form.CODES)
         drop_unread(pair)
         packings = {node: self.choose(pair, node) for node in pair.saved if node in pair.data}
+        recomputed = [Packing.recomputed(site, value(node)) for node, site in unread]
+        # Sharded weights have no memory between forward and backward.
+        if self.capture.whole_weights:
+            recomputed += recompute_from_packed(pair, packings, self.may_recompute)
+            for packing in packings.values():
+                if packing.constant is not None and packing.served:
+                    packing.constant = packing.codec = self.constant_for(packing.sites, packing.served)
         graph = next(_graph_ids)
         writer = Writer(pair, graph, packings)
         for node, packing in packings.items():
@@ -203,7 +213,6 @@ class CompiledModel:
         backward.recompile()
         if writer.packed:
             ops.graph_owners[graph] = weakref.ref(self)
-            recomputed = [Packing.recomputed(site, value(node)) for node, site in unread]
             self.packings[graph] = [*packings.values(), *recomputed]
 
     def choose(self, pair: Pair, node: Node) -> Packing:
@@ -238,11 +247,30 @@ class CompiledModel:
             return Packing(Form.KEPT, sites)
         return packing
 
-    def constant_for(self, sites: list[Site]) -> GroupQuant | None:
-        """Return a codec for all readers of a tensor that keeps what earlier graphs kept; None to keep the tensor."""
-        if not self.capture.readers.not_finite.isdisjoint(sites):
+    def may_recompute(self, packing: Packing) -> bool:
+        """Return whether a tensor may be computed from lossy ones: not where eager mode found that to be worse."""
+        if packing.codec is None or not packing.codec.reads_packed:
+            return False
+        decisions = self.capture.recomputations.decisions
+        return all(
+            site.need == "lossy" and site.slot != "result" and decisions.get(site.place) != "" for site in packing.sites
+        )
+
+    def constant_for(self, sites: list[Site], served: Mapping[Site, bool] = NONE_SERVED) -> GroupQuant | None:
+        """Return a codec for all readers of a tensor that keeps what earlier graphs kept; None to keep the tensor.
+
+        Args:
+            sites: The tensor's own readers.
+            served: Readers of what is computed from it, as in `Packing`.
+        """
+        if not self.capture.readers.not_finite.isdisjoint([*sites, *served]):
             return None
-        codecs = [self.of_fixed_rate(site) for site in sites if site.need not in ("mask", "sign", "shape")]
+        codecs: list[Codec | None] = [
+            self.of_fixed_rate(site) for site in sites if site.need not in ("mask", "sign", "shape")
+        ]
+        for site, curved in served.items():
+            codec = self.of_fixed_rate(site)
+            codecs.append(None if codec is None else as_source(codec, curved))
         codec = strictest(codec for codec in codecs if codec is not None).fixed_rate() if all(codecs) else None
         floor = self.floors.get(sites[0])
         if codec is None or floor is None:

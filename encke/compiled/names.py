@@ -52,6 +52,7 @@ READERS: dict[str, dict[int, tuple[str, str]]] = {
     "addmm": {1: ("Addmm", "mat1"), 2: ("Addmm", "mat2")},
     "bmm": {0: ("Bmm", "self"), 1: ("Bmm", "mat2")},
     "mul": {0: ("Mul", "self"), 1: ("Mul", "other")},
+    "pow": {0: ("Pow", "self")},
 }
 SDPA = "ScaledDotProductAttention"
 for _name, _output in (("flash_attention", 4), ("cudnn_attention", 4), ("efficient_attention", 5),
@@ -62,8 +63,8 @@ for _name, _output in (("flash_attention", 4), ("cudnn_attention", 4), ("efficie
     # Written into backward graphs by encke/compiled/attention.py.
     READERS[f"_scaled_dot_product_{_name}"] = dict(enumerate(_inputs))
 
-# Products whose gradients are products again: which operand a backward product reads, only the forward one tells.
-PRODUCTS = {"mm", "addmm", "bmm", "mul"}
+# Operations whose gradients are of their kind again: which operand these read, only the forward operation tells.
+PRODUCTS = {"mm", "addmm", "bmm", "mul", "pow"}
 
 # What changes neither values nor their order in memory by more than a cast.
 TRANSPARENT = {
@@ -140,6 +141,19 @@ def has_dropout(reader: Node) -> bool:
     return any(f.name == "dropout_p" and p != 0 for f, p in zip(formals, reader.args, strict=False))
 
 
+def is_mean_square(power: Node) -> bool:
+    """Return whether a power is the square whose mean over the last dimension is taken, as RMS norms do."""
+    last = (-1, value(power).dim() - 1)
+    means = [user for user in power.users if name_of(user.target) == "mean" and len(user.args) > 1]
+    return bool(power.args[1] == 2) and any(list(user.args[1]) in ([d] for d in last) for user in means)  # type: ignore[arg-type]
+
+
+def scales(product: Node, slot: str) -> bool:
+    """Return whether a slot of a product is read for the gradient of one over a deviation, the other operand."""
+    deviation = product.args[slot == "self"]
+    return isinstance(deviation, Node) and name_of(behind_views(deviation).target) == "rsqrt"
+
+
 class SiteNames:
     """Name the sites of a pair of compiled graphs."""
 
@@ -164,7 +178,8 @@ class SiteNames:
             if made is None or not isinstance(value(source), Tensor) or bytes_of(value(source)) < self.min_bytes:
                 continue
             for name in self._operation_and_slot(made, reader, source)[:1]:
-                self._savings.setdefault((*self._call(reader, made), *name), set()).add(reader.meta.get("seq_nr", -1))
+                key = (*self._call(reader, made), *self._in_norm(made, reader, name))
+                self._savings.setdefault(key, set()).add(reader.meta.get("seq_nr", -1))
 
     def _call(self, reader: Node, made: Node) -> tuple[str, int]:
         """Return layer and call of the operation that saved."""
@@ -184,11 +199,11 @@ class SiteNames:
         if len(names) == 1 and operation in PRODUCTS:
             # A product in the backward of another operation: that operation is not listed.
             operand = self._operand(made, reader)
-            return [] if operand is None else [operand]
+            return [] if operand is None else [(name_of(operand[0].target).capitalize(), operand[1])]
         return names
 
-    def _operand(self, made: Node, reader: Node) -> tuple[str, str] | None:
-        """Return the operation and slot of a forward product that has what `made` computes as an operand."""
+    def _operand(self, made: Node, reader: Node) -> tuple[Node, str] | None:
+        """Return the forward product that has what `made` computes as an operand, and the slot of that."""
         origin = behind_views(made)
         for product in self.operations.get(reader.meta.get("seq_nr"), ()):  # type: ignore[arg-type]
             name = name_of(product.target)
@@ -196,8 +211,22 @@ class SiteNames:
                 continue
             for argument, formal in zip(product.args, product.target._schema.arguments, strict=False):  # type: ignore[union-attr]
                 if isinstance(argument, Node) and behind_views(argument) is origin:
-                    return name.capitalize(), formal.name
+                    return product, formal.name
         return None
+
+    def _in_norm(self, made: Node, reader: Node, name: tuple[str, str]) -> tuple[str, str]:
+        """Return the operation and slot that eager mode has for a reader in an RMS norm that is written out."""
+        operand = self._operand(made, reader) if name[0] in ("Pow", "Mul") else None
+        if operand is not None and name[0] == "Pow" and is_mean_square(operand[0]):
+            return "RmsNorm", "input"
+        if operand is not None and name[0] == "Mul" and scales(*operand):
+            return "RmsNorm", name[1]
+        return name
+
+    def _exponent(self, made: Node, reader: Node) -> Any:
+        """Return the exponent of the power whose backward reads what `made` computes."""
+        operand = self._operand(made, reader)
+        return operand[0].args[1] if operand is not None else None
 
     def site_of(self, made: Node, reader: Node, source: Node, differentiable: bool, parameter: bool = False) -> Site:
         """Return where and for whom a tensor is saved.
@@ -226,9 +255,11 @@ class SiteNames:
                 requires_grad=differentiable,
                 parameter=parameter and differentiable,
                 limits=limits_of(operation, None) is not None,
+                setting=self._exponent(made, reader) if operation == "Pow" else None,
                 reads_input=reads_input,
                 dropout=(operation, slot) == (SDPA, "output") and has_dropout(reader),
             )
+            operation, slot = self._in_norm(made, reader, (operation, slot))
         savings = sorted(self._savings.get((layer, call, operation, slot), ()))
         number = reader.meta.get("seq_nr", -1)
         occurrence = savings.index(number) if number in savings else len(savings)

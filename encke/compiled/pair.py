@@ -38,6 +38,7 @@ class Pair:
         static: Iterable[int],
         differentiable: Iterable[int],
         min_bytes: int = SMALL,
+        mutated: Iterable[int] = (),
     ) -> None:
         """Take the two graphs apart.
 
@@ -48,6 +49,7 @@ class Pair:
             static: Indices of the forward graph's inputs that are weights and buffers.
             differentiable: Indices of the forward graph's inputs that need a gradient.
             min_bytes: Size from which tensors are packed.
+            mutated: Indices of the forward graph's inputs that the forward pass changes.
         """
         self.min_bytes = min_bytes
         self.forward = forward
@@ -75,6 +77,10 @@ class Pair:
             str(value(node)): node for node in self.inputs.values() if isinstance(value(node), torch.SymInt)
         }
         self.site_names = SiteNames(forward, backward, min_bytes)
+        self.copies: set[Node] = set()
+        """Nodes of the backward graph that compute from a saved tensor what was saved besides (recompute.py)."""
+        placeholders = forward.find_nodes(op="placeholder")
+        self.mutated = {placeholders[i] for i in mutated}
         self._know_forward(set(static), set(differentiable))
 
     def _know_forward(self, static: set[int], differentiable: set[int]) -> None:
@@ -132,12 +138,17 @@ class Pair:
         return placeholder
 
     def readers_behind(self, placeholder: Node) -> list[tuple[Node, Node]]:
-        """Return (reader, what it reads) for all who read a saved tensor, behind views, casts and recomputed steps."""
+        """Return (reader, what it reads) for all who read a saved tensor, behind views, casts and recomputed steps.
+
+        Readers of what is computed from it in place of another saved tensor are not among them.
+        """
         readers: list[tuple[Node, Node]] = []
         stack, seen = [placeholder], {placeholder}
         while stack:
             node = stack.pop()
             for user in node.users:
+                if user in self.copies:
+                    continue
                 if user.op == "output" or (user not in self.recomputed and name_of(user.target) not in TRANSPARENT):
                     readers.append((user, node))
                 elif user not in seen:
@@ -159,21 +170,23 @@ class Pair:
             if isinstance(number, int):
                 known.append(number)
                 continue
-            key = str(number)
-            if key not in self.sizes:
-                self.sizes[key] = self._save_size(made, getattr(torch.ops.aten, kind).int, dimension, number)
-            known.append(self.sizes[key])
+            if str(number) not in self.sizes:
+                with self.forward.inserting_after(made):
+                    node = self.forward.call_function(getattr(torch.ops.aten, kind).int, (made, dimension))
+                node.meta["val"] = number
+                self.size(node)
+            known.append(self.sizes[str(number)])
         return known
 
-    def _save_size(self, made: Node, operation: Any, dimension: int, number: Any) -> Node:
-        with self.forward.inserting_after(made):
-            node = self.forward.call_function(operation, (made, dimension))
-        node.meta["val"] = number
-        with self.backward.inserting_before(next(iter(self.backward.nodes))):
-            placeholder = self.backward.placeholder(node.name)
-        placeholder.meta["val"] = number
-        self.new_sizes.insert(0, node)
-        return placeholder
+    def size(self, node: Node) -> Node:
+        """Return a size that a node of the forward graph gives as the backward graph knows it."""
+        key = str(value(node))
+        if key not in self.sizes:
+            with self.backward.inserting_before(next(iter(self.backward.nodes))):
+                self.sizes[key] = self.backward.placeholder(node.name)
+            self.sizes[key].meta["val"] = value(node)
+            self.new_sizes.insert(0, node)
+        return self.sizes[key]
 
     def swap(self, made: Node, packed: Node, restore: Callable[[Node], Node]) -> tuple[Node, Node]:
         """Save `packed` in place of `made`, and restore it before its first reader; return (saved, restored)."""
@@ -193,18 +206,23 @@ class Pair:
         self.backward.erase_node(old)
         return new, restored
 
+    def unsave(self, made: Node) -> None:
+        """Save a tensor no longer that nobody reads."""
+        old = self.inputs.pop(made.name)
+        self.saved.remove(made)
+        if old is self.first and self.saved:
+            self.first = self.inputs[self.saved[0].name]
+        self.backward.erase_node(old)
+
     def forget(self, made: Node, restore: Callable[[], Node]) -> None:
         """Save nothing in place of `made`."""
-        old = self.inputs.pop(made.name)
+        old = self.inputs[made.name]
         order = {node: i for i, node in enumerate(self.backward.nodes)}
         readers = sorted(old.users, key=order.__getitem__)
         with self.backward.inserting_before(readers[0]):
             restored = restore()
         old.replace_all_uses_with(restored)
-        self.saved.remove(made)
-        if old is self.first and self.saved:
-            self.first = self.inputs[self.saved[0].name]
-        self.backward.erase_node(old)
+        self.unsave(made)
 
     def drop(self, node: Node) -> None:
         """Remove a node of the backward graph that nobody reads, and what it alone read."""

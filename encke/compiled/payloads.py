@@ -72,7 +72,7 @@ def hold_packed(packing: Packing, x: Tensor, packed: Packed) -> Tensor:
     The host does not wait for a GPU here.
     """
     if not (x.is_cuda or packed.codec.exact or packed.intact(x)):
-        packing.not_finite.update(packing.choosing)
+        packing.not_finite.update(packing.choosing, packing.served)
         packed = Lossless().encode_run(x, *layout_of(x.shape, x.stride()), 0, packing.state)
     record, plan = packing.record, packed.plan
     if plan is None or plan is not packing.plan or packed.codec is not record.codec:

@@ -45,6 +45,8 @@ def norm_of(pair: Pair, reader: Node, source: Node, site: Site) -> tuple[str, in
     """Return what a reader normalises over, as `layout.rows_for` takes it; None if it does not."""
     if site.operation == "BatchNorm":
         return "channels", 0
+    if (site.operation, site.slot) == ("RmsNorm", "input"):
+        return "last", 1
     groups = site.operation == "NativeGroupNorm"
     if not groups and site.operation not in ("NativeLayerNorm", "FusedRmsNorm"):
         return None

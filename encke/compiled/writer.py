@@ -15,6 +15,7 @@ from torch.fx.node import map_arg
 from encke.capture.encoding import MASK
 from encke.capture.facts import SiteFacts
 from encke.capture.ledger import Record
+from encke.capture.recompute import MIN_BITS
 from encke.capture.sites import Site
 from encke.codecs import Codec, GroupQuant, Lossless
 from encke.codecs.algebra import strictest
@@ -42,6 +43,16 @@ class Form(Enum):
     """Not at all: the backward graph computes it from other saved tensors."""
 
 
+def as_source(codec: Codec, curved: bool) -> Codec:
+    """Return the codec that a tensor needs for another to be computed from it that would be packed with `codec`.
+
+    Of a codec that promises a bound, a source within the bound tells nothing about the result.
+    """
+    if not (codec.exact or codec.reads_packed):
+        return Lossless()
+    return (codec.refined(min_bits=MIN_BITS) or Lossless()) if curved and not codec.exact else codec
+
+
 class Packing:
     """The form of one saved tensor of a graph, and its line in the report."""
 
@@ -64,17 +75,23 @@ class Packing:
         """Sites of the model that are exact because a NaN or an infinity would spoil the values around it."""
         self._compares_values = False
         self.choosing = [site for site in sites if site.need not in ("mask", "shape")]
+        """Sites that choose the codec."""
+        self.served: dict[Site, bool] = {}
+        """Readers of what backward computes from the tensor, and whether through a curved function."""
         self._asked: list[Codec] = []
         self._codec: Codec = Lossless()
 
     def codec_now(self, choose: Callable[[Site], Codec], dtype: torch.dtype) -> Codec:
         """Return a codec that serves all readers of the tensor, by what `choose` gives each of them now."""
+        sites = [*self.choosing, *self.served]
         asked: list[Codec] = [Lossless()]
-        if not self.not_finite or self.not_finite.isdisjoint(self.choosing):
-            asked = [choose(site) for site in self.choosing]
+        if not self.not_finite or self.not_finite.isdisjoint(sites):
+            asked = [choose(site) for site in sites]
         if asked != self._asked:
             masks = [MASK for site in self.sites if site.need == "mask"]
-            codec = strictest([*asked, *masks])
+            own = len(self.choosing)
+            behind = [as_source(*pair) for pair in zip(asked[own:], self.served.values(), strict=False)]
+            codec = strictest([*asked[:own], *behind, *masks])
             if self._compares_values and not (codec.exact or codec.zeros_decode or codec.zeros_only):
                 codec = codec.fixed_rate() or Lossless()
             self._asked, self._codec = asked, codec if codec.takes(dtype) else Lossless()
@@ -83,6 +100,20 @@ class Packing:
     def compare_values(self) -> None:
         """Take only codecs that give zeros back as zeros from now on: a mask is read from decoded values."""
         self._compares_values, self._asked = True, []
+
+    def can_serve(self, other: Packing, curved: bool) -> bool:
+        """Return whether what `other` packs can be computed from this tensor, by the codecs of the present."""
+        if self.codec is None or other.codec is None:
+            return False
+        return not strictest([self.codec, as_source(other.codec, curved)]).exact
+
+    def serve(self, other: Packing, curved: bool) -> None:
+        """Take into account who reads what is computed from this tensor in place of what `other` packs."""
+        assert self.codec is not None and other.codec is not None
+        self._asked = []
+        self.codec = strictest([self.codec, as_source(other.codec, curved)])
+        for site in other.choosing:
+            self.served[site] = self.served.get(site, False) or curved
 
     @classmethod
     def recomputed(cls, site: Site, t: Tensor) -> Packing:
