@@ -148,20 +148,20 @@ def transformers() -> str:
     """Steps, peaks and held bytes of transformers, each method beside plain."""
     rows = []
     for name, case in TRANSFORMER_CASES.items():
-        plain: list[float] = []
+        plain: float | None = None
         for method, words in TRANSFORMER_METHODS.items():
             where = {"method": method, **case}
             if not any(matches(row, **where) for row in read(TRANSFORMERS)):
                 continue
             times = values(TRANSFORMERS, "pipelined_ms", **where)
             found = [median(TRANSFORMERS, column, **where) for column in ("pipelined_ms", "peak_bytes", "held_bytes")]
-            plain = plain or found
+            first, plain = plain is None, found[0] if method == "plain" else plain
             rows.append(
                 [
-                    name if method == "plain" else "",
+                    name if first else "",
                     words,
                     f"{found[0]:.1f} ms ({span(times)})",
-                    f"{found[0] / plain[0]:.2f}",
+                    f"{found[0] / plain:.2f}" if plain else "",
                     f"{found[1] / GB:.2f} GB",
                     f"{found[2] / GB:.2f} GB",
                 ]
