@@ -73,9 +73,14 @@ class Scores:
         """Figures on their way to the host, each with its name and the event behind it."""
         self._refined: dict[str, tuple[Codec, int, Codec]] = {}
 
-    def codec(self, site: Site) -> Codec:
-        """Return the policy's codec for a site, refined where the site's reader needs more bits."""
-        codec = self.policy.choose(site)
+    def codec(self, site: Site, lasting: bool = False) -> Codec:
+        """Return the policy's codec for a site, refined where the site's reader needs more bits.
+
+        Args:
+            site: Where a tensor is saved.
+            lasting: Whether the codec cannot change soon.
+        """
+        codec = self.policy.choose_lasting(site) if lasting else self.policy.choose(site)
         if site.need == "attention":
             bits = self.bits.get(site.place, SAFE)
         else:

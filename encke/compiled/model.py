@@ -199,7 +199,7 @@ class CompiledModel:
             recomputed += recompute_from_packed(pair, packings, self.may_recompute)
             for packing in packings.values():
                 if packing.constant is not None and packing.served:
-                    packing.constant = packing.codec = self.constant_for(packing.sites, packing.served)
+                    packing.constant = packing.codec = self.constant_for(packing.sites, packing.served, lasting=True)
         graph = next(_graph_ids)
         writer = Writer(pair, graph, packings)
         for node, packing in packings.items():
@@ -233,7 +233,7 @@ class CompiledModel:
         if "sign" in needs or ("mask" in needs and not is_relu(node)):
             return Packing(Form.KEPT, sites)
         rows = rows_read(pair, pair.readers_behind(pair.inputs[node.name]), sites)
-        constant = self.constant_for(sites) if needs_constant_sizes(t) else None
+        constant = self.constant_for(sites, lasting=True) if needs_constant_sizes(t) else None
         # No groups of codes serve norms over different dimensions. Rows of one value are statistics.
         if len(rows) > 1 or (rows and rows[0][0] == 1) or (constant is None and needs_constant_sizes(t)):
             return Packing(Form.KEPT, sites)
@@ -256,20 +256,23 @@ class CompiledModel:
             site.need == "lossy" and site.slot != "result" and decisions.get(site.place) != "" for site in packing.sites
         )
 
-    def constant_for(self, sites: list[Site], served: Mapping[Site, bool] = NONE_SERVED) -> GroupQuant | None:
+    def constant_for(
+        self, sites: list[Site], served: Mapping[Site, bool] = NONE_SERVED, lasting: bool = False
+    ) -> GroupQuant | None:
         """Return a codec for all readers of a tensor that keeps what earlier graphs kept; None to keep the tensor.
 
         Args:
             sites: The tensor's own readers.
             served: Readers of what is computed from it, as in `Packing`.
+            lasting: Whether to leave room for what the policy may choose later.
         """
         if not self.capture.readers.not_finite.isdisjoint([*sites, *served]):
             return None
         codecs: list[Codec | None] = [
-            self.of_fixed_rate(site) for site in sites if site.need not in ("mask", "sign", "shape")
+            self.of_fixed_rate(site, lasting) for site in sites if site.need not in ("mask", "sign", "shape")
         ]
         for site, curved in served.items():
-            codec = self.of_fixed_rate(site)
+            codec = self.of_fixed_rate(site, lasting)
             codecs.append(None if codec is None else as_source(codec, curved))
         codec = strictest(codec for codec in codecs if codec is not None).fixed_rate() if all(codecs) else None
         floor = self.floors.get(sites[0])
@@ -280,9 +283,9 @@ class CompiledModel:
         # Dynamo compiles a function a few times only: later changes leave room.
         return codec if self.renewals <= PATIENCE else replace(codec, bits=8)
 
-    def of_fixed_rate(self, site: Site) -> GroupQuant | None:
+    def of_fixed_rate(self, site: Site, lasting: bool) -> GroupQuant | None:
         """Return the policy's codec, or the one of fixed rate that stands in for it; None to keep the tensor."""
-        codec = self.capture.scores.codec(site)
+        codec = self.capture.scores.codec(site, lasting)
         stand_in = codec.fixed_rate()
         # A fixed rate has no bound, which the exponential in log-softmax's backward needs.
         if stand_in is codec or codec.exact or site.need == "logprob":

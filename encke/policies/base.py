@@ -29,6 +29,16 @@ class Policy(ABC):
             site: Where the tensor is saved: layer, operation, slot and what its reader needs.
         """
 
+    def choose_lasting(self, site: Site) -> Codec:
+        """Return the codec for what `site` saves where it cannot change soon, as in a CUDA graph.
+
+        An adaptive policy may leave room for what it may choose later.
+
+        Args:
+            site: Where the tensor is saved.
+        """
+        return self.choose(site)
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to make the same choices; empty for a policy without state."""
         return {}

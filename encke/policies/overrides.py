@@ -84,7 +84,11 @@ class LayerPolicies(Policy):
 
     def choose(self, site: Site) -> Codec:
         """Return the codec that the layer's policy chooses."""
-        return self.by_layer.get(site.layer, self.policy).choose(site)
+        return self.responsible(site).choose(site)
+
+    def choose_lasting(self, site: Site) -> Codec:
+        """Return the codec that the layer's policy chooses where it cannot change soon."""
+        return self.responsible(site).choose_lasting(site)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all policies, that of most layers first."""

@@ -48,6 +48,8 @@ SHARE = 0.5
 MOMENTUM = 3.35
 """Largest square of the momentum that counts, in units of the gradient's: that of independent gradients (decay 0.9,
 mean absolute value). Gradients that agree give a larger momentum, but errors of their size would show."""
+ROOM = 0.5
+"""Part of sigma that codecs are chosen for which cannot change soon."""
 CHEAP_SHARE = 0.01
 """Share of all bytes that is spent in any case where it removes most error. The last layer's input is such a place:
 what all its samples have in common cancels in the gradient, and errors do not."""
@@ -237,39 +239,42 @@ class Assessment:
         for each, square in zip(weights, squares, strict=True):
             before[order[id(each.tensor)]] += square
         before = list(accumulate(before))
-        by_tensor: dict[int, Memory] = {}
-        places: dict[str, int] = {}
+        distorted = {site.place: self._distortion(site, tensor) for site, tensor in others}
+        others = [each for each in others if all(map(math.isfinite, distorted[each[0].place]))]
 
-        def add(place: str, tensor: TensorFigures, errors: list[float], least: int = 0) -> None:
-            memory = by_tensor.setdefault(id(tensor), Memory(tensor.values, [0.0] * len(BITS)))
-            memory.errors = [a + b for a, b in zip(memory.errors, errors, strict=True)]
-            memory.least = max(memory.least, least)
-            places[place] = id(tensor)
+        def choices(part: float) -> dict[int, int]:
+            """Return the index in BITS for each tensor, where that part of sigma is tolerated."""
+            memories: dict[int, Memory] = {}
 
-        for each in weights:
-            least = first_within(each.predicted, each.tolerated)
-            add(each.sample.site.place, each.tensor, [each.sample.weight.numel() * e**2 for e in each.predicted], least)
-        distorted: dict[str, list[float]] = {}
-        for site, tensor in others:
-            distortion = self._distortion(site, tensor)
-            if all(math.isfinite(error) for error in distortion):
+            def add(tensor: TensorFigures, errors: list[float], least: int) -> None:
+                memory = memories.setdefault(id(tensor), Memory(tensor.values, [0.0] * len(BITS)))
+                memory.errors = [a + b for a, b in zip(memory.errors, errors, strict=True)]
+                memory.least = max(memory.least, least)
+
+            for each in weights:
+                errors = [each.sample.weight.numel() * error**2 for error in each.predicted]
+                add(each.tensor, errors, first_within(each.predicted, part * each.tolerated))
+            for site, tensor in others:
                 share = before[order[id(tensor)]] / before[-1] if before[-1] > 0 else 1.0
                 floor = MIN_BITS.get((site.operation, site.slot), 0)
-                least = sum(bits < floor for bits in BITS)
-                add(site.place, tensor, [error * share * gradient for error in distortion], least)
-                distorted[site.place] = distortion
-        spare = CHEAP_SHARE * BITS[0] * sum(memory.values for memory in by_tensor.values())
-        chosen = dict(zip(by_tensor, allocate(list(by_tensor.values()), allowed, spare), strict=True))
+                errors = [error * share * gradient for error in distorted[site.place]]
+                add(tensor, errors, sum(bits < floor for bits in BITS))
+            spare = CHEAP_SHARE * BITS[0] * sum(memory.values for memory in memories.values())
+            return dict(zip(memories, allocate(list(memories.values()), part**2 * allowed, spare), strict=True))
+
+        chosen, lasting = choices(1.0), choices(ROOM)
+
+        def choose(setting: Setting, tensor: TensorFigures) -> int:
+            choice = chosen[id(tensor)]
+            setting.codec, setting.lasting = tensor.trials[choice], tensor.trials[max(choice, lasting[id(tensor)])]
+            return choice
+
         for each in weights:
-            choice = chosen[places[each.sample.site.place]]
-            each.setting.codec = each.tensor.trials[choice]
-            self._note_weight(each, each.predicted[choice])
+            self._note_weight(each, each.predicted[choose(each.setting, each.tensor)])
         for site, tensor in others:
-            if site.place in places:
-                choice, setting = chosen[places[site.place]], self._setting(site, 0)
-                setting.codec = tensor.trials[choice]
-                propagated = math.sqrt(distorted[site.place][choice])
-                self.learnt.note(step.number, site, setting, tensor.share, tensor.std, propagated=propagated)
+            setting = self._setting(site, 0)
+            propagated = math.sqrt(distorted[site.place][choose(setting, tensor)])
+            self.learnt.note(step.number, site, setting, tensor.share, tensor.std, propagated=propagated)
 
     def _distortion(self, site: Site, tensor: TensorFigures) -> list[float]:
         """Return the relative mean square error of the gradient that an input propagates, at each of BITS."""

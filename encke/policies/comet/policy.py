@@ -21,6 +21,7 @@ from encke.capture.modules import layer_name
 from encke.capture.needs import MATMULS
 from encke.capture.sites import Site
 from encke.codecs import Codec, ErrorBounded, GroupQuant
+from encke.codecs.algebra import satisfies
 from encke.codecs.base import as_written
 from encke.policies.base import AdaptivePolicy
 from encke.policies.comet.allocate import BITS
@@ -134,6 +135,12 @@ class Comet(AdaptivePolicy):
         if site.need == "logprob":
             return at_logprob(initial, site)
         return self._learnt.layers.get(site.layer) or initial
+
+    def choose_lasting(self, site: Site) -> Codec:
+        """Return a codec that also serves when gradients have become half as large."""
+        codec, setting = self.choose(site), self._learnt.settings.get(site.place)
+        lasting = None if setting is None else setting.lasting
+        return lasting if lasting is not None and satisfies(lasting, codec) else codec
 
     # -- collection steps ----------------------------------------------------------------------------------------------
 

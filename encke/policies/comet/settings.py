@@ -21,19 +21,23 @@ class Setting:
     gain: Gain = field(default_factory=Gain)
     values: int = 0
     """Values saved here last, if a weight's gradient is computed from them."""
+    lasting: Codec | None = None
+    """The codec where it cannot change soon, if it is another."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the setting as plain data."""
-        return {**self.codec.to_dict(), "gain": asdict(self.gain), "values": self.values}
+        lasting = {} if self.lasting is None else {"lasting": self.lasting.to_dict()}
+        return {**self.codec.to_dict(), "gain": asdict(self.gain), "values": self.values, **lasting}
 
     @staticmethod
     def from_dict(data: dict[str, Any], seed: int) -> Setting:
         """Return the setting that `to_dict` has written; its codec gets the seed of the policy that reads it."""
-        settings = {name: value for name, value in data.items() if name not in ("gain", "values")}
+        settings = {name: value for name, value in data.items() if name not in ("gain", "values", "lasting")}
         # States saved before version 0.2 do not name the codec.
         settings.setdefault("codec", "GroupQuant" if "bits" in settings else "ErrorBounded")
         codec = Codec.from_dict({**settings, "seed": seed})
-        return Setting(codec, Gain(**data["gain"]), data["values"])
+        lasting = Codec.from_dict({**data["lasting"], "seed": seed}) if "lasting" in data else None
+        return Setting(codec, Gain(**data["gain"]), data["values"], lasting)
 
 
 class Learnt:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import encke
-from encke.codecs import ErrorBounded
+from encke.codecs import ErrorBounded, GroupQuant
 from encke.policies import Comet
 from encke.policies.comet import assess
 from encke.policies.comet.theory import error_std
@@ -193,6 +193,16 @@ def test_norm_inputs_take_the_bits_that_their_propagated_error_allows() -> None:
             break
         low, high = (middle, high) if found == 8 else (low, middle)
     assert found == 4
+
+
+def test_lasting_codecs_are_those_of_half_the_sigma() -> None:
+    whole, half = (run(Comet(sigma, every=2), steps=2, lr=0.0).policy for sigma in (0.2, 0.1))
+    assert isinstance(whole, Comet) and isinstance(half, Comet) and whole.settings.keys() == half.settings.keys()
+    for place, setting in whole.settings.items():
+        expected, lasting = half.settings[place].codec, setting.lasting
+        assert isinstance(expected, GroupQuant) and isinstance(setting.codec, GroupQuant)
+        assert isinstance(lasting, GroupQuant) and lasting.bits == max(expected.bits, setting.codec.bits)
+    assert any(setting.lasting != setting.codec for setting in whole.settings.values())
 
 
 class Pooled(nn.Module):
