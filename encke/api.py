@@ -463,7 +463,7 @@ class compress:
     Example:
         >>> import torch, encke
         >>> weight = torch.randn(16, 3, 3, 3, requires_grad=True)
-        >>> context = encke.compress("careful")
+        >>> context = encke.compress()
         >>> for step in range(3):
         ...     with context as handle:
         ...         loss = torch.conv2d(torch.randn(8, 3, 32, 32), weight).tanh().mean()

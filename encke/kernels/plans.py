@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,13 @@ class GroupPlan(ABC):
 
     fuses_forward = False
     """Whether `encode_relu` and `encode_moments` are available."""
+    sample_sums: Callable[[Tensor, Tensor, SampledUnits], Tensor] | None = None
+    """Returns sums over a sample of flat values and of their scales in the codes, where there is a kernel for it.
+
+    A row for each part of the sample: number of values and of non-zeros; a value, the sum of the differences from it
+    and that of their squares; the sum of the squared steps of groups with negative values, and that of the others'
+    times their share of non-zeros.
+    """
 
     def __init__(self, format: GroupFormat, numel: int, device: torch.device) -> None:
         if numel % (format.stride * (format.row or 1)):
@@ -89,15 +97,6 @@ class GroupPlan(ABC):
             return ~steps.view(torch.float64).isnan().any()
         # Constant groups are marked by a sign bit, before other bits of any kind.
         return steps.view(torch.int16).amax() <= INFINITY_BF16
-
-    def sample_sums(self, flat: Tensor, data: Tensor, units: SampledUnits) -> Tensor | None:
-        """Return sums over a sample of the values `flat` and of their scales in `data`; None without a kernel for it.
-
-        A row for each part of the sample: number of values and of non-zeros; a value, the sum of the differences from
-        it and that of their squares; the sum of the squared steps of groups with negative values, and that of the
-        others' times their share of non-zeros.
-        """
-        return None
 
     def encode_relu(self, x: Tensor, out: Tensor, seed: Seed) -> Tensor:
         """Write the ReLU of `x` to `out` and return the codes of it."""

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from encke.kernels.formats import GroupFormat, SampledUnits, Seed
+from encke.kernels.formats import GroupFormat, Seed
 from encke.kernels.gpu.channels import (
     gq_decode_channels_kernel,
     gq_encode_channels_kernel,
@@ -44,6 +44,7 @@ class GpuPlan(GroupPlan):
         else:
             self._plan_rows(seed_table)
         self.fuses_forward = self.relu is not None
+        self.sample_sums = None if format.scale_dtype == torch.float64 else sample_sums
 
     def _plan_channels(self, seed_table: bool) -> None:
         """Make the launches for interleaved rows: channels in channels_last memory."""
@@ -120,9 +121,6 @@ class GpuPlan(GroupPlan):
         seeds, low, high = seed_arguments(seed, data)
         self.moments((x, data, workspace, seeds), (*self.numbers[:2], low, high))
         return data
-
-    def sample_sums(self, flat: Tensor, data: Tensor, units: SampledUnits) -> Tensor | None:
-        return None if self.format.scale_dtype == torch.float64 else sample_sums(flat, data, units)
 
     def decode_into(self, data: Tensor, seed: Seed, out: Tensor) -> None:
         seeds, low, high = seed_arguments(seed, data)

@@ -63,6 +63,8 @@ class Comet(AdaptivePolicy):
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     formula: Literal["exact", "paper"] = "exact"
     seed: int = 0
+    tolerance: float = field(default=math.nan, init=False, compare=False)
+    """Sigma, with its default."""
     _learnt: Learnt = field(default_factory=Learnt, init=False, compare=False)
     _schedule: CollectionSchedule | None = field(default=None, init=False, compare=False)
     _observed: StepFigures | None = field(default=None, init=False, compare=False)
@@ -81,6 +83,8 @@ class Comet(AdaptivePolicy):
             raise ValueError(f'rounding must be "stochastic" or "nearest", got {self.rounding!r}')
         if self.formula not in ("exact", "paper"):
             raise ValueError(f'formula must be "exact" or "paper", got {self.formula!r}')
+        usual = DEFAULT_SIGMA if self.stochastic else PAPER_SIGMA
+        object.__setattr__(self, "tolerance", usual if self.sigma is None else self.sigma)
 
     __repr__ = as_written
 
@@ -88,11 +92,6 @@ class Comet(AdaptivePolicy):
     def stochastic(self) -> bool:
         """Whether rounding is stochastic."""
         return self.rounding == "stochastic"
-
-    @property
-    def tolerance(self) -> float:
-        """Sigma, with its default."""
-        return self.sigma if self.sigma is not None else DEFAULT_SIGMA if self.stochastic else PAPER_SIGMA
 
     # -- one training --------------------------------------------------------------------------------------------------
 

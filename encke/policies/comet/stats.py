@@ -113,7 +113,9 @@ class TensorStats:
             self.tensors = self._try(*sample(flat, layout), slope, key)
             return
         self.bits = plan.format.bits
-        sums = plan.sample_sums(flat, packed.buffers[0], units_of(plan.format, plan.numel))
+        units, sums = units_of(plan.format, plan.numel), None
+        if plan.sample_sums is not None:
+            sums = plan.sample_sums(flat, packed.buffers[0], units)
         scales = Scales.of(flat, packed) if sums is None or slope is not None else None
         distortion = None
         if scales is not None and slope is not None:
