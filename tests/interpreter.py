@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import FunctionType
 
+import triton
 from triton.language import core, tensor
 from triton.runtime import interpreter
 
 
 def quicken() -> None:
-    """Change the interpreter of this process. Values stay as they are."""
+    """Change the interpreter of this process, if it is the one that this was written for. Values stay as they are."""
+    if not triton.__version__.startswith("3.6."):
+        return
     builder = interpreter.interpreter_builder
     if not builder.options.debug:  # else overflows are reported; they are computed at every integer operation
         builder.options = replace(builder.options, sanitize_overflow=False)
