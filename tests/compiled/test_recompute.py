@@ -277,3 +277,16 @@ def test_copies_of_large_weights_are_made_again(rows: int, again: bool, monkeypa
     assert [node.op == "placeholder" for node in weights] == [again] * len(weights)
     assert weights
     assert total_error(plain, found) < 0.02
+
+
+def test_a_weight_that_changes_before_backward_is_an_error() -> None:
+    """Its copy would be made again from other values than forward had."""
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 1024))
+    attached = compiled(model)
+    encke.attach(attached, Fixed(GroupQuant(8)))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = attached(torch.randn(256, 1024)).float().square().mean()
+    with torch.no_grad():
+        model[2].weight.mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

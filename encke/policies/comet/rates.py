@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -105,7 +106,8 @@ class SampleFigures(NamedTuple):
         count, nonzeros, shift, total, squares, signed, others = sums.numpy().T
         values, means = count.sum(), shift + total / count
         mean = (count * means).sum() / values
-        square = (squares - total * total / count + count * (means - mean) ** 2).sum() / values
+        with np.errstate(invalid="ignore"):
+            square = (squares - total * total / count + count * (means - mean) ** 2).sum() / values
         # An infinity among the values leaves a NaN, and rounding may leave a number just below zero.
         std = math.sqrt(max(square, 0.0)) if square == square else math.nan
         return SampleFigures(nonzeros.sum() / values, std, signed.sum() / groups, others.sum() / groups)
