@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from encke.bench.methods import METHODS  # noqa: E402
 from encke.bench.options import Options  # noqa: E402
 from encke.bench.steps import Training  # noqa: E402
+from encke.kernels import wait_for_kernels  # noqa: E402
 from encke.train.models.registry import MODELS  # noqa: E402
 
 KINDS = {
@@ -63,7 +64,7 @@ def main() -> None:
     parser.add_argument("--method", choices=METHODS, default="default")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--graphs", action="store_true", help="compile, with CUDA graphs")
-    parser.add_argument("--warm", type=int, default=24, help="warm-up steps; the default policy collects in the 20th")
+    parser.add_argument("--warm", type=int, default=41, help="warm-up steps; the default policy collects in the 40th")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--top", type=int, default=0, help="also that many kernels by name, with calls in a step")
     parser.add_argument("--host", type=int, default=0, help="also that many Python functions by their own time")
@@ -76,6 +77,7 @@ def main() -> None:
     training = Training(task)
     for _ in range(args.warm):
         training.step()
+    wait_for_kernels()
     training.wait()
     torch.cuda.reset_peak_memory_stats()
 

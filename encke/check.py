@@ -86,10 +86,8 @@ def first_runs(devices: list[str]) -> list[str]:
                     problems.append(f"{device}, {case}: {type(error).__name__}: {reason}")
             note(f"  {device:6}{name:10}{', '.join(DTYPES):12}{time.perf_counter() - started:6.1f} s")
     if kernels.choose_backend("cuda").name == "triton" and "cuda" in devices:
-        from encke.kernels.gpu import ahead
-
         note("  cuda  kernels of usual models: compiling what is not in the cache ...")
-        ahead.wait()
+        kernels.wait_for_kernels()
     output = reference.communicate()[0]
     if reference.returncode:
         return [*problems, f"the reference kernels fail with exit code {reference.returncode}, see above"]

@@ -48,17 +48,68 @@ class Failed(Exception):
     """A method that does not work here, whatever the batch."""
 
 
-def largest(fits: Callable[[int], bool], start: int = START, most: int = MOST) -> int:
-    """Return the largest batch up to `most` that fits, within one part in GRAIN; 0 if not even one sample does."""
-    low, high, batch = 0, most + 1, start
-    while high - low > max(1, low // GRAIN):
-        if fits(batch):
-            low = batch
+class Guess:
+    """The next batch of a search: where the peaks so far meet the cap if they are known, else doubled and bisected.
+
+    Args:
+        start: The first batch.
+        most: The largest one.
+        cap: Bytes that may be taken.
+    """
+
+    def __init__(self, start: int, most: int, cap: int | None) -> None:
+        self.low, self.high = 0, most + 1
+        """The largest batch that fits, and the smallest that does not."""
+        self.batch, self.most, self.cap = start, most, cap
+        self.peaks: list[tuple[int, float]] = []
+        self.failures = 0
+        """Batches in sequence that did not fit."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the limit is known to one part in GRAIN."""
+        return self.high - self.low <= max(1, self.low // GRAIN)
+
+    def learn(self, fits: bool, peak: float | None) -> None:
+        """Take the result of the last batch into account, and choose the next one."""
+        if fits:
+            self.low, self.failures = self.batch, 0
+            if peak is not None:
+                self.peaks.append((self.batch, peak))
         else:
-            high = batch
-        doubling = high > most
-        batch = min(2 * low, most) if doubling else high // 2 if low == 0 else (low + high) // 2
-    return low
+            self.high, self.failures = self.batch, self.failures + 1
+        self.batch = max(self.near_limit() or 0, self.low + 1) if self.low else self.high // 2
+        self.batch = min(self.batch, self.high - 1, self.most)
+
+    def near_limit(self) -> int:
+        """Return the expected limit, or one part in GRAIN off the last batch on the side where the limit must be."""
+        middle = min(2 * self.low, self.most) if self.high > self.most else (self.low + self.high) // 2
+        if len(self.peaks) < 2 or self.cap is None:
+            return middle
+        grain = max(1, (self.high if self.failures else self.low) // GRAIN)
+        if self.failures:
+            return max(middle, self.high - grain * 2 ** (self.failures - 1))
+        (first, small), (second, large) = self.peaks[-2:]
+        more = int((self.cap - large) * (second - first) / (large - small)) if large > small else 0
+        # Peaks of very small batches say little about one that is much larger.
+        return self.low + max(grain, min(more, 3 * self.low))
+
+
+def largest(
+    attempt: Callable[[int], tuple[bool, float | None]], start: int = START, most: int = MOST, cap: int | None = None
+) -> int:
+    """Return the largest batch up to `most` that fits, within one part in GRAIN; 0 if not even one sample does.
+
+    Args:
+        attempt: Returns whether a batch fits, and its peak in bytes if that is known.
+        start: The first batch.
+        most: The largest one.
+        cap: The limit that peaks are compared with.
+    """
+    guess = Guess(start, most, cap)
+    while not guess.done:
+        guess.learn(*attempt(guess.batch))
+    return guess.low
 
 
 class Search:
@@ -71,8 +122,8 @@ class Search:
         self.reason = ""
         """Why the last trial did not fit."""
 
-    def fits(self, batch: int) -> bool:
-        """Return whether several whole steps pass at this batch."""
+    def attempt(self, batch: int) -> tuple[bool, float | None]:
+        """Return whether several whole steps pass at this batch, and their peak if it is known."""
         if self.child is None:
             self.child = Child(self.task)
         answer = self.child.ask(trial=batch)
@@ -84,7 +135,7 @@ class Search:
             self.close()
         self.reason = answer.get("failed", self.reason)
         self.trials.append(self.row(batch, fitting, answer.get("step_ms")))
-        return fitting
+        return fitting, answer.get("peak_bytes")
 
     def row(self, batch: int, fitting: bool, step_ms: float | None) -> Row:
         """Return one trial as a row of max_batch_trials.csv."""
@@ -107,7 +158,7 @@ def search(task: Task) -> tuple[Row, list[Row]]:
         return row | {"status": reason}, []
     trials = Search(task)
     try:
-        batch = largest(trials.fits)
+        batch = largest(trials.attempt, cap=task.cap)
     except Failed as error:
         return row | {"status": str(error)}, trials.trials
     finally:

@@ -31,6 +31,7 @@ from encke.bench.methods import METHODS
 from encke.bench.models import MODELS, build, loss_of, optimizer_for, synthetic_batch
 from encke.codecs import GroupQuant
 from encke.integrations.logits import chunk_loss
+from encke.kernels import wait_for_kernels
 from encke.policies import Fixed
 from encke.policies.comet.allocate import BITS
 from encke.tools import process
@@ -322,8 +323,9 @@ def measure_memory(training: Training, gauge: Gauge, result: Result) -> None:
 
 
 def measure_time(training: Training, task: Task, result: Result) -> None:
-    """Measure the time of ordinary steps; collection steps are left out."""
+    """Measure the time of ordinary steps, when all kernels are compiled; collection steps are left out."""
     times: list[tuple[float, float]] = []
+    wait_for_kernels()
     training.has_collected()
     while len(times) < task.steps:
         taken = training.timed()
@@ -368,13 +370,25 @@ def first_steps(task: Task, count: int) -> dict[str, Any]:
 
 
 def trial(task: Task) -> dict[str, Any]:
-    """Try a batch: ordinary steps, a collection step, and an ordinary one, which is timed."""
-    training = Training(task)
-    for _ in range(TRIED):
-        training.step()
-    if training.collect_next():
-        training.step()
-    return {"fits": True, "step_ms": training.timed()[1]}
+    """Try a batch: ordinary steps, a collection step, and an ordinary one, which is timed.
+
+    cuDNN tries no algorithms here, which takes longer than the steps do.
+    """
+    tuned, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
+    cuda = task.device == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        training = Training(task)
+        for _ in range(TRIED):
+            training.step()
+        if training.collect_next():
+            training.step()
+        step_ms = training.timed()[1]
+    finally:
+        torch.backends.cudnn.benchmark = tuned
+    # Of the process on a CPU, which caps limit, no peak can be told from the interpreter's.
+    return {"fits": True, "step_ms": step_ms, "peak_bytes": torch.cuda.max_memory_reserved() if cuda else None}
 
 
 def load_kernels() -> None:

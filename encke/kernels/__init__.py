@@ -5,7 +5,15 @@
 formats are in formats.py; docs/design.md explains them.
 """
 
-from encke.kernels.backends import Backend, BackendChoice, backend_for, choose_backend, compile_ahead, describe_backends
+from encke.kernels.backends import (
+    Backend,
+    BackendChoice,
+    backend_for,
+    choose_backend,
+    compile_ahead,
+    describe_backends,
+    wait_for_kernels,
+)
 from encke.kernels.formats import (
     FLOATS,
     BoundedFormat,
@@ -23,5 +31,5 @@ from encke.kernels.plans import GroupPlan
 __all__ = [
     "FLOATS", "Backend", "BackendChoice", "BoundedFormat", "DualFormat", "GroupFormat",
     "GroupPlan", "LogFormat", "PackedUse", "SampledUnits", "Seed", "backend_for", "choose_backend", "compile_ahead",
-    "describe_backends", "dispatched", "mix",
+    "describe_backends", "dispatched", "mix", "wait_for_kernels",
 ]  # fmt: skip

@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -116,3 +117,10 @@ def compile_ahead(uses: Iterable[PackedUse]) -> None:
         from encke.kernels.gpu import ahead
 
         ahead.request(uses)
+
+
+def wait_for_kernels() -> None:
+    """Wait until the processes that compile kernels ahead have ended."""
+    ahead = sys.modules.get("encke.kernels.gpu.ahead")
+    if ahead is not None:
+        ahead.wait()

@@ -27,18 +27,40 @@ def gentle_threads(monkeypatch):
 def test_the_search_finds_the_limit_to_one_part_in_32(limit):
     asked: list[int] = []
 
-    def fits(batch: int) -> bool:
+    def attempt(batch: int) -> tuple[bool, None]:
         asked.append(batch)
-        return batch <= limit
+        return batch <= limit, None
 
-    found = largest(fits)
+    found = largest(attempt)
     assert limit - max(0, limit // 32) <= found <= limit
     assert found in asked and len(set(asked)) == len(asked) <= 20
 
 
+@pytest.mark.parametrize("limit", [8, 15, 16, 17, 40, 100, 1056, 5000])
+@pytest.mark.parametrize("bend", [0.0, -0.1, 0.1, 0.5])
+def test_peaks_of_small_batches_shorten_the_search(limit, bend):
+    """`bend`: by how much a sample of the largest batch takes more than one of the smallest."""
+    asked: dict[bool, list[int]] = {True: [], False: []}
+
+    def peak(batch: int) -> float:
+        return 1000 + 10 * batch * (1 + bend * batch / limit)
+
+    for known in asked:
+
+        def attempt(batch: int, known: bool = known) -> tuple[bool, float | None]:
+            asked[known].append(batch)
+            return batch <= limit, peak(batch) if known and batch <= limit else None
+
+        found = largest(attempt, cap=int(peak(limit)))
+        assert limit - max(0, limit // 32) <= found <= limit
+        assert found in asked[known] and len(set(asked[known])) == len(asked[known])
+    assert limit < 100 or len(asked[True]) < len(asked[False])
+
+
 def test_the_search_knows_when_nothing_fits_and_when_everything_does():
-    assert largest(lambda batch: False) == 0
-    assert largest(lambda batch: True, most=100) == 100
+    assert largest(lambda batch: (False, None)) == 0
+    assert largest(lambda batch: (True, None), most=100) == 100
+    assert largest(lambda batch: (True, batch), most=100, cap=10**9) == 100
 
 
 class FakeChild:
@@ -64,7 +86,7 @@ def test_a_process_that_dies_counts_as_one_that_does_not_fit(monkeypatch):
     monkeypatch.setattr(maxbatch, "Child", FakeChild)
     FakeChild.started = 0
     trials = Search(TASK)
-    assert largest(trials.fits) == 20
+    assert largest(trials.attempt) == 20
     # On a CPU 24 and 22, which do not fit, end their process as well: it would keep memory.
     assert FakeChild.started == 4
     assert [(row["batch"], row["fits"]) for row in trials.trials][:3] == [(8, True), (16, True), (32, False)]
@@ -78,7 +100,7 @@ def test_a_method_that_fails_whatever_the_batch_ends_the_search(monkeypatch):
 
     monkeypatch.setattr(maxbatch, "Child", Broken)
     with pytest.raises(Failed, match="not supported"):
-        Search(TASK).fits(8)
+        Search(TASK).attempt(8)
     row, trials = search(TASK)
     assert row["status"].startswith("not supported") and row["largest_batch"] == 0
 
