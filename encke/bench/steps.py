@@ -374,21 +374,15 @@ def trial(task: Task) -> dict[str, Any]:
 
     cuDNN tries no algorithms here, which takes longer than the steps do.
     """
-    tuned, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
-    cuda = task.device == "cuda"
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    try:
-        training = Training(task)
-        for _ in range(TRIED):
-            training.step()
-        if training.collect_next():
-            training.step()
-        step_ms = training.timed()[1]
-    finally:
-        torch.backends.cudnn.benchmark = tuned
-    # Of the process on a CPU, which caps limit, no peak can be told from the interpreter's.
-    return {"fits": True, "step_ms": step_ms, "peak_bytes": torch.cuda.max_memory_reserved() if cuda else None}
+    torch.backends.cudnn.benchmark = False
+    gauge = Gauge(task.device, graphs=True)
+    gauge.reset_peak()
+    training = Training(task)
+    for _ in range(TRIED):
+        training.step()
+    if training.collect_next():
+        training.step()
+    return {"fits": True, "step_ms": training.timed()[1], "peak_bytes": gauge.peak() if gauge.cuda else None}
 
 
 def load_kernels() -> None:
