@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 import encke
+from encke.bench.estimate import show_measured
+from encke.bench.steps import Task
 from encke.capture.hooks import SMALL
 from encke.cli import main
 from encke.estimation import BATCHES, STEPS, Forecast, Line, copied, resized
 from encke.tools.allocations import Allocations
+from encke.tools.provenance import read_csv
 
 pytestmark = pytest.mark.slow
 
@@ -190,3 +195,23 @@ def test_a_senseless_option_is_named(options, words, capsys):
     with pytest.raises(SystemExit):
         main(["estimate", *options])
     assert words in capsys.readouterr().err
+
+
+def test_measured_peaks_are_added_to_a_file(monkeypatch, tmp_path, capsys):
+    answers = {"plain": (900.0, 1000.0, 700.0), "default": (500.0, 500.0, 400.0)}
+
+    def measured(task):
+        names = ("peak_bytes", "peak_with_collection_bytes", "peak_added_bytes")
+        return dict(zip(names, answers[task.method], strict=True))
+
+    monkeypatch.setattr("encke.bench.estimate.measure_task", measured)
+    monkeypatch.chdir(tmp_path)
+    task = Task("cnn", "plain", "fp32", 4, 32, 1, "cpu")
+    for _ in range(2):
+        show_measured([660, 300], {"plain": task, "default": replace(task, method="default")})
+    rows = read_csv(tmp_path / "runs/bench/estimate.csv")
+    assert [(row["method"], row["peak_bytes"], row["off_percent"]) for row in rows[:2]] == [
+        ("plain", 600, 10),
+        ("default", 400, -25),
+    ]
+    assert len(rows) == 4 and "+10.0 %" in capsys.readouterr().out

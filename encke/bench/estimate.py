@@ -11,10 +11,13 @@ from encke.bench.options import Options, parse_bytes
 from encke.bench.rows import blank_row, title
 from encke.bench.steps import Task
 from encke.tools.errors import UsageError
+from encke.tools.provenance import read_csv, write_csv
 from encke.tools.suggest import pick
 from encke.tools.terminal import note, table
 from encke.tools.units import size
 
+MEASURED = Path("runs/bench/estimate.csv")
+COLUMNS = ("model", "method", "precision", "device", "batch", "size")
 SIZES = {"images": 224, "volumes": 64, "tokens": 1024}
 
 
@@ -37,7 +40,8 @@ def estimate(
         memory: The memory into which the largest batch has to fit, such as 16GiB.
         image: Pixels along a side; by default 224, for volumes 64.
         tokens: Tokens in a sequence; by default 1024.
-        measure: Also train some steps at this batch on the CPU, and show by how much the estimate is off.
+        measure: Also train some steps at this batch on the CPU, show by how much the estimate is off, and add that to
+            runs/bench/estimate.csv.
     """
     name = pick(model, MODELS, "MODEL")
     info, cap = MODELS[name], parse_bytes(memory)
@@ -64,15 +68,22 @@ def estimate(
 def show_measured(expected: list[int], tasks: dict[str, Task]) -> None:
     """Measure the same trainings in processes of their own, and print the peaks beside the expected ones."""
     rows: list[tuple[str, ...]] = []
+    measured = read_csv(MEASURED)
     for value, (method, task) in zip(expected, tasks.items(), strict=True):
         answer = measure_task(task)
         if answer.get("peak_added_bytes") is None:
             rows.append((method, answer.get("failed", "this system does not tell a process's memory")))
         else:
             peak = answer["peak_bytes"] - (answer["peak_with_collection_bytes"] - answer["peak_added_bytes"])
-            rows.append((method, size(value), size(peak), f"{100 * (value / peak - 1):+.1f} %"))
+            off = 100 * (value / peak - 1)
+            rows.append((method, size(value), size(peak), f"{off:+.1f} %"))
+            columns = {name: each for name, each in blank_row(task).items() if name in COLUMNS}
+            measured.append(columns | {"expected_bytes": value, "peak_bytes": peak, "off_percent": round(off, 2)})
     table(
         "Peak of the process above interpreter and libraries",
         ("", "expected", "measured", "off by"),
         rows,
     )
+    if measured:
+        write_csv(MEASURED, measured)
+        note(f"wrote {MEASURED}")
