@@ -36,6 +36,8 @@ ATTRIBUTES: dict[str, tuple[type, str]] = {
     "_orig_mod": (nn.Module, "on what `torch.compile(model)` returns: the model"),
     "_forward_hooks": (nn.Module, "hooks behind forward, by handle id"),
     "_forward_pre_hooks": (nn.Module, "hooks before forward, by handle id"),
+    "_backward_hooks": (nn.Module, "hooks around backward, by handle id"),
+    "_backward_pre_hooks": (nn.Module, "hooks before backward, by handle id"),
     "_forward_hooks_always_called": (nn.Module, "ids of hooks that run after an exception too"),
     "_call_impl": (nn.Module, "the module's call without what `compile()` put in its place"),
     "_compiled_call_impl": (nn.Module, "what `Module.compile()` put in its place, or None"),
@@ -148,6 +150,9 @@ def called_by_checkpoint(above: int) -> bool:
 
 profiler_enabled: Callable[[], bool] = _find("autograd._profiler_enabled", "records of memory")
 """Return whether a profiler of torch is at work. Checked with 2.11 to 2.13."""
+
+has_global_module_hooks: Callable[[], bool] = _find("nn.modules.module._has_any_global_hook", "fused blocks")
+"""Return whether there are hooks for the calls of all modules. Checked with 2.11 to 2.13."""
 
 # -- tensor subclasses -------------------------------------------------------------------------------------------------
 
