@@ -161,10 +161,14 @@ class NormStep(PackingStep):
 
     parameters = 2
 
+    def __init__(self, call: Call, facts: SiteFacts) -> None:
+        super().__init__(call, facts)
+        self.channels = self.layout.size[1:2]
+
     def operands(self, module: Any) -> tuple[Any, ...] | None:
         weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
         for parameter in (weight, bias):
-            if type(parameter) not in PLAIN or not parameter.requires_grad or len(parameter) != self.layout.size[1]:
+            if type(parameter) not in PLAIN or not parameter.requires_grad or parameter.shape != self.channels:
                 return None
         return weight, bias
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import gc
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,13 +14,14 @@ from torch import nn
 
 import encke
 from encke import kernels
-from encke.codecs import GroupQuant
-from encke.fused import block, registry
+from encke.codecs import Codec, GroupQuant
+from encke.fused import block, registry, steps
 from encke.fused.base import LayerForward
-from encke.policies import Fixed, Policy
+from encke.policies import Comet, Fixed, Policy
+from encke.torch_internals import top_saved_tensors_hooks
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEPS = 5
@@ -80,10 +83,10 @@ def records(handle: encke.Handle) -> list[tuple[Any, ...]]:
 Change = Callable[[int, nn.Module], None]
 
 
-def train(model: nn.Module, handle: encke.Handle, change: Change | None = None, steps: int = STEPS) -> list[Any]:
+def train(model: nn.Module, handle: encke.Handle, change: Change | None = None, count: int = STEPS) -> list[Any]:
     """Return outputs, gradients, buffers and records of every step."""
     found: list[Any] = []
-    for step in range(steps):
+    for step in range(count):
         if change is not None:
             change(step, model)
         model.zero_grad()
@@ -120,13 +123,13 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def both(ran: list[str], make: Callable[[], nn.Module], change: Change | None = None, steps: int = STEPS) -> list[str]:
+def both(ran: list[str], make: Callable[[], nn.Module], change: Change | None = None, count: int = STEPS) -> list[str]:
     """Check that a model trains alike with and without blocks, and return which blocks ran as one."""
     model = make()
-    expected = train(model, attach(model, blocks=False), change, steps)
+    expected = train(model, attach(model, blocks=False), change, count)
     assert not ran
     model = make()
-    assert same(train(model, attach(model), change, steps), expected)
+    assert same(train(model, attach(model), change, count), expected)
     return ran
 
 
@@ -147,18 +150,15 @@ class Plain(nn.Sequential):
         super().__init__(*layers, *copy.deepcopy(layers))
 
 
-@pytest.mark.slow
 def test_a_batch_norm_at_the_end(ran):
     inner = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.Identity())
     assert both(ran, lambda: model_of(copy.deepcopy(inner), nn.ReLU())) == ["NormStep"] * 3
 
 
-@pytest.mark.slow
 def test_without_a_shortcut(ran):
     assert both(ran, lambda: model_of(Plain())) == ["ReluStep"] * 3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("split", [False, True])
 def test_autocast_and_channels_last(ran, split, monkeypatch):
     """Kernels for 16 bits compute while they pack; the copies of weights are made again, or kept if they are small."""
@@ -246,8 +246,170 @@ CHANGES = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES, ids=[change.__name__ for change in CHANGES])
 def test_changes_between_passes_count(ran, change):
     """A change takes effect at once, as layer by layer, and the third pass, before it, was one of blocks."""
     assert both(ran, lambda: model_of(Bottleneck(8), Bottleneck(8)), change, 6)[:2] == ["ReluStep"] * 2
+
+
+class Switching(Policy):
+    """Choose two bits, from one step on four."""
+
+    def __init__(self) -> None:
+        self.codec: Codec = GroupQuant(bits=2)
+
+    def choose(self, site: encke.Site) -> Codec:
+        return self.codec
+
+
+@pytest.mark.parametrize("change", ["codec", "batch"])
+def test_choices_and_sizes_may_change(ran, change):
+    def results(blocks: bool) -> list[Any]:
+        model, policy = model_of(Bottleneck(8)), Switching()
+        handle, found = attach(model, policy, blocks), []
+        for step in range(7):
+            policy.codec = GroupQuant(bits=4 if change == "codec" and step >= 4 else 2)
+            model.zero_grad()
+            out = model(images(step, batch=3 if change == "batch" and step >= 4 else 2))
+            out.square().mean().backward()
+            found += [out.detach(), *(p.grad for p in model.parameters()), *records(handle)]
+        return found
+
+    expected = results(False)
+    assert not ran and same(results(True), expected) and len(ran) == 4
+
+
+def test_collection_steps_go_layer_by_layer_and_decide_the_same(ran):
+    histories = []
+    for blocks in (False, True):
+        model = model_of(Bottleneck(8))
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
+        handle = attach(model, Comet(every=4), blocks)
+        train(model, handle, lambda step, model, optimizer=optimizer: optimizer.step() if step else None, 12)
+        histories.append(handle.history)
+    assert ran and histories[0] == histories[1]
+
+
+# -- backward ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def steady(ran) -> Iterator[tuple[nn.Module, torch.Tensor]]:
+    """A model after steps enough for blocks, and the loss of one more that ran with a block."""
+    model = model_of(Bottleneck(8))
+    train(model, attach(model), count=3)
+    ran.clear()
+    model.zero_grad()
+    loss = model(images(3)).square().mean()
+    assert ran
+    yield model, loss
+
+
+def test_backward_twice(steady):
+    model, loss = steady
+    loss.backward(retain_graph=True)
+    first = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    loss.backward()
+    assert same([p.grad for p in model.parameters()], first)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_what_is_packed_is_released_after_backward(steady):
+    """The loss keeps the graph alive, and what the graph holds is released before that."""
+    model, loss = steady
+    node, found = loss.grad_fn, []
+    while node is not None:
+        found += [raw.data for raw in getattr(node, "_raw_saved_tensors", ())]
+        node = node.next_functions[0][0] if node.next_functions else None
+    held = [weakref.ref(each) for each in found if isinstance(each, block.BlockSaved)]
+    del found
+    assert len(held) == 1 and held[0]() is not None
+    loss.backward()
+    assert held[0]() is None
+
+
+@pytest.mark.parametrize("layer", ["conv2", "bn2"])
+def test_a_weight_that_was_modified_is_an_error(steady, layer):
+    model, loss = steady
+    with torch.no_grad():
+        getattr(model[2], layer).weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified"):
+        loss.backward()
+
+
+def test_a_part_of_the_gradients(steady):
+    model, loss = steady
+    wanted = [model[2].conv2.weight, model[2].bn1.bias]
+    some = torch.autograd.grad(loss, wanted, retain_graph=True)
+    loss.backward()
+    assert same([p.grad for p in wanted], [*some])
+
+
+def test_create_graph_is_an_error_once_and_works_from_then_on(steady, ran):
+    model, loss = steady
+    with pytest.raises(RuntimeError, match="create_graph=True came to a block"):
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    ran.clear()
+    loss = model(images(4)).square().mean()
+    (first,) = torch.autograd.grad(loss, [model[2].conv1.weight], create_graph=True)
+    first.square().sum().backward()
+    assert not ran and model[2].conv2.weight.grad is not None
+
+
+def test_a_training_that_differentiates_twice_never_runs_blocks(ran):
+    model = model_of(Bottleneck(8))
+    attach(model)
+    for step in range(5):
+        (first,) = torch.autograd.grad(model(images(step)).square().mean(), [model[0].weight], create_graph=True)
+        first.square().sum().backward()
+    assert not ran
+
+
+# -- around the block -------------------------------------------------------------------------------------------------
+
+
+def test_nothing_runs_as_one_without_training(steady, ran):
+    model, _ = steady
+    ran.clear()
+    with torch.no_grad():
+        model(images())
+    model.eval()
+    model(images()).sum().backward()
+    model.train()
+    torch.utils.checkpoint.checkpoint(model[2], torch.randn(2, 8, 16, 16, device=DEVICE), use_reentrant=False)
+    other = copy.deepcopy(model)
+    other(images()).sum().backward()
+    assert not ran
+
+
+def test_detach_gives_the_forward_back(steady):
+    model, _ = steady
+    assert isinstance(model[2].__dict__["forward"], block.BlockForward)
+    encke.api._handles[model].detach()
+    assert "forward" not in model[2].__dict__
+
+
+def test_blocks_keep_no_module_alive(steady):
+    model, loss = steady
+    del loss
+    inner = weakref.ref(model[2].conv1)
+    handle = encke.api._handles[model]
+    model[2] = nn.Identity()
+    gc.collect()
+    assert handle is not None and inner() is None
+
+
+def test_an_error_inside_leaves_nothing_behind(steady, monkeypatch):
+    model, _ = steady
+
+    def broken(*args: Any) -> None:
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(steps, "convolution", broken)
+        with pytest.raises(RuntimeError, match="no memory"):
+            model(images())
+    assert top_saved_tensors_hooks() is None
+    model(images()).sum().backward()
