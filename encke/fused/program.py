@@ -25,6 +25,10 @@ MOST_CALLS = 12
 """A longer program holds what it has packed for longer than its memory is worth. A bottleneck has up to 12 calls."""
 
 
+class UnknownError(Exception):
+    """A forward does something that no program has."""
+
+
 class Call(NamedTuple):
     """A call of a layer, or a sum. Its result is the value with the next number; the input is value 0."""
 
@@ -116,7 +120,7 @@ class Trace:
     def add(self, module: nn.Module | None, in_place: bool, *values: Any) -> Value:
         """Note a call and return its result."""
         if not all(type(value) is Value for value in values):
-            raise TypeError("not a tensor of the program")
+            raise UnknownError
         self.calls.append((module, in_place, tuple(value.number for value in values)))
         return Value(len(self.calls), self)
 
@@ -140,13 +144,13 @@ class Trace:
 
 
 def names_nothing_else(module: nn.Module, function: Any) -> tuple[str, ...]:
-    """Return the names in a forward's code that are no children but None; TypeError if there are others."""
+    """Return the names in a forward's code that are no children but None; raise if there are others."""
     if not isinstance(function, types.FunctionType):
-        raise TypeError("not a plain function")
+        raise UnknownError
     instructions = {instruction.opname for instruction in dis.get_instructions(function)}
     missing = [name for name in function.__code__.co_names if module._modules.get(name) is None]
     if instructions & FORBIDDEN or any(module.__dict__.get(name, module) is not None for name in missing):
-        raise TypeError("names something else than children")
+        raise UnknownError
     return tuple(missing)
 
 
@@ -155,7 +159,7 @@ def program_of(module: nn.Module) -> Program | None:
     trace = Trace()
     try:
         result: Any = trace.follow(module, Value(0, trace))
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError, UnknownError):
         return None
     calls = trace.calls
     if type(result) is not Value or result.number != len(calls) or not 1 < len(calls) <= MOST_CALLS:
