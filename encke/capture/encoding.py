@@ -16,7 +16,7 @@ from encke.capture.passes import ForwardPass, Frame
 from encke.capture.recompute import PASSED, Recomputations, all_dependents, cast_origin, recompute
 from encke.capture.saved import Saved, SharedCell
 from encke.capture.scores import Scores
-from encke.codecs import Codec, Lossless, Packed
+from encke.codecs import Codec, Lossless
 from encke.codecs.algebra import satisfies
 from encke.codecs.exact import Between, Mask, Sign, Window
 from encke.codecs.layout import Layout, run_of, with_rows
@@ -148,30 +148,17 @@ def pack_again(
         deferred: Forward to run while the tensor is encoded.
     """
     facts, codec, layout = steady.first, steady.codec, steady.packed_layout
-    number = mix(forward.step, facts.site.number, forward.rank)
+    record = Record(facts, forward.tally.count(storage))
+    cell = SharedCell(mix(forward.step, facts.site.number, forward.rank), record)
     if deferred is None:
-        packed = codec.encode_run(t, layout, steady.length, number, facts.encoder_state)
+        packed = codec.encode_run(t, layout, steady.length, cell.key, facts.encoder_state)
     else:
         forward.deferred = None
-        packed = deferred.encode(codec, layout, steady.length, number, facts.encoder_state)
-    return cell_of(storage, key, steady, forward, number, packed)
-
-
-def cell_of(
-    storage: torch.UntypedStorage,
-    key: tuple[Any, ...],
-    steady: SteadySave,
-    forward: ForwardPass,
-    number: int,
-    packed: Packed,
-) -> SharedCell:
-    """Return a new cell of memory that is packed with the codec of the last pass under the key `number`."""
-    record = Record(steady.first, forward.tally.count(storage))
-    cell = SharedCell(number, record)
-    cell.packed, cell.wanted, cell.rows = packed, steady.codec, steady.packed_layout.rows
+        packed = deferred.encode(codec, layout, steady.length, cell.key, facts.encoder_state)
+    cell.packed, cell.wanted, cell.rows = packed, codec, layout.rows
     if steady.values:
         cell.readers = 1
-    record.codec, record.packed_bytes = steady.codec, packed.nbytes
+    record.codec, record.packed_bytes = codec, packed.nbytes
     forward.tally.records.append(record)
     forward.cells[key] = (weakref.ref(cell), storage_ref(storage))
     return cell

@@ -4,7 +4,7 @@ Layer by layer, each tensor that is saved costs a module's call, an autograd fun
 in Python, and with small batches the GPU waits for that. A container whose forward is a plain program of such layers
 (`program.py`), such as a bottleneck of ResNet, runs layer by layer until all of its sites save as in the pass before.
 From then on one function runs the same kernels in the same order (`steps.py`) and holds what they have packed. Values,
-gradients, random numbers and the report are the same, bit for bit.
+gradients, random numbers and the report are the same, bit for bit. A ReLU at the end stays a layer of its own.
 
 Before anything is computed, the block asks what each layer would have asked: whether modules, hooks, parameters or the
 policy's choices have changed. If so, the call goes layer by layer, and the block is planned again once its sites are
@@ -18,17 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from encke.capture.encoding import cell_of
 from encke.capture.facts import SiteState
 from encke.capture.hooks import Capture, unpack
 from encke.capture.modules import Layer, LeaveHook, ModuleHook
 from encke.capture.passes import ForwardPass, Frame
 from encke.capture.readers import matches
-from encke.capture.saved import Saved, SharedCell
+from encke.capture.saved import Saved
 from encke.fused.base import TrackedForward, has_triton, in_place_of
 from encke.fused.planner import Planner
 from encke.fused.program import program_of
-from encke.fused.steps import PackingStep, ReluStep
+from encke.fused.steps import PackingStep, SumStep
 from encke.torch_internals import has_global_module_hooks, pop_saved_tensors_hooks, push_saved_tensors_hooks
 
 OUR_HOOKS = (ModuleHook, LeaveHook)
@@ -39,15 +38,13 @@ Operands = list[tuple[Any, ...]]
 class BlockSaved(Saved):
     """Everything that a block holds from forward to backward, in the place of its saved input."""
 
-    __slots__ = ("kept", "plan", "result")
+    __slots__ = ("kept", "plan")
 
     def __init__(self, plan: BlockPlan, saved: Saved, x: Tensor) -> None:
         super().__init__(saved.owner, saved.facts, x, saved.layout, saved.cell)
         self.plan = plan
         self.kept: list[Any] = []
         """Packed tensors and other things that the backward of each step needs."""
-        self.result: SharedCell | None = None
-        """Cell of the result, if that is packed: the layers behind the block share it."""
 
     def hold(self, t: Tensor) -> BlockSaved:
         """Return itself: the hook that packs the block's input."""
@@ -88,7 +85,10 @@ class BlockFunction(torch.autograd.Function):
             taken, parameters = step.backward(kept, grads.pop(), held)
             for number, each in zip(step.inputs, taken, strict=True):
                 before = grads[number]
-                grads[number] = each if before is None else before + each
+                # A sum passes on a gradient that is not its own; the others are new.
+                grads[number] = (
+                    each if before is None else before + each if type(step) is SumStep else each.add_(before)
+                )
             found += reversed(parameters)
         return (grads[0], None, None, None, None, *reversed(found))
 
@@ -106,9 +106,7 @@ class BlockPlan:
         self.ends = [[number for number, reader in last_reader.items() if reader is step] for step in steps]
         """Values that nobody reads behind each step."""
         last: Any = steps[-1]
-        self.result: ReluStep | None = last if isinstance(last, ReluStep) else None
-        """Step whose result is packed for the layers behind the block as well."""
-        self.records = [record for step in steps[: None if self.result is None else -1] for record in step.records]
+        self.records = [record for step in steps for record in step.records]
         """Records of what is saved inside the block, the same in every pass."""
         self.small_bytes = sum(step.small_bytes for step in steps)
         operation = last.facts.reader if isinstance(last, PackingStep) else "Add"
@@ -169,10 +167,6 @@ class BlockPlan:
         forward.calls.update(self.calls)
         forward.tally.records += self.records
         forward.tally.small_bytes += self.small_bytes
-        if self.result is not None:
-            storage, steady = y.untyped_storage(), self.result.steady
-            key = (storage._cdata, y.storage_offset(), steady.length, y.dtype, y._version)
-            held.result = cell_of(storage, key, steady, forward, self.result.number(forward), held.kept[-1])
         return y
 
 
@@ -216,7 +210,8 @@ class BlockForward(TrackedForward):
         if operands is None or saved is None:
             self.plan = None
             return None
-        return plan.run(x, saved, called, operands, forward)
+        y = plan.run(x, saved, called, operands, forward)
+        return y if program.last < 0 else modules[program.last](y)
 
     def undisturbed(self, modules: list[Any]) -> bool:
         """Return whether all modules train, and the block's are called without hooks and forwards of others."""

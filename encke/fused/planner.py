@@ -78,9 +78,8 @@ class Planner:
             return None
         if type(module) in NORMS:
             return None if facts.sharers or steady.codec.signs else NormStep(call, facts)
-        result = len(self.steps) + 1
-        inside = {site for reader, site in self.readers_of(result) if type(reader) in CONVOLUTIONS}
-        return ReluStep(call, facts) if result == len(self.calls) or facts.sharers == inside else None
+        inside = {site for reader, site in self.readers_of(len(self.steps) + 1) if type(reader) in CONVOLUTIONS}
+        return ReluStep(call, facts) if facts.sharers == inside else None
 
     def convolution_of(self, call: Call, module: Any, sites: list[Any], split: bool) -> Step | None:
         """Return the step of a convolution, of the block's input or of a ReLU's result."""

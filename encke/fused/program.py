@@ -22,7 +22,7 @@ LEAVES = (*CONVOLUTIONS, *NORMS, nn.ReLU)
 FORBIDDEN = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "STORE_GLOBAL", "STORE_ATTR", "IMPORT_NAME"}
 """Instructions by which code reads or changes something else than its arguments and the module's children."""
 MOST_CALLS = 12
-"""A longer program holds what it has packed for longer than its memory is worth. A bottleneck has up to 12 calls."""
+"""A longer program holds what it has packed for too long. A bottleneck has up to 12 calls."""
 
 
 class UnknownError(Exception):
@@ -50,6 +50,8 @@ class Program(NamedTuple):
     """The container itself and every module that is called."""
     children: tuple[tuple[int, list[int], tuple[str, ...]], ...]
     """Numbers of containers, the ids of their children, and those attributes of theirs that are None."""
+    last: int
+    """Number of a ReLU that is called with the result; -1 if there is none."""
 
     def current(self) -> list[Any] | None:
         """Return the modules, if all of them exist and the containers have the children that they had."""
@@ -161,9 +163,12 @@ def program_of(module: nn.Module) -> Program | None:
         result: Any = trace.follow(module, Value(0, trace))
     except (AttributeError, TypeError, UnknownError):
         return None
-    calls = trace.calls
-    if type(result) is not Value or result.number != len(calls) or not 1 < len(calls) <= MOST_CALLS:
+    calls, last = trace.calls, -1
+    if type(result) is not Value or result.number != len(calls) or len(calls) > MOST_CALLS:
         return None
+    if calls and type(calls[-1][0]) is nn.ReLU:
+        # On its own it releases the gradient of its result, which a function would hold to its end.
+        last = trace.modules[calls.pop()[0]]  # type: ignore[index]
     if not fits(calls):
         return None
     uses = Counter(value for _, _, inputs in calls for value in inputs)
@@ -176,14 +181,14 @@ def program_of(module: nn.Module) -> Program | None:
         layer = -1 if called is None else trace.modules[called]
         found.append(Call(layer, numbers[layer], inputs, alone))
         numbers[layer] += 1
-    return Program(tuple(found), tuple(map(weakref.ref, trace.modules)), tuple(trace.children))
+    return Program(tuple(found), tuple(map(weakref.ref, trace.modules)), tuple(trace.children), last)
 
 
 def fits(calls: list[tuple[nn.Module | None, bool, tuple[int, ...]]]) -> bool:
     """Return whether a block runs these calls.
 
     Convolutions take the block's input or the result of a ReLU; a batch norm or a ReLU alone takes theirs. Every value
-    is read, and at most twice: the order in which two gradients are added does not matter.
+    is read, and at most twice: the order in which two gradients are added does not matter. The last one is the result.
     """
     kinds: list[Any] = [Value, *(type(module) for module, _, _ in calls)]
     readers: list[list[Any]] = [[] for _ in kinds]

@@ -134,12 +134,12 @@ def both(ran: list[str], make: Callable[[], nn.Module], change: Change | None = 
 
 
 def test_bits_and_records_are_those_of_single_layers(ran):
-    assert both(ran, lambda: model_of(Bottleneck(8), Bottleneck(8))) == ["ReluStep"] * 6
+    assert both(ran, lambda: model_of(Bottleneck(8), Bottleneck(8))) == ["SumStep"] * 6
 
 
 def test_a_shortcut_with_layers(ran):
     """The block's input is read by two convolutions, and a part of the block is a block itself."""
-    assert both(ran, lambda: model_of(Bottleneck(8, 8), Bottleneck(8, bias=True))) == ["ReluStep"] * 6
+    assert both(ran, lambda: model_of(Bottleneck(8, 8), Bottleneck(8, bias=True))) == ["SumStep"] * 6
 
 
 class Plain(nn.Sequential):
@@ -156,7 +156,7 @@ def test_a_batch_norm_at_the_end(ran):
 
 
 def test_without_a_shortcut(ran):
-    assert both(ran, lambda: model_of(Plain())) == ["ReluStep"] * 3
+    assert both(ran, lambda: model_of(Plain())) == ["NormStep"] * 3
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -249,7 +249,7 @@ CHANGES = [
 @pytest.mark.parametrize("change", CHANGES, ids=[change.__name__ for change in CHANGES])
 def test_changes_between_passes_count(ran, change):
     """A change takes effect at once, as layer by layer, and the third pass, before it, was one of blocks."""
-    assert both(ran, lambda: model_of(Bottleneck(8), Bottleneck(8)), change, 6)[:2] == ["ReluStep"] * 2
+    assert both(ran, lambda: model_of(Bottleneck(8), Bottleneck(8)), change, 6)[:2] == ["SumStep"] * 2
 
 
 class Switching(Policy):
