@@ -96,7 +96,8 @@ def main() -> None:
     kinds = ", compiled" * compiled + ", collection steps" * args.collect
     print(f"{task.model}, {task.batch} x {task.size}, {task.precision}, {task.method}{kinds}:")
     peak = torch.cuda.max_memory_allocated() / 1e9
-    print(f"  step {statistics.median(times):.1f} ms, host {statistics.median(host):.1f}, peak {peak:.2f} GB")
+    step = f"{statistics.median(times):.1f} ms ({min(times):.1f} to {max(times):.1f})"
+    print(f"  step {step}, host {statistics.median(host):.1f}, peak {peak:.2f} GB")
     if not args.collect:
         print(f"  pipelined {training.timed(args.steps)[1]:.1f} ms")
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:

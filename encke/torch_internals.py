@@ -120,6 +120,12 @@ current_autograd_node: Callable[[], Any] = _find("_C._current_autograd_node", "c
 current_graph_task: Callable[[], int] = _find("_C._current_graph_task_id", "payloads of variable size")
 """Return the number of the backward pass that runs on this thread, -1 outside of one. Checked with 2.11 to 2.13."""
 
+keeps_graph: Callable[[], bool] = _find("_C._autograd._get_current_graph_task_keep_graph", "fused blocks")
+"""Return whether the backward pass that runs on this thread keeps its graph (`retain_graph=True`).
+
+Checked with 2.11 to 2.13.
+"""
+
 eval_frame_callback: Callable[[], Any] = _find("_C._dynamo.eval_frame.get_eval_frame_callback", "capture")
 """Return the function that dynamo runs new Python frames through, None or False where it does not.
 

@@ -28,7 +28,12 @@ from encke.fused.base import TrackedForward, has_triton, in_place_of
 from encke.fused.planner import Planner
 from encke.fused.program import program_of
 from encke.fused.steps import PackingStep, SumStep
-from encke.torch_internals import has_global_module_hooks, pop_saved_tensors_hooks, push_saved_tensors_hooks
+from encke.torch_internals import (
+    has_global_module_hooks,
+    keeps_graph,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+)
 
 OUR_HOOKS = (ModuleHook, LeaveHook)
 Operands = list[tuple[Any, ...]]
@@ -78,17 +83,20 @@ class BlockFunction(torch.autograd.Function):
                 f"'{held.site.layer}' in it; its gradient cannot be differentiated again. Layers run one by one from "
                 "now on: run this step again."
             )
-        steps = held.plan.steps
+        steps, kept = held.plan.steps, held.kept
+        if keeps_graph():
+            kept = [*kept]
         grads: list[Any] = [*[None] * len(steps), grad]
         found: list[Any] = []
-        for step, kept in zip(reversed(steps), reversed(held.kept), strict=True):
-            taken, parameters = step.backward(kept, grads.pop(), held)
+        for step in reversed(steps):
+            taken, parameters = step.backward(kept[-1], grads.pop(), held)
+            del kept[-1]  # what is packed is released as early as by single layers
             for number, each in zip(step.inputs, taken, strict=True):
                 before = grads[number]
-                # A sum passes on a gradient that is not its own; the others are new.
-                grads[number] = (
-                    each if before is None else before + each if type(step) is SumStep else each.add_(before)
-                )
+                if before is not None:
+                    # A sum passes on a gradient that others read; the other steps return new ones.
+                    each = each + before if type(step) is SumStep else each.add_(before)
+                grads[number] = each
             found += reversed(parameters)
         return (grads[0], None, None, None, None, *reversed(found))
 
@@ -187,13 +195,17 @@ class BlockForward(TrackedForward):
 
     def attempt(self, module: Any, inputs: tuple[Any, ...], frame: Frame, forward: ForwardPass) -> Tensor | None:
         capture, program, plan = self.capture, self.program, self.plan
-        if not forward.steady or forward.pending or frame.number or len(inputs) != 1 or program is None:
+        if not forward.steady or frame.number or len(inputs) != 1 or program is None:
             return None
         x = inputs[0]
         if type(x) is not Tensor or not x.requires_grad or not torch.is_grad_enabled() or not self.captured(x):
             return None
         if capture.readers.recorded or not capture.casts_again:
             return None
+        if forward.pending:
+            capture.readers.read_graph(x.grad_fn)
+            if forward.pending:
+                return None
         modules = program.current()
         if modules is None or modules[0] is not module or not self.undisturbed(modules):
             return None

@@ -48,15 +48,18 @@ class Program(NamedTuple):
     calls: tuple[Call, ...]
     modules: tuple[weakref.ref[nn.Module], ...]
     """The container itself and every module that is called."""
+    kinds: list[type[nn.Module]]
+    """Their classes."""
     children: tuple[tuple[int, list[int], tuple[str, ...]], ...]
     """Numbers of containers, the ids of their children, and those attributes of theirs that are None."""
     last: int
     """Number of a ReLU that is called with the result; -1 if there is none."""
 
     def current(self) -> list[Any] | None:
-        """Return the modules, if all of them exist and the containers have the children that they had."""
+        """Return the modules, if all of them are there and the containers have the children that they had."""
         modules: list[Any] = [module() for module in self.modules]
-        if None in modules:
+        # A parametrization changes the class of its module.
+        if [*map(type, modules)] != self.kinds:
             return None
         for number, children, missing in self.children:
             module = modules[number]
@@ -181,7 +184,8 @@ def program_of(module: nn.Module) -> Program | None:
         layer = -1 if called is None else trace.modules[called]
         found.append(Call(layer, numbers[layer], inputs, alone))
         numbers[layer] += 1
-    return Program(tuple(found), tuple(map(weakref.ref, trace.modules)), tuple(trace.children), last)
+    modules = tuple(map(weakref.ref, trace.modules))
+    return Program(tuple(found), modules, [*map(type, trace.modules)], tuple(trace.children), last)
 
 
 def fits(calls: list[tuple[nn.Module | None, bool, tuple[int, ...]]]) -> bool:

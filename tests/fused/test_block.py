@@ -240,7 +240,14 @@ def replace_a_forward(step: int, model: nn.Module) -> None:
         model[2].bn1.forward = nn.Identity().forward
 
 
+def parametrize(step: int, model: nn.Module) -> None:
+    if step == 3:
+        torch.manual_seed(7)
+        nn.utils.parametrizations.spectral_norm(model[2].conv2)
+
+
 CHANGES = [
+    parametrize,
     hook_inside, backward_hook_inside, backward_hook_around, evaluate_a_norm, freeze, freeze_a_norm, replace_a_layer,
     add_a_shortcut, dilate, new_weight, replace_a_forward,
 ]  # fmt: skip
@@ -328,6 +335,20 @@ def test_what_is_packed_is_released_after_backward(steady):
     assert len(held) == 1 and held[0]() is not None
     loss.backward()
     assert held[0]() is None
+
+
+@pytest.mark.parametrize(("retain", "expected"), [(False, [4, 1]), (True, [6, 6])])
+def test_what_is_packed_is_released_step_by_step(steady, monkeypatch, retain, expected):
+    seen: list[int] = []
+    backward = steps.ConvStep.backward
+
+    def watched(self: Any, kept: Any, grad: Any, held: Any) -> Any:
+        seen.append(len(held.kept))
+        return backward(self, kept, grad, held)
+
+    monkeypatch.setattr(steps.ConvStep, "backward", watched)
+    steady[1].backward(retain_graph=retain)
+    assert seen == expected
 
 
 @pytest.mark.parametrize("layer", ["conv2", "bn2"])
