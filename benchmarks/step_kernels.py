@@ -1,7 +1,7 @@
 """Time of a training step on a GPU: step and host time, and the kernels' own time by kind.
 
 python3 benchmarks/step_kernels.py [--model resnet50] [--batch 256] [--precision fp32|bf16] [--method default]
-        [--compile | --graphs] [--collect] [--top 20] [--host 40]
+        [--compile | --graphs] [--collect] [--single-layers] [--top 20] [--host 40]
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from encke.bench.methods import METHODS  # noqa: E402
 from encke.bench.options import Options  # noqa: E402
 from encke.bench.steps import Training  # noqa: E402
+from encke.fused import registry  # noqa: E402
+from encke.fused.block import BlockForward  # noqa: E402
 from encke.kernels import wait_for_kernels  # noqa: E402
 from encke.train.models.registry import MODELS  # noqa: E402
 
@@ -69,7 +71,10 @@ def main() -> None:
     parser.add_argument("--top", type=int, default=0, help="also that many kernels by name, with calls in a step")
     parser.add_argument("--host", type=int, default=0, help="also that many Python functions by their own time")
     parser.add_argument("--collect", action="store_true", help="look at collection steps")
+    parser.add_argument("--single-layers", action="store_true", help="run layers one by one, not in blocks")
     args = parser.parse_args()
+    if args.single_layers:
+        registry.FORWARDS = tuple(each for each in registry.FORWARDS if each is not BlockForward)
     compiled = args.compile or args.graphs
     options = Options((args.model,), (args.method,), (args.precision,), compiled, args.graphs, tokens=args.tokens)
     task = options.plan(() if args.batch is None else (args.batch,)).tables()[0][0]
@@ -93,7 +98,8 @@ def main() -> None:
     kinds = ", compiled" * compiled + ", collection steps" * args.collect
     print(f"{task.model}, {task.batch} x {task.size}, {task.precision}, {task.method}{kinds}:")
     peak = torch.cuda.max_memory_allocated() / 1e9
-    print(f"  step {statistics.median(times):.1f} ms, host {statistics.median(host):.1f}, peak {peak:.2f} GB")
+    step = f"{statistics.median(times):.1f} ms ({min(times):.1f} to {max(times):.1f})"
+    print(f"  step {step}, host {statistics.median(host):.1f}, peak {peak:.2f} GB")
     if not args.collect:
         print(f"  pipelined {training.timed(args.steps)[1]:.1f} ms")
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:

@@ -36,6 +36,8 @@ ATTRIBUTES: dict[str, tuple[type, str]] = {
     "_orig_mod": (nn.Module, "on what `torch.compile(model)` returns: the model"),
     "_forward_hooks": (nn.Module, "hooks behind forward, by handle id"),
     "_forward_pre_hooks": (nn.Module, "hooks before forward, by handle id"),
+    "_backward_hooks": (nn.Module, "hooks around backward, by handle id"),
+    "_backward_pre_hooks": (nn.Module, "hooks before backward, by handle id"),
     "_forward_hooks_always_called": (nn.Module, "ids of hooks that run after an exception too"),
     "_call_impl": (nn.Module, "the module's call without what `compile()` put in its place"),
     "_compiled_call_impl": (nn.Module, "what `Module.compile()` put in its place, or None"),
@@ -118,6 +120,12 @@ current_autograd_node: Callable[[], Any] = _find("_C._current_autograd_node", "c
 current_graph_task: Callable[[], int] = _find("_C._current_graph_task_id", "payloads of variable size")
 """Return the number of the backward pass that runs on this thread, -1 outside of one. Checked with 2.11 to 2.13."""
 
+keeps_graph: Callable[[], bool] = _find("_C._autograd._get_current_graph_task_keep_graph", "fused blocks")
+"""Return whether the backward pass that runs on this thread keeps its graph (`retain_graph=True`).
+
+Checked with 2.11 to 2.13.
+"""
+
 eval_frame_callback: Callable[[], Any] = _find("_C._dynamo.eval_frame.get_eval_frame_callback", "capture")
 """Return the function that dynamo runs new Python frames through, None or False where it does not.
 
@@ -148,6 +156,9 @@ def called_by_checkpoint(above: int) -> bool:
 
 profiler_enabled: Callable[[], bool] = _find("autograd._profiler_enabled", "records of memory")
 """Return whether a profiler of torch is at work. Checked with 2.11 to 2.13."""
+
+has_global_module_hooks: Callable[[], bool] = _find("nn.modules.module._has_any_global_hook", "fused blocks")
+"""Return whether there are hooks for the calls of all modules. Checked with 2.11 to 2.13."""
 
 # -- tensor subclasses -------------------------------------------------------------------------------------------------
 

@@ -148,7 +148,7 @@ class Capture:
             # What is pending is settled first, from the graph behind this tensor.
             usual = known.state is SiteState.KNOWN and not forward.pending and type(t) is Tensor
             if usual and (announced or matches(known, t)):
-                saved = self._save_again(t, known, known.steady, forward, deferred)
+                saved = self.save_again(t, known, known.steady, forward, deferred)
                 if saved is not None:
                     return saved
         if forward.collection is not None:
@@ -200,7 +200,7 @@ class Capture:
         """Release the copy that autocast made of a weight, to be made again in backward."""
         if not self.casts_again:
             return None
-        found = cast_weight(t, facts, self._keep_casts) or cast_frozen(t, frame.layer.owner(), facts, self._keep_casts)
+        found = cast_weight(t, facts, self.keep_casts) or cast_frozen(t, frame.layer.owner(), facts, self.keep_casts)
         if found is not None:
             tally = self.threads.forward.tally
             record = Record(CASTS, tally.count(t.untyped_storage()))
@@ -209,7 +209,8 @@ class Capture:
                 tally.records.append(record)
         return found
 
-    def _keep_casts(self) -> None:
+    def keep_casts(self) -> None:
+        """Keep the copies that autocast makes of weights from now on."""
         self.casts_again = False
 
     def _hold(self, t: Tensor, frame: Frame, index: int) -> Saved:
@@ -282,7 +283,7 @@ class Capture:
         facts.steady = steady_save(self.policy, cell, saved, length, deferred is not None) if forward.steady else None
         return saved
 
-    def _save_again(
+    def save_again(
         self, t: Tensor, facts: SiteFacts, steady: SteadySave, forward: ForwardPass, deferred: DeferredForward | None
     ) -> Saved | None:
         """Pack `t` as the site did in the last pass; None if anything is different."""
@@ -343,6 +344,8 @@ def unpack(saved: Saved | Kept | CastWeight) -> Tensor:
     facts = saved.facts
     if saved.tensor is None:
         node = current_autograd_node()
+        if node is not None and torch.is_grad_enabled():
+            saved.owner.recorded = True
         if node is None:
             pass
         elif saved.pending is not None:

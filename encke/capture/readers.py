@@ -77,6 +77,8 @@ class Readers:
         self.threads = threads
         self.step = 0
         """Training forward passes so far."""
+        self.recorded = False
+        """Whether a backward pass was recorded, to be differentiated again."""
         self.not_finite: set[Site] = set()
         """Sites where a NaN or an infinity would have spoilt the values around it: exact from then on."""
         self.doubtful: list[tuple[SiteFacts, Tensor]] = []

@@ -66,7 +66,51 @@ class InstalledForward:
         return (getattr, (self.layer.owner(), "forward"))
 
 
-class LayerForward(InstalledForward):
+class TrackedForward(InstalledForward):
+    """Forward that tells capture of its calls, and computes them itself where it can."""
+
+    def attempt(self, module: Any, inputs: tuple[Any, ...], frame: Frame, forward: ForwardPass) -> Tensor | None:
+        """Return the result of a call in a captured forward pass; None to run the class's own forward."""
+        raise NotImplementedError
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        capture, layer = self.capture, self.layer
+        # Below the outermost layer only tracing is of interest, and that is quicker to find out.
+        if inside_compile() if layer.parent is None else is_compiling():
+            return self.traced(*inputs, **named)
+        # The module whose call this is: the layer, or a replica or shallow copy of it. Those share this object but
+        # bring weights of their own, and an attribute of an instance is called without a `self`. `Module._call_impl`,
+        # the caller of this, has the module as its own `self`.
+        module: Any = sys._getframe(1).f_locals.get("self")
+        if not isinstance(module, nn.Module) or module.__dict__.get("forward") is not self:
+            module = layer.owner()
+        forward = capture.threads.forward
+        frames = forward.frames
+        # `enter` and `leave` for the usual case: the layer around this one is the innermost call.
+        if frames and frames[-1].layer is layer.parent:
+            frame = Frame(layer, forward)
+            frames.append(frame)
+        else:
+            entered = capture.passes.enter(layer)
+            if entered is None:
+                return type(module).forward(module, *inputs, **named)
+            frame = entered
+        output = None
+        try:
+            if not named:
+                output = self.attempt(module, inputs, frame, forward)
+            if output is None:
+                output = type(module).forward(module, *inputs, **named)
+            return output
+        finally:
+            forward.deferred = None
+            if len(frames) > 1 and frames[-1] is frame:
+                frames.pop()
+            else:
+                capture.passes.leave(layer, output)
+
+
+class LayerForward(TrackedForward):
     """Forward of a layer with one input, which runs an autograd function of ours where the kernels take the call.
 
     The function stands in the place of the operation that saves first. It saves the same tensor through the same hooks,
@@ -98,43 +142,15 @@ class LayerForward(InstalledForward):
         """Run the call through the function, and tell the forward pass what it saves; None to go the plain way."""
         raise NotImplementedError
 
-    def __call__(self, input: Tensor) -> Tensor:
-        capture, layer = self.capture, self.layer
-        # Below the outermost layer only tracing is of interest, and that is quicker to find out.
-        if inside_compile() if layer.parent is None else is_compiling():
-            return self.traced(input)
-        # The module whose call this is: the layer, or a replica or shallow copy of it. Those share this object but
-        # bring weights of their own, and an attribute of an instance is called without a `self`. `Module._call_impl`,
-        # the caller of this, has the module as its own `self`.
-        module: Any = sys._getframe(1).f_locals.get("self")
-        if not isinstance(module, self.layers) or module.__dict__.get("forward") is not self:
-            module = self.layer.owner()
-        forward = capture.threads.forward
-        frames = forward.frames
-        # `enter` and `leave` for the usual case: the layer around this one is the innermost call.
-        if frames and frames[-1].layer is layer.parent:
-            frame = Frame(layer, forward)
-            frames.append(frame)
-        else:
-            entered = capture.passes.enter(layer)
-            if entered is None:
-                return type(module).forward(module, input)
-            frame = entered
-        output, facts = None, frame.sites[0] if frame.sites else None
-        try:
-            # The quick questions first: most calls of a small model end here.
-            if facts is not None and type(input) is Tensor and input.numel() * input.element_size() >= self.min_bytes:
-                if self.suits(module, input, facts):
-                    output = self.run(module, input, facts, forward)
-            if output is None:
-                output = type(module).forward(module, input)
-            return output
-        finally:
-            forward.deferred = None
-            if len(frames) > 1 and frames[-1] is frame:
-                frames.pop()
-            else:
-                capture.passes.leave(layer, output)
+    def attempt(self, module: Any, inputs: tuple[Any, ...], frame: Frame, forward: ForwardPass) -> Tensor | None:
+        facts = frame.sites[0] if frame.sites else None
+        # The quick questions first: most calls of a small model end here.
+        if facts is None or len(inputs) != 1:
+            return None
+        x = inputs[0]
+        if type(x) is not Tensor or x.numel() * x.element_size() < self.min_bytes or not self.suits(module, x, facts):
+            return None
+        return self.run(module, x, facts, forward)
 
     def suits(self, module: Any, x: Tensor, facts: SiteFacts) -> bool:
         """Return whether this call, which saves first at that site, may go to the kernels."""

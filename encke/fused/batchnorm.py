@@ -28,6 +28,8 @@ from encke.torch_internals import batch_norm_forward, cudnn_enabled, verify_batc
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Gradients of input, weight and bias."""
+Kept = tuple[Tensor, Tensor | None, Tensor | None, int, Tensor | None, int, float]
+"""Mean and 1 / standard deviation, or both in the first; weight and its version; reserve, implementation, eps."""
 Settings = tuple[Tensor | None, Tensor | None, float, float, "DeferredBatchNorm | None"]
 """Running mean and variance, momentum, eps, and the forward that is deferred."""
 
@@ -85,16 +87,7 @@ class BatchNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Settings) -> Tensor:
         """Return the result; a deferred one is written when the input is packed, right after this returns."""
-        running_mean, running_var, momentum, eps, deferred = settings
-        if deferred is None:
-            out, mean, invstd, reserve, implementation = batch_norm_forward(
-                x, weight, bias, running_mean, running_var, True, momentum, eps, cudnn_enabled()
-            )
-            ctx.kept = (mean, invstd, weight, 0 if weight is None else weight._version, reserve, implementation, eps)
-        else:
-            out = deferred.out
-            # The rows of the statistics are taken apart when somebody asks for one.
-            ctx.kept = (deferred.statistics, None, weight, weight._version, None, 0, eps)  # type: ignore[union-attr]
+        out, ctx.kept = normalise(x, weight, bias, settings)
         # Only the input goes through the hooks: the rest is small or a parameter, and would not be packed.
         ctx.save_for_backward(x)
         return out
@@ -105,14 +98,32 @@ class BatchNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         """Return the gradients of input, weight and bias."""
-        gradients = None if torch.is_grad_enabled() else gradients_from_codes(ctx, grad)
-        return (*(plain_gradients(ctx, grad) if gradients is None else gradients), None)
+        needs, gradients = ctx.needs_input_grad[:3], None
+        if not torch.is_grad_enabled():
+            saved = ctx._raw_saved_tensors[0].data
+            packed = packed_for(saved, grad)
+            if packed is not None:
+                gradients = gradients_from_codes(packed, saved.layout, ctx.kept, needs, grad)
+        if gradients is None:
+            gradients = plain_gradients(ctx.saved_tensors[0], ctx.kept, needs, grad)
+        return (*gradients, None)
 
 
-def plain_gradients(ctx: Any, grad: Tensor) -> Gradients:
+def normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Settings) -> tuple[Tensor, Kept]:
+    """Return the result, written yet or not, and what backward needs beside the input."""
+    running_mean, running_var, momentum, eps, deferred = settings
+    if deferred is None:
+        out, mean, invstd, reserve, implementation = batch_norm_forward(
+            x, weight, bias, running_mean, running_var, True, momentum, eps, cudnn_enabled()
+        )
+        return out, (mean, invstd, weight, 0 if weight is None else weight._version, reserve, implementation, eps)
+    # The rows of the statistics are taken apart when somebody asks for one.
+    return deferred.out, (deferred.statistics, None, weight, weight._version, None, 0, eps)  # type: ignore[union-attr]
+
+
+def plain_gradients(x: Tensor, kept: Kept, needs: tuple[bool, ...], grad: Tensor) -> Gradients:
     """Return what plain autograd computes, from the restored input; differentiable where backward is recorded."""
-    (x,) = ctx.saved_tensors
-    mean, invstd, weight, version, reserve, implementation, eps = ctx.kept
+    mean, invstd, weight, version, reserve, implementation, eps = kept
     if invstd is None:
         mean, invstd = mean[0], mean[1]
     if weight is not None:
@@ -122,19 +133,17 @@ def plain_gradients(ctx: Any, grad: Tensor) -> Gradients:
         memory_format = torch.contiguous_format
     return torch.ops.aten._batch_norm_impl_index_backward(
         implementation, x, grad.contiguous(memory_format=memory_format), weight, None, None, mean, invstd,
-        True, eps, ctx.needs_input_grad[:3],
+        True, eps, needs,
         torch.empty(0, dtype=torch.uint8, device=x.device) if reserve is None else reserve.clone(),
     )  # fmt: skip
 
 
-def gradients_from_codes(ctx: Any, grad: Tensor) -> Gradients | None:
+def gradients_from_codes(
+    packed: GroupQuantPacked, layout: Layout, kept: Kept, needs: tuple[bool, ...], grad: Tensor
+) -> Gradients | None:
     """Return the gradients from the packed input; None where the kernels do not take it."""
-    saved = ctx._raw_saved_tensors[0].data
-    packed = packed_for(saved, grad)
-    if packed is None:
-        return None
-    kernels, layout = backward_kernels(), saved.layout
-    mean, invstd, weight, version = ctx.kept[:4]
+    kernels = backward_kernels()
+    mean, invstd, weight, version = kept[:4]
     channels_last = layout.channels_last
     if channels_last is None:
         return None
@@ -150,7 +159,7 @@ def gradients_from_codes(ctx: Any, grad: Tensor) -> Gradients | None:
         check_version(weight, version)
     if grad.stride() != layout.stride:
         grad = grad.contiguous(memory_format=FORMATS[grad.dim()] if channels_last else torch.contiguous_format)
-    want_x, want_weight, want_bias = ctx.needs_input_grad[:3]
+    want_x, want_weight, want_bias = needs
     grad_x, grad_weight, grad_bias = kernels.norm_backward(
         grad, packed.buffers[0], mean, invstd, weight, plan, packed.seed, want_x
     )
@@ -207,6 +216,20 @@ def training_forward(
     packs.
     """
     module._check_input_dim(x)
+    weight, bias, settings = arguments_of(module, x, facts, codec, forward is not None)
+    if forward is not None:
+        forward.deferred = settings[4] or DeferredForward(facts, codec, x)
+    out = function(x, weight, bias, settings)
+    if forward is not None and forward.deferred is not None:
+        forward.run_deferred()
+    return out
+
+
+def arguments_of(module: Any, x: Tensor, facts: Any, codec: Any, packs: bool) -> tuple[Any, Any, Settings]:
+    """Return weight, bias and settings of a call in training, and count the batch.
+
+    With `packs` the forward is deferred until the input is packed, where the kernels compute it.
+    """
     # Past Module.__getattr__, which is slow; a replica has its parameters as plain attributes.
     parameters, buffers = module._parameters, module._buffers
     weight = parameters["weight"] if "weight" in parameters else module.weight
@@ -220,7 +243,7 @@ def training_forward(
     mean = var = deferred = None
     if module.track_running_stats or not module.training:
         mean, var = buffers["running_mean"], buffers["running_var"]
-    if forward is not None:
+    if packs:
         plan = None
         counts = tracks and batches.dtype is torch.int64 and batches.device == x.device
         if x.dtype.itemsize == 2 and not x.data_ptr() & 3 and (counts or mean is None):
@@ -229,13 +252,9 @@ def training_forward(
             # The kernel counts batches as well.
             running = None if mean is None or var is None else (mean, var, batches)
             deferred = DeferredBatchNorm(facts, codec, x, plan, weight, bias, running, momentum, module.eps)
-        forward.deferred = deferred or DeferredForward(facts, codec, x)
     if deferred is None and tracks:
         batches.add_(1)
-    out = function(x, weight, bias, (mean, var, momentum, module.eps, deferred))
-    if forward is not None and forward.deferred is not None:
-        forward.run_deferred()
-    return out
+    return weight, bias, (mean, var, momentum, module.eps, deferred)
 
 
 def all_fp32(weight: Any, bias: Any, mean: Any, var: Any) -> bool:

@@ -6,6 +6,7 @@ the input's gradient, which is as large, needs memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,30 +61,37 @@ class ConvFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         """Return the gradients of input, weight and bias."""
-        needs = ctx.needs_input_grad[:3]
+        needs, sizes = ctx.needs_input_grad[:3], ctx.bias_size
         if torch.is_grad_enabled() or not all(needs[:2]):
-            gradients = joint_gradients(ctx, needs, grad, *ctx.saved_tensors)
+            gradients = convolution_backward(grad, *ctx.saved_tensors, sizes, *ctx.settings, needs)
         else:
-            gradients = split_gradients(ctx, needs, grad)
+            gradients = split_gradients(lambda: ctx.saved_tensors, grad, sizes, ctx.settings, needs)
         return (*gradients, None, None, None, None)
 
 
-def joint_gradients(ctx: Any, needs: tuple[bool, ...], grad: Tensor, x: Tensor, weight: Tensor) -> Gradients:
-    """Return what plain autograd computes, in one call; differentiable where backward is recorded."""
-    return convolution_backward(grad, x, weight, ctx.bias_size, *ctx.settings, needs)
+def split_gradients(
+    load: Callable[[], tuple[Tensor, Tensor]], grad: Tensor, sizes: Any, settings: tuple[Any, ...],
+    needs: tuple[bool, ...],
+) -> Gradients:  # fmt: skip
+    """Return the gradients in two calls, and release the restored input between them, where the backend allows it.
 
-
-def split_gradients(ctx: Any, needs: tuple[bool, ...], grad: Tensor) -> Gradients:
-    """Return the same in two calls, and release the restored input between them, where the backend allows it."""
-    x, weight = ctx.saved_tensors
-    memory_format = conv_memory_format(x, weight, ctx.settings)
+    Args:
+        load: Returns input and weight.
+        grad: Gradient of the result.
+        sizes: Size of the bias, or None.
+        settings: Those of `aten.convolution` from stride on.
+        needs: Which gradients are needed; those of input and weight are.
+    """
+    x, weight = load()
+    memory_format = conv_memory_format(x, weight, settings)
     if memory_format is None:
-        return joint_gradients(ctx, needs, grad, x, weight)
+        return convolution_backward(grad, x, weight, sizes, *settings, needs)
     grad = grad.contiguous(memory_format=memory_format)
-    _, grad_weight, grad_bias = joint_gradients(ctx, (False, *needs[1:]), grad, x, weight)
+    _, grad_weight, grad_bias = convolution_backward(grad, x, weight, sizes, *settings, (False, *needs[1:]))
     size, stride = x.shape, x.stride()
     del x
-    grad_x = joint_gradients(ctx, (True, False, False), grad, storageless(size, stride, grad), weight)[0]
+    like = storageless(size, stride, grad)
+    grad_x = convolution_backward(grad, like, weight, sizes, *settings, (True, False, False))[0]
     return grad_x, grad_weight, grad_bias
 
 
@@ -101,25 +109,36 @@ class ConvForward(LayerForward):
 
     def run(self, module: Any, x: Tensor, facts: SiteFacts, forward: ForwardPass) -> Tensor | None:
         """Run the call through the function; None for what it does not compute, or where it would gain nothing."""
-        parameters, dtype = module._parameters, x.dtype
-        weight = parameters["weight"] if "weight" in parameters else module.weight
-        bias = parameters["bias"] if "bias" in parameters else module.bias
-        if module.padding_mode != "zeros" or type(module.padding) is str or x.dim() != weight.dim():
+        if not x.requires_grad or not matches(facts, x):
             return None
-        if not x.requires_grad or not weight.requires_grad or not matches(facts, x):
+        operands = operands_of(module, x.dtype, x.dim(), self.device_type)
+        if operands is None:
             return None
-        # Weight and bias have to be plain tensors of the input's dtype, or become that under autocast. Autocast would
-        # do this itself, but inside the function, where it is not recorded.
-        dtypes: tuple[torch.dtype, ...] = (dtype,)
-        if torch.is_autocast_enabled(self.device_type):
-            dtypes = AUTOCAST_DTYPES if dtype == torch.get_autocast_dtype(self.device_type) else ()
-        if type(weight) not in PLAIN or weight.dtype not in dtypes:
-            return None
-        if bias is not None and (type(bias) not in PLAIN or bias.dtype not in dtypes):
-            return None
-        if weight.dtype != dtype:
-            weight = weight.to(dtype)
-        if bias is not None and bias.dtype != dtype:
-            bias = bias.to(dtype)
+        weight, bias = operands
+        # Autocast would do this itself, but inside the function, where it is not recorded.
+        if weight.dtype != x.dtype:
+            weight = weight.to(x.dtype)
+        if bias is not None and bias.dtype != x.dtype:
+            bias = bias.to(x.dtype)
         forward.deferred = DeferredForward(facts, None, x)
         return facts.function(x, weight, bias, module.stride, module.padding, module.dilation, module.groups)
+
+
+def operands_of(module: Any, dtype: torch.dtype, dimensions: int, device_type: str) -> tuple[Any, Any] | None:
+    """Return weight and bias of a convolution of inputs of that dtype; None for what the function does not compute.
+
+    Both have to be plain tensors of the input's dtype, or to become that under autocast.
+    """
+    parameters = module._parameters
+    weight = parameters["weight"] if "weight" in parameters else module.weight
+    bias = parameters["bias"] if "bias" in parameters else module.bias
+    if module.padding_mode != "zeros" or type(module.padding) is str or dimensions != weight.dim():
+        return None
+    dtypes: tuple[torch.dtype, ...] = (dtype,)
+    if torch.is_autocast_enabled(device_type):
+        dtypes = AUTOCAST_DTYPES if dtype == torch.get_autocast_dtype(device_type) else ()
+    if type(weight) not in PLAIN or weight.dtype not in dtypes or not weight.requires_grad:
+        return None
+    if bias is not None and (type(bias) not in PLAIN or bias.dtype not in dtypes):
+        return None
+    return weight, bias

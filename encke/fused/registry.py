@@ -10,12 +10,15 @@ from encke.capture.hooks import Capture
 from encke.capture.modules import Layer
 from encke.fused.base import InstalledForward
 from encke.fused.batchnorm import BatchNormForward
+from encke.fused.block import BlockForward
 from encke.fused.conv import ConvForward
 from encke.fused.gelu import GeluForward
 from encke.fused.relu import ReluForward
 from encke.fused.rownorm import RowNormForward
 
-FORWARDS: tuple[type[InstalledForward], ...] = (BatchNormForward, ReluForward, ConvForward, GeluForward, RowNormForward)
+FORWARDS: tuple[type[InstalledForward], ...] = (
+    BatchNormForward, ReluForward, ConvForward, GeluForward, RowNormForward, BlockForward,
+)  # fmt: skip
 
 ENABLED = True
 """Whether `install` does anything. Tests and benchmarks set it to False to compare with plain hooks."""

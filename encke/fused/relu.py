@@ -22,6 +22,8 @@ from encke.codecs.layout import Layout
 from encke.fused.base import LayerForward, in_place_of, packed_for
 from encke.kernels import mix
 
+threshold_backward = torch.ops.aten.threshold_backward.default
+
 
 class DeferredRelu(DeferredForward):
     """ReLU's result, written to `t` in the pass that packs it."""
@@ -67,17 +69,18 @@ class ReluFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         """Return the input's gradient."""
-        gradient = None if torch.is_grad_enabled() else gradient_from_codes(ctx, grad)
-        if gradient is None:
-            gradient = torch.ops.aten.threshold_backward(grad, ctx.saved_tensors[0], 0)
-        return gradient, None, None
+        if not torch.is_grad_enabled():
+            saved = ctx._raw_saved_tensors[0].data
+            packed = packed_for(saved, grad)
+            gradient = None if packed is None else gradient_from_codes(packed, saved.layout, grad)
+            if gradient is not None:
+                return gradient, None, None
+        return threshold_backward(grad, ctx.saved_tensors[0], 0), None, None
 
 
-def gradient_from_codes(ctx: Any, grad: Tensor) -> Tensor | None:
+def gradient_from_codes(packed: GroupQuantPacked, layout: Layout, grad: Tensor) -> Tensor | None:
     """Return the gradient where the packed result is not zero, else zero; None where the kernel does not take it."""
-    saved = ctx._raw_saved_tensors[0].data
-    packed = packed_for(saved, grad)
-    if packed is None or not saved.layout.dense or grad.stride() != saved.layout.stride:
+    if not layout.dense or grad.stride() != layout.stride:
         return None
     return packed.plan.gate(packed.buffers[0], grad)
 

@@ -74,7 +74,7 @@ def gradients(change: Callable[[int, Block, Switching], int]) -> tuple[list[torc
     """Return the gradients of all steps, and how often a site saved as in the pass before."""
     torch.manual_seed(3)
     model, policy, found, again = Block(), Switching(), [], 0
-    original = hooks.Capture._save_again
+    original = hooks.Capture.save_again
 
     def counting(*args):
         nonlocal again
@@ -83,7 +83,7 @@ def gradients(change: Callable[[int, Block, Switching], int]) -> tuple[list[torc
         return saved
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hooks.Capture, "_save_again", counting)
+        patch.setattr(hooks.Capture, "save_again", counting)
         handle = encke.attach(model, policy, min_bytes=1)
         for step in range(STEPS):
             batch = change(step, model, policy)

@@ -242,7 +242,7 @@ def work(settings: dict[str, Any]) -> None:
     from triton.backends.compiler import GPUTarget
 
     process.die_with_parent()
-    os.nice(5)
+    os.nice(19)
     target = GPUTarget(settings["backend"], settings["arch"], settings["warp_size"])
     triton.runtime.driver.set_active(OtherTarget(target))
     uses = [

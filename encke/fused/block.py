@@ -1,0 +1,244 @@
+"""Blocks: convolutions, batch norms, ReLUs and sums that run as one autograd function.
+
+Layer by layer, each tensor that is saved costs a module's call, an autograd function, a node and a hook, all of them
+in Python, and with small batches the GPU waits for that. A container whose forward is a plain program of such layers
+(`program.py`), such as a bottleneck of ResNet, runs layer by layer until all of its sites save as in the pass before.
+From then on one function runs the same kernels in the same order (`steps.py`) and holds what they have packed. Values,
+gradients, random numbers and the report are the same, bit for bit. A ReLU at the end stays a layer of its own.
+
+Before anything is computed, the block asks what each layer would have asked: whether modules, hooks, parameters or the
+policy's choices have changed. If so, the call goes layer by layer, and the block is planned again once its sites are
+steady again. Collection steps go layer by layer, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from encke.capture.facts import SiteState
+from encke.capture.hooks import Capture, unpack
+from encke.capture.modules import Layer, LeaveHook, ModuleHook
+from encke.capture.passes import ForwardPass, Frame
+from encke.capture.readers import matches
+from encke.capture.saved import Saved
+from encke.fused.base import TrackedForward, has_triton, in_place_of
+from encke.fused.planner import Planner
+from encke.fused.program import program_of
+from encke.fused.steps import PackingStep, SumStep
+from encke.torch_internals import (
+    has_global_module_hooks,
+    keeps_graph,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+)
+
+OUR_HOOKS = (ModuleHook, LeaveHook)
+Operands = list[tuple[Any, ...]]
+"""Parameters of each step."""
+
+
+class BlockSaved(Saved):
+    """Everything that a block holds from forward to backward, in the place of its saved input."""
+
+    __slots__ = ("kept", "plan")
+
+    def __init__(self, plan: BlockPlan, saved: Saved, x: Tensor) -> None:
+        super().__init__(saved.owner, saved.facts, x, saved.layout, saved.cell)
+        self.plan = plan
+        self.kept: list[Any] = []
+        """Packed tensors and other things that the backward of each step needs."""
+
+    def hold(self, t: Tensor) -> BlockSaved:
+        """Return itself: the hook that packs the block's input."""
+        return self
+
+
+class BlockFunction(torch.autograd.Function):
+    """A block: input, what it holds, modules, parameters of each step, forward pass, and all parameters."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, held: BlockSaved, modules: list[Any], operands: Operands, forward: ForwardPass, *_: Tensor
+    ) -> Tensor:
+        """Return the result of the last step."""
+        ctx.save_for_backward(x)
+        values, plan = [x], held.plan
+        for step, module, parameters, ends in zip(plan.steps, modules, operands, plan.ends, strict=True):
+            held.kept.append(step.forward(module, values, parameters, forward))
+            for number in ends:
+                values[number] = None  # type: ignore[call-overload]
+        return values[-1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Return the gradients of the input and of all parameters."""
+        held: BlockSaved = ctx._raw_saved_tensors[0].data
+        if torch.is_grad_enabled():
+            held.owner.recorded = True
+            raise RuntimeError(
+                f"encke: backward with create_graph=True came to a block of layers that ran as one, with "
+                f"'{held.site.layer}' in it; its gradient cannot be differentiated again. Layers run one by one from "
+                "now on: run this step again."
+            )
+        steps, kept = held.plan.steps, held.kept
+        if keeps_graph():
+            kept = [*kept]
+        grads: list[Any] = [*[None] * len(steps), grad]
+        found: list[Any] = []
+        for step in reversed(steps):
+            taken, parameters = step.backward(kept[-1], grads.pop(), held)
+            del kept[-1]  # what is packed is released as early as by single layers
+            for number, each in zip(step.inputs, taken, strict=True):
+                before = grads[number]
+                if before is not None:
+                    # A sum passes on a gradient that others read; the other steps return new ones.
+                    each = each + before if type(step) is SumStep else each.add_(before)
+                grads[number] = each
+            found += reversed(parameters)
+        return (grads[0], None, None, None, None, *reversed(found))
+
+
+class BlockPlan:
+    """Steps of a block for inputs of one size, and the decisions that they rely on."""
+
+    def __init__(self, planner: Planner) -> None:
+        self.steps = steps = planner.steps
+        self.calls = planner.numbers
+        """Layers of the steps, and the number of each one's last call."""
+        self.taken = planner.taken
+        """Sites that save the block's input."""
+        last_reader = {number: step for step in steps for number in step.inputs if number}
+        self.ends = [[number for number, reader in last_reader.items() if reader is step] for step in steps]
+        """Values that nobody reads behind each step."""
+        last: Any = steps[-1]
+        self.records = [record for step in steps for record in step.records]
+        """Records of what is saved inside the block, the same in every pass."""
+        self.small_bytes = sum(step.small_bytes for step in steps)
+        operation = last.facts.reader if isinstance(last, PackingStep) else "Add"
+        self.function = in_place_of(operation, BlockFunction)
+
+    def holds(self, forward: ForwardPass, capture: Capture) -> bool:
+        """Return whether every site inside the block would save as planned."""
+        if not self.calls.keys().isdisjoint(forward.calls):
+            return False
+        choose, sources = capture.policy.choose, capture.recomputations.sources
+        for step in self.steps:
+            facts, steady = step.facts, step.steady
+            if facts is None:
+                continue
+            if facts.steady is not steady or facts.state is not SiteState.KNOWN or facts.changed:
+                return False
+            if steady.first is not facts:
+                continue  # the step that packs is asked
+            if len(facts.sharers) != steady.sharers or facts.dependents or facts.site.place in sources:
+                return False
+            for site, codec in steady.chosen:
+                found = choose(site)
+                if found is not codec and found != codec:
+                    return False
+        return True
+
+    def operands(self, modules: list[Any]) -> Operands | None:
+        """Return the parameters of each step; None if one of them is not as planned."""
+        operands: Operands = []
+        for step, module in zip(self.steps, modules, strict=True):
+            found = step.operands(module)
+            if found is None:
+                return None
+            operands.append(found)
+        return operands
+
+    def save_input(self, x: Tensor, forward: ForwardPass, capture: Capture) -> Saved | None:
+        """Pack the block's input, or find it packed, as its readers would; None if one of them would not."""
+        saved = None
+        for facts in self.taken:
+            steady = facts.steady
+            if steady is None or facts.state is not SiteState.KNOWN or not matches(facts, x):
+                return None
+            saved = capture.save_again(x, facts, steady, forward, None)
+            if saved is None:
+                return None
+        return saved
+
+    def run(self, x: Tensor, saved: Saved, modules: list[Any], operands: Operands, forward: ForwardPass) -> Tensor:
+        """Return the block's result, and tell the forward pass what was saved."""
+        held = BlockSaved(self, saved, x)
+        parameters = [parameter for given in operands for parameter in given]
+        push_saved_tensors_hooks(held.hold, unpack)
+        try:
+            y: Tensor = self.function(x, held, modules, operands, forward, *parameters)
+        finally:
+            pop_saved_tensors_hooks()
+        forward.calls.update(self.calls)
+        forward.tally.records += self.records
+        forward.tally.small_bytes += self.small_bytes
+        return y
+
+
+class BlockForward(TrackedForward):
+    """Run a container of layers as one function where nothing but its layers decides what it computes."""
+
+    def __init__(self, capture: Capture, layer: Layer) -> None:
+        super().__init__(capture, layer)
+        module = layer.owner()
+        assert module is not None
+        self.program = program_of(module)
+        self.plan: BlockPlan | None = None
+
+    @classmethod
+    def serves(cls, module: nn.Module) -> bool:
+        """Return whether the module's forward is a program of layers, and the GPU kernels can be imported."""
+        return bool(module._modules) and has_triton() and program_of(module) is not None
+
+    def attempt(self, module: Any, inputs: tuple[Any, ...], frame: Frame, forward: ForwardPass) -> Tensor | None:
+        capture, program, plan = self.capture, self.program, self.plan
+        if not forward.steady or frame.number or len(inputs) != 1 or program is None:
+            return None
+        x = inputs[0]
+        if type(x) is not Tensor or not x.requires_grad or not torch.is_grad_enabled() or not self.captured(x):
+            return None
+        if capture.readers.recorded or not capture.casts_again:
+            return None
+        if forward.pending:
+            capture.readers.read_graph(x.grad_fn)
+            if forward.pending:
+                return None
+        modules = program.current()
+        if modules is None or modules[0] is not module or not self.undisturbed(modules):
+            return None
+        called = [modules[call.layer] if call.layer >= 0 else None for call in program.calls]
+        if plan is None:
+            planner = Planner(program, called, x, capture)
+            if not planner.plan():
+                return None
+            plan = self.plan = BlockPlan(planner)
+        operands = plan.operands(called)
+        saved = None
+        if operands is not None and plan.holds(forward, capture):
+            saved = plan.save_input(x, forward, capture)
+        if operands is None or saved is None:
+            self.plan = None
+            return None
+        y = plan.run(x, saved, called, operands, forward)
+        return y if program.last < 0 else modules[program.last](y)
+
+    def undisturbed(self, modules: list[Any]) -> bool:
+        """Return whether all modules train, and the block's are called without hooks and forwards of others."""
+        for module in modules:
+            state = module.__dict__
+            if not state["training"]:
+                return False
+            if module is modules[0]:
+                continue  # what is around the block's own call stays there
+            own = state.get("forward")
+            if own is not None and not isinstance(own, TrackedForward):
+                return False
+            if state["_backward_hooks"] or state["_backward_pre_hooks"]:
+                return False
+            for hooks in (state["_forward_pre_hooks"], state["_forward_hooks"]):
+                if hooks and not all(type(hook) in OUR_HOOKS for hook in hooks.values()):
+                    return False
+        return not has_global_module_hooks()
