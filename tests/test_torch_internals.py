@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import gc
 import re
-import shutil
 import threading
 import weakref
 from collections.abc import Iterator

@@ -31,6 +31,7 @@ def values(kind: str, dtype: torch.dtype) -> torch.Tensor:
     return x.to(DEVICE, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sample", "kind", "dtype"),
     [

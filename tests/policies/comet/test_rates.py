@@ -42,8 +42,9 @@ NORMS = {"plain": ("channels", 0), "channels last": ("channels", 0), "tokens": (
 @pytest.mark.parametrize(
     ("rows", "dtype"),
     [
-        *((False, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)),
+        (False, torch.float32),
         (True, torch.float32),
+        *(pytest.param(False, dtype, marks=pytest.mark.slow) for dtype in (torch.bfloat16, torch.float64)),
         # Kernels for rows of other dtypes, which take a second each to compile.
         *(pytest.param(True, dtype, marks=pytest.mark.soak) for dtype in (torch.bfloat16, torch.float64)),
     ],
