@@ -48,9 +48,16 @@ class Sample:
     """Return a module (None for an operation), what to call, and its arguments as a tree."""
 
 
-def allow_global_flags() -> None:
-    """Let other tests of this process set flags such as `torch.backends.cudnn.benchmark`: the databases forbid it."""
+def make_usable() -> None:
+    """Undo what importing the databases does to this process, and what they do that takes most of their time."""
+    from torch.testing._internal import common_utils
+    from torch.testing._internal.opinfo import core
+
+    # The databases forbid other tests to set flags such as `torch.backends.cudnn.benchmark`.
     torch.backends.disable_global_flags.__globals__["__allow_nonbracketed_mutation_flag"] = True
+    # Each list of samples looks for a `unittest.TestCase` in the whole stack. There is none.
+    for module in (common_utils, core):
+        module.extract_test_fn = lambda: None
 
 
 @functools.cache
@@ -58,7 +65,7 @@ def operations() -> list[Any]:
     """Return the entries of the operator database that have a gradient in float32 on a CPU."""
     from torch.testing._internal.common_methods_invocations import op_db
 
-    allow_global_flags()
+    make_usable()
     return [
         entry for entry in op_db if entry.supports_autograd and torch.float32 in entry.supported_backward_dtypes("cpu")
     ]
@@ -69,7 +76,7 @@ def modules() -> list[Any]:
     """Return the entries of the module database that have a gradient in float32."""
     from torch.testing._internal.common_modules import module_db
 
-    allow_global_flags()
+    make_usable()
     return list(module_db)
 
 

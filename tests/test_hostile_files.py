@@ -58,6 +58,7 @@ def test_the_harmful_object_does_harm_where_it_is_trusted(trace: Path) -> None:
     assert trace.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_checkpoint_with_code_in_it_is_refused(zipped: bool, trace: Path, tmp_path: Path, capsys) -> None:
     run = tmp_path / "run"

@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 PAGES += [ROOT / folder / "README.md" for folder in ("benchmarks", "examples")]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
-TRAINERS = ("docs/transformers.md", "docs/lightning.md", "docs/accelerate.md")
-"""Pages whose code imports a trainer, which takes seconds."""
+SLOW = ("transformers", "lightning", "accelerate", "estimate", "howto", "train", "vision")
+"""Pages whose code takes seconds: it imports a trainer, trains, or measures a ResNet."""
 BLOCKS = [
     (name, block, shown)
     for name, page in zip(NAMES, PAGES, strict=True)
@@ -39,7 +39,7 @@ def test_the_readme_has_code_and_at_most_120_lines() -> None:
             block,
             shown,
             id=f"{page}-{block.splitlines()[-1][:40]}",
-            marks=[pytest.mark.slow] if page in TRAINERS else [],
+            marks=[pytest.mark.slow] if Path(page).stem in SLOW else [],
         )
         for page, block, shown in BLOCKS
     ],

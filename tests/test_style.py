@@ -59,7 +59,10 @@ def examples() -> list[str]:
     return [file for file, text in FILES.items() if re.search(r"^\s*>>> ", text, re.MULTILINE)]
 
 
-@pytest.mark.parametrize("file", examples())
+# The estimate trains a small ResNet.
+@pytest.mark.parametrize(
+    "file", [pytest.param(file, marks=[pytest.mark.slow] * file.endswith("estimation.py")) for file in examples()]
+)
 def test_examples_in_docstrings_hold(file: str) -> None:
     module = importlib.import_module(file.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
     found = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)

@@ -41,7 +41,7 @@ from encke.tools.step_memory import StepMemory, StepRecorder
 WARM = 13
 """Warm-up steps. The default policy collects in the 10th, and settles in the next ones."""
 MEASURED = 3
-"""Steps in which memory is measured. They come before the timed ones, because reading the memory takes time."""
+"""Steps in which memory is measured, unless fewer are timed. They come first, because reading memory takes time."""
 TRIED = 2
 """Ordinary steps of a trial before a collection step; one more comes after it."""
 HOUR = 1000
@@ -276,7 +276,7 @@ class Measurement:
         training, gauge, task = self.training, self.gauge, self.task
         result = Result()
         result.first_ms, result.second_ms = (*self.first_ms, None, None)[:2]
-        measure_memory(training, gauge, result)
+        measure_memory(training, gauge, min(MEASURED, task.steps), result)
         if not gauge.cuda and task.cap is None:  # under a cap, memory that is kept would count
             process.keep_freed_memory()
             training.step()
@@ -299,10 +299,10 @@ class Measurement:
         return result
 
 
-def measure_memory(training: Training, gauge: Gauge, result: Result) -> None:
+def measure_memory(training: Training, gauge: Gauge, steps: int, result: Result) -> None:
     """Measure the memory of ordinary steps."""
     held, totals, peaks = [], [], []
-    for _ in range(MEASURED):
+    for _ in range(steps):
         training.wait()
         gauge.reset_peak()
         before = gauge.now()

@@ -30,6 +30,7 @@ def test_tensors_are_of_the_size_and_in_the_memory_format_that_a_case_names(clif
             assert (x.numel() % 128 > 0) == (case.what == "flat odd")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["flat odd", "planes 7", "channels_last 24"])
 def test_what_is_timed_restores_the_tensor(cliffs, what):
     case = cliffs.Case(1, "float32", what)

@@ -156,7 +156,8 @@ def test_an_interrupted_call_goes_on_under_every_cap(searches, monkeypatch, tmp_
     assert searches[4:] == [("plain", 2**20)]
 
 
-@pytest.mark.slow
+# A process for each trial that does not fit. tests/bench/test_rows.py has one that does not.
+@pytest.mark.soak
 @LINUX
 def test_the_largest_batch_under_a_cap_on_the_process(tmp_path, capsys):
     cap = ["--memory", "40MiB", "--methods", "plain", "--steps", "1"]

@@ -8,7 +8,7 @@ import torch
 from encke.bench.models import MODELS, build, check_installed, loss_of, optimizer_for, source, synthetic_batch
 from encke.tools.errors import UsageError
 
-LARGE = ("llama", "bert")
+LARGE = ("llama", "bert", "gpt2")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in LARGE else []) for n in MODELS])

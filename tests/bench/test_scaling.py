@@ -1,4 +1,7 @@
-"""Ranks of a data-parallel training hold the same settings after every collection step."""
+"""Ranks of a data-parallel training hold the same settings after every collection step, as the benchmark finds them.
+
+Settings of two ranks are compared in tests/integration/test_distributed.py, too.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,8 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "scaling.py"
 
 
-@pytest.mark.parametrize(
-    "ranks", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.soak)], ids=str
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_hold_the_same_settings(ranks, tmp_path):
     table = tmp_path / "scaling.csv"
     small = ["--ranks", ranks, "--model", "cnn", "--size", 32, "--batch", 4, "--collections", 2, "--csv", table]

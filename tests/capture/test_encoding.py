@@ -15,7 +15,7 @@ from encke.codecs import Codec, DualPrecision, ErrorBounded, GroupQuant
 from encke.codecs.exact import Between, Mask
 from encke.policies import Fixed
 from tests.capture.common import EXACT, assert_same, batch, grads_of
-from tests.codecs.common import Rounded
+from tests.codecs.common import SOME_SLOW, Rounded
 
 
 def test_a_relu_nobody_else_reads_costs_one_bit() -> None:
@@ -292,7 +292,7 @@ def test_values_that_are_not_finite_do_not_spread(policy, value: float) -> None:
     assert "GroupQuant" not in codecs_of_products(handle)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", SOME_SLOW)
 @pytest.mark.parametrize("codec", [GroupQuant(2), DualPrecision(), ErrorBounded(0.1), Rounded()], ids=repr)
 def test_infinities_that_come_later_do_not_spread(codec: Codec, dtype: torch.dtype) -> None:
     model = Product().to(dtype)

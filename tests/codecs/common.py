@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -26,6 +27,12 @@ class Rounded(Codec):
 
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Kernels are compiled for each dtype, which takes seconds.
+SOME_SLOW = [
+    torch.float32,
+    *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.bfloat16, torch.float64)),
+]
+ALL_SOME_SLOW = [*SOME_SLOW, pytest.param(torch.float16, marks=pytest.mark.slow)]
 IMPLEMENTATIONS = {"reference": reference, "cpu": backend_for("cpu"), "gpu": backend_for("cuda")}
 DEVICES = {"reference": "cpu", "cpu": "cpu", "gpu": "cuda" if torch.cuda.is_available() else "cpu"}
 EXAMPLES = {"reference": 100, "cpu": 300, "gpu": 30}

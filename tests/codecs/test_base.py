@@ -10,7 +10,7 @@ import torch
 from encke.codecs import Codec, DualPrecision, ErrorBounded, GroupQuant, LogProb, Lossless
 from encke.codecs.base import EncoderState
 from encke.codecs.layout import layout_of
-from tests.codecs.common import DTYPES, Rounded
+from tests.codecs.common import ALL_SOME_SLOW, Rounded
 
 LAYOUTS = {
     "contiguous": lambda x: x,
@@ -83,11 +83,11 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", ALL_SOME_SLOW)
 def test_size_stride_and_dtype_come_back(shape: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x = SHAPES[shape](torch.randn(4, 6, 9, 10).to(dtype))
-    for codec in (ErrorBounded(0.1), ErrorBounded(0.01, "rel"), ErrorBounded(0), GroupQuant(bits=4), Lossless()):
+    for codec in (ErrorBounded(0.1), ErrorBounded(0.01, "rel"), ErrorBounded(0), GroupQuant(bits=2), Lossless()):
         packed = codec.encode(x)
         y = packed.decode()
         assert (y.size(), y.stride(), y.dtype, y.device) == (x.size(), x.stride(), x.dtype, x.device)

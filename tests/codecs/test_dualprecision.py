@@ -67,6 +67,7 @@ def averages(x: Tensor, block: int) -> Tensor:
     return low[:, :, : planes.shape[2], : planes.shape[3]]
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(cases)
 def test_errors_stay_within_a_step_and_size_and_stride_come_back(case: dict) -> None:

@@ -91,6 +91,7 @@ def asked_by(model: nn.Module, backend: str | Callable[..., object] | None) -> d
     return policy.sites
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Repeated, Transformer])
 @pytest.mark.parametrize("backend", ["aot_eager", as_inductor_gets_it])
 def test_compiled_mode_asks_with_the_keys_of_eager_mode(kind: type[nn.Module], backend) -> None:

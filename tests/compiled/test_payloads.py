@@ -168,6 +168,7 @@ def test_every_value_keeps_its_bound(seen: Seen, codec: ErrorBounded, dtype: tor
         assert float((decoded.double() - x.double()).abs().max()) <= bound
 
 
+@pytest.mark.slow
 def test_nothing_is_left_after_backward(seen: Seen) -> None:
     model = compile(net())
     encke.attach(model, Settable(GroupQuant(bits=4)))
@@ -185,6 +186,7 @@ def test_nothing_is_left_after_backward(seen: Seen) -> None:
     assert seen.alive == 0
 
 
+@pytest.mark.slow
 def test_a_retained_graph_gives_the_same_again_and_nothing_is_left_then(seen: Seen) -> None:
     model = compile(net())
     encke.attach(model, Settable(GroupQuant(bits=2)))
@@ -239,6 +241,7 @@ class Raises(nn.Module):
         return y
 
 
+@pytest.mark.slow
 def test_nothing_is_left_after_an_exception(seen: Seen) -> None:
     model = Raises()
     compiled = compile(model, fullgraph=False)

@@ -55,6 +55,7 @@ def input_gradient(model: nn.Module, data: Tensor, gradient: Tensor) -> Tensor:
     return x.grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_constant_tokens_before_a_layer_norm(backend: str, width: int, formats: list[GroupFormat]) -> None:
@@ -87,6 +88,7 @@ def channels_first(x: Tensor) -> Tensor:
     return F.layer_norm(x.permute(0, 2, 3, 1), (12,)).permute(0, 3, 1, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("norm", "row", "stride"),

@@ -194,6 +194,7 @@ def test_the_same_codes_give_the_gradient_of_plain_autograd(kind, monkeypatch):
     assert near([x.grad, alone.norm.weight.grad], [wanted, (grad * n).sum((0, 1))], 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gemma", "t5", "layer"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_results_of_16_bits_are_those_of_the_layer(kind, dtype, calls):
@@ -206,6 +207,7 @@ def test_results_of_16_bits_are_those_of_the_layer(kind, dtype, calls):
     assert near(got, wanted, 0.06)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gemma", "t5"])
 def test_weights_of_32_bits_with_inputs_of_16(kind, calls):
     plain, model = net(kind), net(kind)
@@ -348,6 +350,7 @@ def test_layers_of_transformers():
             assert torch.equal(layer.weight, state["weight"]) and "forward" not in vars(layer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_llama_of_transformers_holds_the_inputs_of_its_norms_alone(autocast, calls):
     torchvision_models()

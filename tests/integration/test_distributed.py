@@ -9,15 +9,27 @@ from pathlib import Path
 
 import pytest
 
-WORKER = """
-import copy, os, torch, torch.distributed as dist
+RUN = """
+import os, runpy, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+for part in sys.argv[1:]:
+    runpy.run_path(part)
+    print(os.path.basename(part), flush=True)
+dist.barrier()
+# gloo's threads sometimes abort an ordinary exit, after everything is done.
+os._exit(0)
+"""
+"""Runs every part in the same two processes: starting them takes longer than a part."""
+
+
+GRADIENTS = """
+import copy, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 import encke
 from tests.models import resnet
-dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(0)
-torch.set_num_threads(1)
 model, _ = resnet()
 plain = DDP(copy.deepcopy(model))
 outside, inside = DDP(copy.deepcopy(model)), copy.deepcopy(model)
@@ -44,21 +56,15 @@ other = [torch.empty_like(mine) for _ in range(2)]
 dist.all_gather(other, mine)
 # The same data, seed and step: only the rank makes the rounding differ, so that averaging over ranks helps.
 assert not torch.equal(other[0], other[1])
-print("ok", flush=True)
-dist.barrier()
-# gloo's threads sometimes abort an ordinary exit, after everything is done.
-os._exit(0)
 """
 
 
 COMET = """
-import copy, os, torch, torch.distributed as dist
+import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 import encke
 from tests.policies.comet.trainings import WEIGHTS, net
-dist.init_process_group("gloo")
 rank = dist.get_rank()
-torch.set_num_threads(1)
 
 def train(rounding, order, given):
     model = net()
@@ -110,23 +116,18 @@ for rounding in ("stochastic", "nearest"):
                 assert torch.equal(other[0], other[1])
         # Whichever way round: the same decisions.
         assert found[0] == found[1], (rounding, given)
-print("ok", flush=True)
-dist.barrier()
-os._exit(0)
 """
 
 
 SHARDED = """
-import os, torch, torch.distributed as dist
+import torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import encke
 from encke.codecs import ErrorBounded, GroupQuant
 from encke.policies import Comet, Fixed
-dist.init_process_group("gloo")
 rank = dist.get_rank()
-torch.set_num_threads(1)
 mesh = init_device_mesh("cpu", (2,))
 FORMS = {
     "fp32": {},
@@ -187,20 +188,25 @@ for form, orders in ORDERS.items():
                     seen = (0.9**5 * 0.1 + 1 - 0.9**5) / (1 - 0.9**6)
                     momentum = optimizer.state[weight]["momentum_buffer"].full_tensor().abs().mean().item() / seen
                     assert abs(row["momentum"] / momentum - 1) < 1e-5, (row, momentum)
-print("ok", flush=True)
-dist.barrier()
-os._exit(0)
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("worker", [WORKER, COMET, SHARDED], ids=["gradients", "comet", "sharded"])
-def test_two_processes(worker: str, tmp_path: Path) -> None:
-    script = tmp_path / "worker.py"
-    script.write_text(worker)
-    root = Path(__file__).parents[2]
+PARTS = {"gradients": GRADIENTS, "comet": COMET, "sharded": SHARDED}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    folder, root = tmp_path_factory.mktemp("parts"), Path(__file__).parents[2]
+    for name, script in {"run": RUN, **PARTS}.items():
+        (folder / name).write_text(script)
     env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, cwd=root)
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert run.stdout.count("ok") == 2
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(folder / name) for name in ("run", *PARTS)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, cwd=root)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", PARTS)
+def test_two_processes(part: str, ended: subprocess.CompletedProcess[str]) -> None:
+    """A part that fails ends the processes, and those after it fail, too."""
+    assert ended.stdout.split().count(part) == 2, ended.stderr[-2000:]

@@ -31,7 +31,7 @@ def tokens(count: int) -> Tensor:
     return (torch.arange(LENGTH) * steps + torch.arange(count)[:, None]) % VOCABULARY
 
 
-def llama(layers: int = 2) -> nn.Module:
+def llama(layers: int = 1) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
     set_seed(0)

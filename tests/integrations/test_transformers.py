@@ -59,7 +59,7 @@ def test_default_follows_plain(compiled: bool, tmp_path: Path) -> None:
     options = {"torch_compile": True, "torch_compile_backend": "aot_eager", "steps": 4} if compiled else {"steps": 24}
     found = []
     for callbacks in ([], [callback()]):
-        run = trainer(llama(1 if compiled else 2), tmp_path, *callbacks, **options)
+        run = trainer(llama(), tmp_path, *callbacks, **options)
         run.train()
         found.append(torch.tensor(losses(run)))
     plain, ours = found
@@ -211,12 +211,12 @@ needs("transformers")
 from encke.integrations.transformers import EnckeCallback
 folder, found = Path(sys.argv[1]), []
 for callbacks in ([], [EnckeCallback(EXACT)], [EnckeCallback()]):
-    run = trainer(llama(1), folder, *callbacks, steps=4, save_strategy="steps", save_steps=2)
+    run = trainer(llama(), folder, *callbacks, steps=4, save_strategy="steps", save_steps=2)
     run.train()
     found.append(losses(run))
 plain, exact, whole = found
 assert plain == exact and plain != whole and len(whole) == 4, found
-resumed = trainer(llama(1), folder, EnckeCallback(), steps=4)
+resumed = trainer(llama(), folder, EnckeCallback(), steps=4)
 resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
 assert losses(resumed) == whole, (losses(resumed), whole)
 assert type(resumed.model_wrapped).__name__ == "DistributedDataParallel"

@@ -15,15 +15,15 @@ SIZES = [0, 1, 63, 64, 65, 1000, 1023, 1024, 1025, 5000, 70000]
 SEEDS = [0, 1, -1, -(2**63), 2**63 + 12345, 2**64 - 1, 0x123456789ABCDEF]
 
 
-def with_dtypes(formats: list[tuple[int, bool]]) -> list:
-    """Return cases of bits, signs and dtype: the first format with every dtype, others with fp32 and one more.
+def with_dtypes(formats: list[tuple[int, bool]], shift: int = 0) -> list:
+    """Return cases of bits, signs and dtype: each format with fp32 and one other dtype, which `shift` changes.
 
     Kernels are compiled for each pair, which takes seconds. All pairs are tested at length.
     """
     return [
         pytest.param(
             *(bits, signs, dtype),
-            marks=[] if i == 0 or j in (0, 1 + i % 3) else pytest.mark.soak,
+            marks=[] if j in (0, 1 + (i + shift) % 3) else pytest.mark.soak,
             id=f"{bits}-{signs}-{dtype}",
         )
         for i, (bits, signs) in enumerate(formats)

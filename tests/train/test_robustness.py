@@ -393,6 +393,7 @@ def test_packing_does_not_go_on_in_a_damaged_lmdb(packed, tmp_path):
         lmdb(root, tmp_path / "dst", workers=1)
 
 
+@pytest.mark.slow
 def test_making_the_dogs_ends_without_a_traceback(tmp_path):
     root = image_folder(tmp_path / "Images", "n1-beagle", "n2-boxer")
     command = [sys.executable, "-m", "encke", "data", "dogs", str(root), str(tmp_path / "dst"), "--split", "random"]

@@ -47,7 +47,7 @@ def jit(function: Callable, **options: Any) -> Callable:
 
 def inline(function: Callable) -> Callable:
     """Compile a function for the inner loops of kernels: passing an array costs as much as packing a block."""
-    return jit(function, forceinline=True)
+    return jit(function, forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 def choose(single: Callable, double: Callable) -> Callable:

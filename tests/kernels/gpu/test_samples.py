@@ -12,7 +12,7 @@ from encke.codecs.layout import flatten, rows_for, with_rows
 from encke.kernels.gpu.plans import group_plan
 from encke.policies.comet import rates
 from encke.policies.comet.rates import SampleFigures, Scales, units_of
-from tests.kernels.gpu.common import DEVICE, DTYPES
+from tests.kernels.gpu.common import DEVICE, in_pairs
 
 
 def values(kind: str, dtype: torch.dtype) -> torch.Tensor:
@@ -31,9 +31,14 @@ def values(kind: str, dtype: torch.dtype) -> torch.Tensor:
     return x.to(DEVICE, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["planes", "channels last", "tokens", "rows", "short"])
-@pytest.mark.parametrize("sample", [rates.SAMPLE, 4096])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sample", "kind", "dtype"),
+    [
+        *in_pairs([rates.SAMPLE, 4096], ["planes", "channels last", "tokens", "rows", "short"]),
+        (4096, "planes", torch.float64),
+    ],
+)
 def test_figures_are_those_of_torch(
     kind: str, dtype: torch.dtype, sample: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
