@@ -179,10 +179,16 @@ def test_autocast_and_channels_last(ran, split, monkeypatch):
             out.float().square().mean().backward()
             found += [out.detach(), *(p.grad for p in model.parameters()), *(b.clone() for b in model.buffers())]
             found += records(handle)
+        with torch.autocast(DEVICE, torch.bfloat16):
+            out = model(images().contiguous(memory_format=torch.channels_last))
+        with torch.no_grad():
+            model[2].conv1.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified between forward and backward"):
+            out.float().sum().backward()
         return found
 
     expected = train_half(False)
-    assert not ran and same(train_half(True), expected) and len(ran) == 2
+    assert not ran and same(train_half(True), expected) and len(ran) == 3
 
 
 # -- what changes between two passes ----------------------------------------------------------------------------------
