@@ -179,6 +179,7 @@ def test_autocast_and_channels_last(ran, split, monkeypatch):
             out.float().square().mean().backward()
             found += [out.detach(), *(p.grad for p in model.parameters()), *(b.clone() for b in model.buffers())]
             found += records(handle)
+        model.zero_grad()
         with torch.autocast(DEVICE, torch.bfloat16):
             out = model(images().contiguous(memory_format=torch.channels_last))
         with torch.no_grad():
