@@ -72,7 +72,7 @@ def attach(model: nn.Module, policy: Policy | None = None, blocks: bool = True) 
     return handle
 
 
-def images(seed: int = 0, batch: int = 2, size: int = 16) -> torch.Tensor:
+def images(seed: int = 0, batch: int = 2, size: int = 8) -> torch.Tensor:
     return torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
@@ -263,7 +263,7 @@ CHANGES = [
 @pytest.mark.parametrize("change", CHANGES, ids=[change.__name__ for change in CHANGES])
 def test_changes_between_passes_count(ran, change):
     """A change takes effect at once, as layer by layer, and the third pass, before it, was one of blocks."""
-    assert both(ran, lambda: model_of(Bottleneck(8), Bottleneck(8)), change, 6)[:2] == ["SumStep"] * 2
+    assert both(ran, lambda: model_of(Bottleneck(8)), change, 6)[:1] == ["SumStep"]
 
 
 class Switching(Policy):
@@ -406,7 +406,7 @@ def test_nothing_runs_as_one_without_training(steady, ran):
     model.eval()
     model(images()).sum().backward()
     model.train()
-    torch.utils.checkpoint.checkpoint(model[2], torch.randn(2, 8, 16, 16, device=DEVICE), use_reentrant=False)
+    torch.utils.checkpoint.checkpoint(model[2], torch.randn(2, 8, 8, 8, device=DEVICE), use_reentrant=False)
     other = copy.deepcopy(model)
     other(images()).sum().backward()
     assert not ran
