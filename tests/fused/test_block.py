@@ -253,7 +253,18 @@ def parametrize(step: int, model: nn.Module) -> None:
         nn.utils.parametrizations.spectral_norm(model[2].conv2)
 
 
+def hook_everywhere(step: int, model: nn.Module) -> None:
+    def doubled(module: nn.Module, args: Any, out: Any) -> Any:
+        return out * 2 if module is model[2].bn1 else None
+
+    if step == 3:
+        model.everywhere = nn.modules.module.register_module_forward_hook(doubled)
+    elif step == 4:
+        model.everywhere.remove()
+
+
 CHANGES = [
+    hook_everywhere,
     parametrize,
     hook_inside, backward_hook_inside, backward_hook_around, evaluate_a_norm, freeze, freeze_a_norm, replace_a_layer,
     add_a_shortcut, dilate, new_weight, replace_a_forward,
@@ -267,13 +278,12 @@ def test_changes_between_passes_count(ran, change):
 
 
 class Switching(Policy):
-    """Choose two bits, from one step on four."""
+    """Choose two bits, and others for one layer inside the block."""
 
-    def __init__(self) -> None:
-        self.codec: Codec = GroupQuant(bits=2)
+    bits = 2
 
     def choose(self, site: encke.Site) -> Codec:
-        return self.codec
+        return GroupQuant(bits=self.bits if site.layer == "2.conv2" else 2)
 
 
 @pytest.mark.parametrize("change", ["codec", "batch"])
@@ -282,7 +292,7 @@ def test_choices_and_sizes_may_change(ran, change):
         model, policy = model_of(Bottleneck(8)), Switching()
         handle, found = attach(model, policy, blocks), []
         for step in range(7):
-            policy.codec = GroupQuant(bits=4 if change == "codec" and step >= 4 else 2)
+            policy.bits = 4 if change == "codec" and step >= 4 else 2
             model.zero_grad()
             out = model(images(step, batch=3 if change == "batch" and step >= 4 else 2))
             out.square().mean().backward()
