@@ -242,6 +242,9 @@ cudnn_enabled: Callable[[], bool] = _find("_C._get_cudnn_enabled", "fused batch 
 verify_batch_size: Callable[[Any], None] = _find("nn.functional._verify_batch_size", "fused batch norm")
 """Raise unless there is more than one value for each channel. Checked with 2.11 to 2.13."""
 
+copy_together: Callable[[list[Tensor], list[Tensor]], None] = _find("_foreach_copy_", "fused blocks")
+"""Copy tensors to others of the same sizes, and cast them where dtypes differ. Checked with 2.11 to 2.13."""
+
 _select_conv_backend = _find("_C._select_conv_backend", "fused convolutions")
 _conv_backend_format = _find("_C._conv_determine_backend_memory_format", "fused convolutions")
 

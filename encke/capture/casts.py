@@ -41,8 +41,8 @@ class CastWeight:
         """Size of the tensor that it stands for."""
         return tuple(self.parameter.shape if self.geometry is None else self.geometry[0])
 
-    def restore(self) -> Tensor:
-        """Cast the weight again."""
+    def weight(self) -> Tensor:
+        """Return the weight; raise if it was modified since."""
         parameter: Tensor = self.parameter
         if parameter._version != self.version:
             self.changed()
@@ -51,6 +51,11 @@ class CastWeight:
                 "Autocast's copy of it was not kept, because it is cast again in backward. Copies are kept from now "
                 "on: run this step again, or modify weights after backward"
             )
+        return parameter
+
+    def restore(self) -> Tensor:
+        """Cast the weight again."""
+        parameter = self.weight()
         copy = (parameter.detach() if torch.is_grad_enabled() else parameter).to(self.dtype)
         return copy if self.geometry is None else copy.as_strided(*self.geometry)
 

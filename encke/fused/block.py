@@ -27,7 +27,7 @@ from encke.capture.saved import Saved
 from encke.fused.base import TrackedForward, has_triton, in_place_of
 from encke.fused.planner import Planner
 from encke.fused.program import program_of
-from encke.fused.steps import PackingStep, SumStep
+from encke.fused.steps import ConvStep, PackingStep, SumStep, cast_together
 from encke.torch_internals import (
     has_global_module_hooks,
     keeps_graph,
@@ -66,6 +66,10 @@ class BlockFunction(torch.autograd.Function):
         """Return the result of the last step."""
         ctx.save_for_backward(x)
         values, plan = [x], held.plan
+        if plan.copied:
+            weights = [operands[number][0] for number in plan.copied]
+            for number, copy in zip(plan.copied, cast_together(weights, x.dtype), strict=True):
+                operands[number] = (copy, *operands[number][1:])
         for step, module, parameters, ends in zip(plan.steps, modules, operands, plan.ends, strict=True):
             held.kept.append(step.forward(module, values, parameters, forward))
             for number in ends:
@@ -86,6 +90,10 @@ class BlockFunction(torch.autograd.Function):
         steps, kept = held.plan.steps, held.kept
         if keeps_graph():
             kept = [*kept]
+        if held.plan.cast_again:
+            weights = [kept[number].weight() for number in held.plan.cast_again]
+            for number, copy in zip(held.plan.cast_again, cast_together(weights, held.dtype), strict=True):
+                kept[number] = (copy, copy._version)
         grads: list[Any] = [*[None] * len(steps), grad]
         found: list[Any] = []
         for step in reversed(steps):
@@ -114,6 +122,11 @@ class BlockPlan:
         self.ends = [[number for number, reader in last_reader.items() if reader is step] for step in steps]
         """Values that nobody reads behind each step."""
         last: Any = steps[-1]
+        convolutions = [(number, step) for number, step in enumerate(steps) if isinstance(step, ConvStep)]
+        self.copied = [number for number, step in convolutions if step.weight_dtype is not step.dtype]
+        """Numbers of the convolutions whose weights are cast."""
+        self.cast_again = [number for number, step in convolutions if step.cast is not None]
+        """Those of which the copies are not kept, but made again in backward."""
         self.records = [record for step in steps for record in step.records]
         """Records of what is saved inside the block, the same in every pass."""
         self.small_bytes = sum(step.small_bytes for step in steps)

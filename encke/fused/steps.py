@@ -25,6 +25,7 @@ from encke.fused.program import Call
 from encke.fused.relu import gradient_from_codes as relu_gradient
 from encke.fused.relu import threshold_backward
 from encke.kernels import GroupPlan, mix
+from encke.torch_internals import copy_together
 
 Values = list[Any]
 """Values of a pass by number."""
@@ -121,10 +122,8 @@ class ConvStep(Step):
         return found if bias.requires_grad else None
 
     def forward(self, module: Any, values: Values, operands: tuple[Any, ...], forward: ForwardPass) -> Any:
-        parameter = weight = operands[0]
+        weight = operands[0]  # cast already
         bias = operands[1] if len(operands) == 2 else None
-        if weight.dtype is not self.dtype:
-            weight = weight.to(self.dtype)
         if bias is not None and bias.dtype is not self.dtype:
             bias = bias.to(self.dtype)
         y = convolution(values[self.inputs[0]], weight, bias, *self.settings)
@@ -133,16 +132,13 @@ class ConvStep(Step):
             y = torch.empty_strided(self.size, self.stride, dtype=y.dtype, device=y.device).copy_(y)
         values.append(y)
         if self.cast is not None:
-            return CastWeight(parameter, self.dtype, None, self.changed)
+            return CastWeight(self.cast.cast.parameter, self.dtype, None, self.changed)
         return weight, weight._version
 
     def backward(self, kept: Any, grad: Tensor, held: Any) -> Gradients:
-        if type(kept) is CastWeight:
-            weight = kept.restore()
-        else:
-            weight, version = kept
-            if weight._version != version:
-                check_version(weight, version)
+        weight, version = kept
+        if weight._version != version:
+            check_version(weight, version)
         sizes, needs = (None, (True, True, False)) if self.parameters == 1 else ([self.shape[0]], ALL)
         if self.split:
             found = split_gradients(lambda: (self.restore(held), weight), grad, sizes, self.settings, needs)
@@ -154,6 +150,13 @@ class ConvStep(Step):
         """Return the value that was taken."""
         source = self.inputs[0]
         return held.kept[source - 1].decode_in(self.steady.layout) if source else held.restore()
+
+
+def cast_together(weights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return copies of weights in another dtype, made in one launch."""
+    copies = [torch.empty_like(weight, dtype=dtype) for weight in weights]
+    copy_together(copies, weights)
+    return copies
 
 
 class NormStep(PackingStep):
