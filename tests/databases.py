@@ -57,7 +57,7 @@ def make_usable() -> None:
     torch.backends.disable_global_flags.__globals__["__allow_nonbracketed_mutation_flag"] = True
     # Each list of samples looks for a `unittest.TestCase` in the whole stack. There is none.
     for module in (common_utils, core):
-        module.extract_test_fn = lambda: None
+        vars(module)["extract_test_fn"] = lambda: None
 
 
 @functools.cache

@@ -292,7 +292,7 @@ def test_values_that_are_not_finite_do_not_spread(policy, value: float) -> None:
     assert "GroupQuant" not in codecs_of_products(handle)
 
 
-@pytest.mark.parametrize("dtype", SOME_SLOW)
+@pytest.mark.parametrize("dtype", SOME_SLOW, ids=str)
 @pytest.mark.parametrize("codec", [GroupQuant(2), DualPrecision(), ErrorBounded(0.1), Rounded()], ids=repr)
 def test_infinities_that_come_later_do_not_spread(codec: Codec, dtype: torch.dtype) -> None:
     model = Product().to(dtype)

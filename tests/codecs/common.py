@@ -35,7 +35,7 @@ SOME_SLOW = [
 ALL_SOME_SLOW = [*SOME_SLOW, pytest.param(torch.float16, marks=pytest.mark.slow)]
 IMPLEMENTATIONS = {"reference": reference, "cpu": backend_for("cpu"), "gpu": backend_for("cuda")}
 DEVICES = {"reference": "cpu", "cpu": "cpu", "gpu": "cuda" if torch.cuda.is_available() else "cpu"}
-EXAMPLES = {"reference": 100, "cpu": 300, "gpu": 30}
+EXAMPLES = {"reference": 100, "cpu": 300, "gpu": 12}
 
 CONTENT = {
     "normal": lambda n, g: torch.randn(n, generator=g),

@@ -83,7 +83,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", ALL_SOME_SLOW)
+@pytest.mark.parametrize("dtype", ALL_SOME_SLOW, ids=str)
 def test_size_stride_and_dtype_come_back(shape: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x = SHAPES[shape](torch.randn(4, 6, 9, 10).to(dtype))

@@ -185,7 +185,7 @@ def test_public_classes_have_an_example(name: str) -> None:
     assert "Example:" in text and ">>>" in text
 
 
-@pytest.mark.parametrize("dtype", SOME_SLOW)
+@pytest.mark.parametrize("dtype", SOME_SLOW, ids=str)
 @pytest.mark.parametrize("codec", [GroupQuant(2), GroupQuant(4, signs=True), DualPrecision(), Rounded()], ids=repr)
 def test_packed_data_tells_whether_a_value_spoils_those_around_it(codec: Codec, dtype: torch.dtype) -> None:
     # Constant groups whose lowest bits, which are kept in place of a step, look like a NaN.

@@ -69,7 +69,7 @@ def test_error_bounded_promise(name: str, times: int) -> None:
     phases = (Phase.explicit, Phase.generate) if name == "gpu" else tuple(Phase)
 
     # At length every run has other cases. In the interpreter there are few more: a soak test may take four minutes.
-    examples = min(times, 2) * EXAMPLES[name] if DEVICES[name] == "cpu" and name == "gpu" else times * EXAMPLES[name]
+    examples = min(times, 5) * EXAMPLES[name] if DEVICES[name] == "cpu" and name == "gpu" else times * EXAMPLES[name]
 
     @settings(max_examples=examples, deadline=None, derandomize=times == 1, phases=phases)
     @given(cases)

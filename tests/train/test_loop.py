@@ -391,22 +391,21 @@ def test_memory_of_a_process_is_told_where_it_means_something(tmp_path):
     assert result["peak_bytes"] is None and result["held_bytes"] is None
 
 
-@pytest.mark.slow
-def test_a_run_killed_at_any_moment_resumes_and_ends_with_the_same_result(tmp_path):
+@pytest.mark.parametrize("wait", [pytest.param(0.0, marks=pytest.mark.slow), pytest.param(0.5, marks=pytest.mark.soak)])
+def test_a_run_killed_at_any_moment_resumes_and_ends_with_the_same_result(tmp_path, wait):
     more = [*SMALL.split(), "--epochs", "4", "--save", "0.01"]
     train(read("digits", [*more, "--out", str(tmp_path / "whole")]))
-    for wait in (0.0, 0.5):
-        out = tmp_path / f"part{wait}"
-        process = run_command("-m", "encke", "train", "digits", *more, "--out", str(out))
-        while not (out / "checkpoint.pt").exists():
-            assert process.poll() is None
-            time.sleep(0.01)
-        time.sleep(wait)
-        process.kill()
-        process.wait()
-        assert train(read(str(out)), resume=True)["finished"]
-        assert same_weights(tmp_path / "whole", out)
-        assert repeatable(tmp_path / "whole") == repeatable(out)
+    out = tmp_path / "part"
+    process = run_command("-m", "encke", "train", "digits", *more, "--out", str(out))
+    while not (out / "checkpoint.pt").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    time.sleep(wait)
+    process.kill()
+    process.wait()
+    assert train(read(str(out)), resume=True)["finished"]
+    assert same_weights(tmp_path / "whole", out)
+    assert repeatable(tmp_path / "whole") == repeatable(out)
 
 
 @pytest.mark.slow

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.common import DTYPES
 from tests.kernels.dual import CONTENTS, SETTINGS, SHAPES, check
-from tests.kernels.gpu.common import DEVICE, compile_for_hopper
+from tests.kernels.gpu.common import DEVICE, DTYPES, compile_for_hopper
 
 gpu = pytest.importorskip("encke.kernels.gpu", reason="needs triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
