@@ -123,6 +123,24 @@ def bytes_of(t: Tensor) -> int:
     return size_hint(t.numel()) * t.element_size()
 
 
+def arguments_of(node: Node) -> dict[str, Any]:
+    """Return the arguments of a node by name, with the defaults of those that are not given."""
+    formals = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {formal.name: argument for formal, argument in zip(formals, node.args, strict=False)}
+    return {formal.name: formal.default_value for formal in formals} | given | node.kwargs
+
+
+def ancestors(node: Any) -> set[Node]:
+    """Return a node and all that it is computed from."""
+    stack, seen = [node], set()
+    while stack:
+        each = stack.pop()
+        if isinstance(each, Node) and each not in seen:
+            seen.add(each)
+            stack.extend(each.all_input_nodes)
+    return seen
+
+
 def behind_views(node: Node) -> Node:
     """Return the node that a node shows, behind views and casts."""
     while name_of(node.target) in TRANSPARENT and node.all_input_nodes:

@@ -218,10 +218,7 @@ class Writer:
             for reader in list(norm.users):
                 place = 1 + reader.args[1]  # type: ignore[operator]
                 reader.args, reader.meta["val"] = (made, place), value(made)[place]
-            upcast = norm.all_input_nodes[0]
             self.pair.forward.erase_node(norm)
-            if not upcast.users and upcast not in self.pair.saved:
-                self.pair.forward.erase_node(upcast)
         with self.pair.forward.inserting_after(made):
             packed = self.pair.forward.create_node("call_function", operator.getitem, (made, 0), name="site_codes")
         packed.meta["val"] = value(made)[0]
