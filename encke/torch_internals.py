@@ -337,7 +337,7 @@ def without_modes() -> AbstractContextManager[Any]:
     """Return a context that computes with real tensors while a graph is traced. Checked with 2.11 to 2.13."""
     use = "masks of attention in compiled models"
     module = _module("torch.utils._python_dispatch", ("_disable_current_modes",), use)
-    return module._disable_current_modes()  # type: ignore[no-any-return]
+    return module._disable_current_modes()
 
 
 class Inductor(NamedTuple):

@@ -78,7 +78,7 @@ def constant_of(node: Node) -> Tensor | None:
         if each in needed:
             arguments, keywords = map_arg((each.args, each.kwargs), known.__getitem__)
             on_host = map_aggregate((arguments, keywords), lambda a: torch.device("cpu") if is_device(a) else a)
-            known[each] = each.target(*on_host[0], **on_host[1])  # type: ignore[operator, index]
+            known[each] = each.target(*on_host[0], **on_host[1])
     return known[node]
 
 

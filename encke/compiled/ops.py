@@ -152,18 +152,16 @@ def gate_into(grad: Tensor, data: Tensor, format: list[int], *, out: Tensor) -> 
     plan_of(tuple(format), grad.numel(), grad.device).gate_into(data, grad, out)
 
 
-def mask_encode(x: Tensor, order: list[int]) -> Tensor:
-    """Return a bit for each value: not (x <= 0), which is what ReLU's backward asks."""
-    flat = run_in_order(x, order)
-    flags = flat if flat.dtype == torch.bool else ~(flat <= 0)
-    return operations(flat).bits_encode(flags.view(torch.uint8), 1)
+def mask_encode(flags: Tensor, order: list[int]) -> Tensor:
+    """Return a bit for each flag."""
+    flat = run_in_order(flags, order)
+    return operations(flat).bits_encode(flat.view(torch.uint8), 1)
 
 
-def mask_decode(data: Tensor, size: list[int], strides: list[int], dtype: torch.dtype, order: list[int]) -> Tensor:
-    """Return zero and one, as `dtype`."""
+def mask_decode(data: Tensor, size: list[int], strides: list[int], order: list[int]) -> Tensor:
+    """Return the flags that `mask_encode` packed."""
     flat = operations(data).bits_decode(data, 1, math.prod(size))
-    flat = flat.view(torch.bool) if dtype == torch.bool else flat.to(dtype)
-    return restore_in_order(flat, size, strides, order)
+    return restore_in_order(flat.view(torch.bool), size, strides, order)
 
 
 def norm_sums(
@@ -249,12 +247,12 @@ OPERATORS: dict[Callable[..., Any], tuple[str, Callable[..., Any]]] = {
     ),
     site_gate: ("(Tensor grad, Tensor data, int[] format) -> Tensor", lambda grad, *rest: torch.empty_like(grad)),
     mask_encode: (
-        "(Tensor x, int[] order) -> Tensor",
-        lambda x, order: x.new_empty((x.numel() + 7) // 8, dtype=torch.uint8),
+        "(Tensor flags, int[] order) -> Tensor",
+        lambda flags, order: flags.new_empty((flags.numel() + 7) // 8, dtype=torch.uint8),
     ),
     mask_decode: (
-        "(Tensor data, SymInt[] size, SymInt[] strides, ScalarType dtype, int[] order) -> Tensor",
-        lambda data, size, strides, dtype, order: _restored_fake(size, strides, dtype, data),
+        "(Tensor data, SymInt[] size, SymInt[] strides, int[] order) -> Tensor",
+        lambda data, size, strides, order: _restored_fake(size, strides, torch.bool, data),
     ),
     norm_sums: (
         "(Tensor grad, Tensor data, Tensor seeds, Tensor mean, Tensor invstd, Tensor weight, int row, int[] format)"

@@ -252,14 +252,23 @@ class Writer:
             self.pair.backward.erase_node(wanted[0])
 
     def _write_mask(self, node: Node) -> Node:
-        """Keep one bit for each value; return the node that gives them."""
-        t = value(node)
-        order = order_of(t)
-        packed = self._after(node, (torch.ops.encke.mask_encode.default, (node, order)))
+        """Keep one bit for each value, not (x <= 0), which is what ReLU's backward asks; return the node of the bits.
+
+        The compiler fuses comparison and cast with what is around them.
+        """
+        t, aten = value(node), torch.ops.aten
+        order, flags = order_of(t), node
+        if t.dtype != torch.bool:
+            flags = self._after(node, (aten.le.Scalar, (node, 0)))
+            flags = self._after(flags, (aten.logical_not.default, (flags,)))
+        packed = self._after(flags, (torch.ops.encke.mask_encode.default, (flags, order)))
 
         def restore(data: Node) -> Node:
-            arguments = (data, *self._layout(node), t.dtype, order)
-            return self._here((torch.ops.encke.mask_decode.default, arguments))
+            made = self._here((torch.ops.encke.mask_decode.default, (data, *self._layout(node), order)))
+            if t.dtype != torch.bool:
+                made = self.pair.backward.call_function(aten._to_copy.default, (made,), {"dtype": t.dtype})
+                made.meta["val"] = t
+            return made
 
         self.pair.swap(node, packed, restore)
         return packed
