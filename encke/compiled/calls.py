@@ -22,7 +22,7 @@ class Calls(Protocol):
 
     def decode(self, data: Node) -> Call: ...
     def mask(self, data: Node) -> Call: ...
-    def gate(self, grad: Node, data: Node) -> Call: ...
+    def gate(self, grad: Node, data: Node, other: Node | None) -> Call: ...
     def norm_sums(self, grad: Node, data: Node, statistics: tuple[Node, Node, Node]) -> Call: ...
     def norm_apply(self, grad: Node, data: Node, sums: Node) -> Call: ...
 
@@ -49,8 +49,8 @@ class ConstantCalls:
     def mask(self, data: Node) -> Call:
         return torch.ops.encke.site_mask.default, (data, self.settings[1], *self.layout)
 
-    def gate(self, grad: Node, data: Node) -> Call:
-        return torch.ops.encke.site_gate.default, (grad, data, self.settings[1])
+    def gate(self, grad: Node, data: Node, other: Node | None) -> Call:
+        return torch.ops.encke.site_gate.default, (grad, data, other, self.settings[1])
 
     def norm_sums(self, grad: Node, data: Node, statistics: tuple[Node, Node, Node]) -> Call:
         return torch.ops.encke.norm_sums.default, (grad, data, self.seeds, *statistics, *self.settings)
@@ -77,8 +77,8 @@ class RunTimeCalls:
     def mask(self, data: Node) -> Call:
         return torch.ops.encke.packed_mask.default, (data, *self.layout)
 
-    def gate(self, grad: Node, data: Node) -> Call:
-        return torch.ops.encke.packed_gate.default, (grad, data)
+    def gate(self, grad: Node, data: Node, other: Node | None) -> Call:
+        return torch.ops.encke.packed_gate.default, (grad, data, other)
 
     def norm_sums(self, grad: Node, data: Node, statistics: tuple[Node, Node, Node]) -> Call:
         return torch.ops.encke.packed_norm_sums.default, (grad, data, *statistics)

@@ -142,14 +142,19 @@ def mask_into(data: Tensor, format: list[int], *, out: Tensor) -> None:
     plan_of(tuple(format), out.numel(), out.device).mask_into(data, out)
 
 
-def site_gate(grad: Tensor, data: Tensor, format: list[int]) -> Tensor:
-    """Return a gradient where the packed values, in the same order in memory, are not zero; else zero."""
-    return plan_of(tuple(format), grad.numel(), grad.device).gate(data, grad)
+def site_gate(grad: Tensor, data: Tensor, other: Tensor | None, format: list[int]) -> Tensor:
+    """Return a gradient where the packed values, in the same order in memory, are not zero; else zero.
+
+    With `other`, it is the sum of both.
+    """
+    out = torch.empty_like(grad)
+    gate_into(grad, data, other, format, out=out)
+    return out
 
 
-def gate_into(grad: Tensor, data: Tensor, format: list[int], *, out: Tensor) -> None:
+def gate_into(grad: Tensor, data: Tensor, other: Tensor | None, format: list[int], *, out: Tensor) -> None:
     """Write what `site_gate` returns."""
-    plan_of(tuple(format), grad.numel(), grad.device).gate_into(data, grad, out)
+    plan_of(tuple(format), grad.numel(), grad.device).gate_into(data, grad, out, other)
 
 
 def mask_encode(flags: Tensor, order: list[int]) -> Tensor:
@@ -245,7 +250,10 @@ OPERATORS: dict[Callable[..., Any], tuple[str, Callable[..., Any]]] = {
         "(Tensor data, int[] format, SymInt[] size, SymInt[] strides, int[] order) -> Tensor",
         lambda data, format, size, strides, order: _restored_fake(size, strides, torch.bool, data),
     ),
-    site_gate: ("(Tensor grad, Tensor data, int[] format) -> Tensor", lambda grad, *rest: torch.empty_like(grad)),
+    site_gate: (
+        "(Tensor grad, Tensor data, Tensor? other, int[] format) -> Tensor",
+        lambda grad, *rest: torch.empty_like(grad),
+    ),
     mask_encode: (
         "(Tensor flags, int[] order) -> Tensor",
         lambda flags, order: flags.new_empty((flags.numel() + 7) // 8, dtype=torch.uint8),

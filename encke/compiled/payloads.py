@@ -153,21 +153,22 @@ def mask_into(handle: Tensor, *, out: Tensor) -> None:
         plan.mask_into(packed.buffers[0], out)
 
 
-def packed_gate(grad: Tensor, handle: Tensor) -> Tensor:
-    """Return a gradient where the packed values are not zero; else zero."""
+def packed_gate(grad: Tensor, handle: Tensor, other: Tensor | None) -> Tensor:
+    """Return a gradient, or the sum of two, where the packed values are not zero; else zero."""
     out = torch.empty_like(grad)
-    gate_into(grad, handle, out=out)
+    gate_into(grad, handle, other, out=out)
     return out
 
 
-def gate_into(grad: Tensor, handle: Tensor, *, out: Tensor) -> None:
+def gate_into(grad: Tensor, handle: Tensor, other: Tensor | None, *, out: Tensor) -> None:
     """Write what `packed_gate` returns."""
     packed = payload_of(handle)
-    plan = plan_for(packed, grad) if out.stride() == grad.stride() else None
+    alike = out.stride() == grad.stride() == (grad if other is None else other).stride()
+    plan = plan_for(packed, grad) if alike else None
     if plan is None:
-        out.copy_(torch.where(packed_mask_of(packed), grad, 0))
+        out.copy_(torch.where(packed_mask_of(packed), grad if other is None else grad + other, 0))
     else:
-        plan.gate_into(packed.buffers[0], grad, out)
+        plan.gate_into(packed.buffers[0], grad, out, other)
 
 
 def norm_plan_for(packed: Packed, grad: Tensor) -> GroupPlan | None:
@@ -232,7 +233,10 @@ OPERATORS: dict[Callable[..., Any], tuple[str, Callable[..., Any]]] = {
     site_pack_moments: ("(Tensor x, int graph, int row) -> (Tensor, Tensor, Tensor)", _moments_fake),
     packed_decode: ("(Tensor handle, SymInt[] size, SymInt[] strides, ScalarType dtype) -> Tensor", _restored_fake),
     packed_mask: ("(Tensor handle, SymInt[] size, SymInt[] strides) -> Tensor", _restored_fake),
-    packed_gate: ("(Tensor grad, Tensor handle) -> Tensor", lambda grad, handle: torch.empty_like(grad)),
+    packed_gate: (
+        "(Tensor grad, Tensor handle, Tensor? other) -> Tensor",
+        lambda grad, handle, other: torch.empty_like(grad),
+    ),
     packed_norm_sums: (
         "(Tensor grad, Tensor handle, Tensor mean, Tensor invstd, Tensor weight) -> Tensor",
         lambda grad, handle, mean, invstd, weight: grad.new_empty((5, weight.numel()), dtype=torch.float32),

@@ -194,7 +194,7 @@ class Writer:
             mask_readers,
             t,
             lambda: self._here(calls.mask(data)),
-            lambda grad: self._here(calls.gate(grad, data)),
+            lambda grad, other: self._here(calls.gate(grad, data, other)),
         ):
             packing.compare_values()
         norm = rewrites.find_norm_backward(restored)

@@ -55,10 +55,10 @@ class GroupPlan(ABC):
     def mask_into(self, data: Tensor, out: Tensor) -> None:
         """Write to `out` whether each value is not zero, as far as its code tells."""
 
-    def gate_into(self, data: Tensor, grad: Tensor, out: Tensor) -> None:
-        """Write `grad` where the values in `data` are not zero, else zero."""
+    def gate_into(self, data: Tensor, grad: Tensor, out: Tensor, other: Tensor | None = None) -> None:
+        """Write `grad`, plus `other` if given, where the values in `data` are not zero, else zero."""
         mask = self.mask(data).as_strided(grad.shape, grad.stride())
-        out.copy_(torch.where(mask, grad, 0))
+        out.copy_(torch.where(mask, grad if other is None else grad + other, 0))
 
     def encode(self, x: Tensor, seed: Seed) -> Tensor:
         """Return the codes of `x`, with lo and step of each group, in one buffer."""

@@ -335,7 +335,7 @@ def test_operators_agree_with_their_fakes() -> None:
     calls = {
         "packed_decode": (handle, *layout, x.dtype),
         "packed_mask": (handle, *layout),
-        "packed_gate": (grad, handle),
+        "packed_gate": (grad, handle, grad),
         "packed_norm_sums": (grad, handle, line, line, line),
         "packed_norm_apply": (grad, handle, torch.rand(5, 16)),
     }
@@ -367,7 +367,8 @@ def test_other_strides_than_those_packed_are_restored() -> None:
     out = torch.empty_like(grad)
     for function, wanted in (
         (lambda: payloads.decode_into(handle, out=out), packed.decode()),
-        (lambda: payloads.gate_into(grad, handle, out=out), torch.where(flags, grad, 0)),
+        (lambda: payloads.gate_into(grad, handle, None, out=out), torch.where(flags, grad, 0)),
+        (lambda: payloads.gate_into(grad, handle, grad, out=out), torch.where(flags, grad + grad, 0)),
         (lambda: payloads.mask_into(handle, out=out), flags.float()),
     ):
         function()

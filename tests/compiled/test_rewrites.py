@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read by triton.jit when the kernels are imported
@@ -24,6 +24,7 @@ from encke.compiled.model import CompiledModel
 from encke.compiled.names import name_of
 from encke.kernels import GroupFormat
 from tests.compiled.common import (
+    EIGHT,
     LAST,
     TWO,
     as_inductor_gets_it,
@@ -285,6 +286,36 @@ def test_a_relu_before_a_sum_takes_its_mask_from_the_codes(backward: list[Graph]
     torch.testing.assert_close(found[1], plain[1], rtol=1e-4, atol=1e-7)
 
 
+class Blocks(nn.Module):
+    """Residual blocks: the gradient of each ReLU but the last is a sum of two that are stored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, padding=1)
+        self.convs = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1, bias=False) for _ in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x))
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = torch.relu(norm(conv(x)) + x)
+        return x
+
+
+def test_gates_add_the_gradients_of_a_residual_block(backward: list[Graph], codecs) -> None:
+    model = Blocks().to(memory_format=LAST)
+    x = images().to(memory_format=LAST)
+    compiled = compile(model, backend=as_inductor_gets_it)
+    plain = gradients(compiled, x)
+    handle = encke.attach(compiled, EIGHT)
+    found = gradients(compiled, x)
+    gates = [node for node in backward[-1].nodes if name_of(node.target) == codecs["gate"]]
+    assert len(gates) == 3 and all(isinstance(node.args[2], Node) for node in gates)
+    # Values are nearly exact, so masks decide: gradients would be far off without them.
+    assert error(plain, found) < 0.03
+    handle.detach()
+
+
 def test_masks_and_gates_are_exact_where_values_come_back_as_zero() -> None:
     """A few tiny values beside a large one: restored they may be zero, in the codes they are not."""
     x = torch.rand(4, 8, 16, 16).mul(1e-30).relu()
@@ -296,7 +327,7 @@ def test_masks_and_gates_are_exact_where_values_come_back_as_zero() -> None:
     mask = torch.ops.encke.site_mask(data, format, x.shape, x.stride(), order)
     assert torch.equal(mask, x > 0) and mask.stride() == x.stride()
     grad = torch.randn_like(x)
-    assert torch.equal(torch.ops.encke.site_gate(grad, data, format), torch.where(x > 0, grad, 0))
+    assert torch.equal(torch.ops.encke.site_gate(grad, data, None, format), torch.where(x > 0, grad, 0))
 
 
 def test_other_batch_sizes_share_one_graph(everywhere: None, backward: list[Graph], codecs) -> None:
@@ -327,7 +358,7 @@ def test_operators_agree_with_their_fakes() -> None:
         "site_encode_moments": (x.bfloat16(), seed, 1, GroupFormat(2, 128, torch.bfloat16, 16).numbers(), order),
         "site_decode": (data, seed, 1, format, x.shape, x.stride(), order),
         "site_mask": (data, format, x.shape, x.stride(), order),
-        "site_gate": (grad, data, format),
+        "site_gate": (grad, data, grad, format),
         "mask_encode": (x > 0, order),
         "mask_decode": (flags, x.shape, x.stride(), order),
         "norm_sums": (grad, data, seed, line, line, line, *settings),

@@ -74,7 +74,9 @@ class GpuPlan(GroupPlan):
             Launch(gq_decode_channels_kernel, grid, (*constants, piece, mask, seed_table), 4, 1)
             for mask in (False, True)
         )
-        self.gater = Launch(gq_gate_channels_kernel, grid, (*constants, piece), 4, 1)
+        self.gater, self.adder = (
+            Launch(gq_gate_channels_kernel, grid, (*constants, piece, add), 4, 1) for add in (False, True)
+        )
 
     def _plan_rows(self, seed_table: bool) -> None:
         """Make the launches for groups of neighbouring values."""
@@ -95,7 +97,7 @@ class GpuPlan(GroupPlan):
             Launch(gq_decode_kernel, grid, (*rated, *shape, mask, seed_table), 4, 0) for mask in (False, True)
         )
         grid, shape = rows.tiles(GATED, lanes)
-        self.gater = Launch(gq_gate_kernel, grid, (*rated, *shape), 4, 0)
+        self.gater, self.adder = (Launch(gq_gate_kernel, grid, (*rated, *shape, add), 4, 0) for add in (False, True))
 
     def encode_into(self, x: Tensor, seed: Seed, data: Tensor) -> None:
         seeds, low, high = seed_arguments(seed, data)
@@ -135,12 +137,15 @@ class GpuPlan(GroupPlan):
     def mask_into(self, data: Tensor, out: Tensor) -> None:
         self.masker((data, out, data), (*self.numbers, 0, 0, self.limit))
 
-    def gate_into(self, data: Tensor, grad: Tensor, out: Tensor) -> None:
-        self.gater((data, grad, out), self.numbers)
+    def gate_into(self, data: Tensor, grad: Tensor, out: Tensor, other: Tensor | None = None) -> None:
+        if other is None:
+            self.gater((data, grad, grad, out), self.numbers)
+        else:
+            self.adder((data, grad, other, out), self.numbers)
 
     def gate(self, data: Tensor, grad: Tensor) -> Tensor:
         out = torch.empty_like(grad)
-        self.gater((data, grad, out), self.numbers)
+        self.gater((data, grad, grad, out), self.numbers)
         return out
 
 

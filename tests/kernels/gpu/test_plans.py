@@ -51,6 +51,10 @@ def test_gate(dtype, bits, signs, group, channels):
     assert mask[:10].all() and not mask.all()
     assert same(ours.gate(data, gradient), torch.where(mask, gradient, 0))
     assert same(theirs.gate(data, gradient), torch.where(mask, gradient, 0))
+    other, out = content("normal", numel, dtype), torch.empty_like(gradient)
+    for plan in (ours, theirs):
+        plan.gate_into(data, x.nan_to_num(0), out, other)
+        assert same(out, torch.where(mask, x.nan_to_num(0) + other, 0))
 
 
 @pytest.mark.parametrize("group", [128, 512, 200, 8192])
