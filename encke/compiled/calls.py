@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch.fx import Node
 
+from encke.compiled.norm_relu import NormRelu
 from encke.kernels import GroupFormat
 
 Call = tuple[Any, tuple[Any, ...]]
@@ -18,6 +19,10 @@ class Calls(Protocol):
 
     def encode(self, x: Node, measures: bool) -> Call:
         """Pack; an encoder that `measures` gives variance and mean of the channels as well."""
+        ...
+
+    def encode_norm_relu(self, norm: NormRelu) -> Call:
+        """Compute and pack a batch norm's ReLU; the second result is what was packed."""
         ...
 
     def decode(self, data: Node) -> Call: ...
@@ -42,6 +47,10 @@ class ConstantCalls:
         ops = torch.ops.encke
         operator = ops.site_encode_moments.default if measures else ops.site_encode.default
         return operator, (x, self.forward_seeds, *self.settings, self.layout[2])
+
+    def encode_norm_relu(self, norm: NormRelu) -> Call:
+        arguments = (*norm.nodes(), self.forward_seeds, norm.added, *self.settings, self.layout[2])
+        return torch.ops.encke.site_encode_norm_relu.default, arguments
 
     def decode(self, data: Node) -> Call:
         return torch.ops.encke.site_decode.default, (data, self.seeds, *self.settings, *self.layout)
@@ -70,6 +79,9 @@ class RunTimeCalls:
     def encode(self, x: Node, measures: bool) -> Call:
         ops = torch.ops.encke
         return ops.site_pack_moments.default if measures else ops.site_pack.default, (x, *self.settings)
+
+    def encode_norm_relu(self, norm: NormRelu) -> Call:
+        return torch.ops.encke.site_pack_norm_relu.default, (*norm.nodes(), norm.added, *self.settings)
 
     def decode(self, data: Node) -> Call:
         return torch.ops.encke.packed_decode.default, (data, *self.layout, self.dtype)

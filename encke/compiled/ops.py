@@ -106,6 +106,52 @@ def encode_measured(plan: GroupPlan, x: Tensor, seed: Seed) -> tuple[Tensor, Ten
     return data, var, mean
 
 
+def site_encode_norm_relu(
+    x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, bias: Tensor, seeds: Tensor, added: Tensor | None,
+    row: int, format: list[int], order: list[int],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return `site_encode` of `norm_relu`, and that itself."""
+    if fills_in_order(x.shape, x.stride(), order):
+        return encode_norm_relu(x, mean, invstd, weight, bias, seeds, added, row, format)
+    y = norm_relu(x, (mean, invstd, weight, bias), added)
+    return site_encode(y, seeds, row, format, order), y
+
+
+def encode_norm_relu(
+    x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, bias: Tensor, seeds: Tensor, added: Tensor | None,
+    row: int, format: list[int],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return `site_encode_norm_relu` of a tensor as it lies in memory."""
+    plan, seed, norm = plan_of(tuple(format), x.numel(), x.device), (seeds, row), (mean, invstd, weight, bias)
+    encoded = encode_normalised(plan, x, norm, added, seed)
+    if encoded is not None:
+        return encoded
+    y = norm_relu(x, norm, added)
+    return plan.encode(y, seed), y
+
+
+Norm = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Mean, 1 / deviation, weight and bias of each channel."""
+
+
+def encode_normalised(
+    plan: GroupPlan, x: Tensor, norm: Norm, added: Tensor | None, seed: Seed
+) -> tuple[Tensor, Tensor] | None:
+    """Return codes and values of `norm_relu` of a tensor as it lies in memory; None where no kernel does both."""
+    beside = x if added is None else added
+    if not plan.fuses_norm_relu or beside.stride() != x.stride() or (x.data_ptr() | beside.data_ptr()) & 3:
+        return None
+    y = torch.empty_like(x)
+    return plan.encode_norm_relu(x, norm, added, y, seed), y
+
+
+def norm_relu(x: Tensor, norm: Norm, added: Tensor | None) -> Tensor:
+    """Return the ReLU of a normalised tensor, plus another one if given."""
+    mean, invstd, weight, bias = (vector.reshape(channel_shape(x)) for vector in norm)
+    y = ((x.float() - mean) * invstd * weight + bias).to(x.dtype)
+    return torch.relu(y if added is None else y + added)
+
+
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return variance and mean of each channel."""
     over = [d for d in range(x.dim()) if d != 1]
@@ -225,6 +271,11 @@ def _encode_fake(x: Tensor, seeds: Tensor, row: int, format: list[int], order: A
     return x.new_empty(GroupFormat.from_numbers(format).nbytes(x.numel()), dtype=torch.uint8)
 
 
+def _norm_relu_fake(x: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    seeds, _, row, format, order = settings[4:]
+    return _encode_fake(x, seeds, row, format, order), torch.empty_like(x)
+
+
 def _encode_moments_fake(x: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
     var, mean = (x.new_empty(channel_shape(x), dtype=torch.float32) for _ in range(2))
     return _encode_fake(x, *settings), var, mean
@@ -239,6 +290,11 @@ OPERATORS: dict[Callable[..., Any], tuple[str, Callable[..., Any]]] = {
     site_encode_moments: (
         "(Tensor x, Tensor seeds, int row, int[] format, int[] order) -> (Tensor, Tensor, Tensor)",
         _encode_moments_fake,
+    ),
+    site_encode_norm_relu: (
+        "(Tensor x, Tensor mean, Tensor invstd, Tensor weight, Tensor bias, Tensor seeds, Tensor? added, int row,"
+        " int[] format, int[] order) -> (Tensor, Tensor)",
+        _norm_relu_fake,
     ),
     site_decode: (
         "(Tensor data, Tensor seeds, int row, int[] format, SymInt[] size, SymInt[] strides, int[] order) -> Tensor",

@@ -21,7 +21,14 @@ from encke.codecs import Codec, Lossless, Packed
 from encke.codecs.base import AdaptedPacked
 from encke.codecs.groupquant import GroupQuantPacked
 from encke.codecs.layout import Layout, layout_of, with_rows
-from encke.compiled.ops import channel_shape, encode_measured, graph_owners, moments
+from encke.compiled.ops import (
+    channel_shape,
+    encode_measured,
+    encode_normalised,
+    graph_owners,
+    moments,
+    norm_relu,
+)
 from encke.kernels import GroupPlan, backend_for, mix
 from encke.kernels.operators import register
 from encke.kernels.reference.norm import norm_apply_from, norm_sums_from
@@ -97,6 +104,21 @@ def site_pack_moments(x: Tensor, graph: int, row: int) -> tuple[Tensor, Tensor, 
         return hold_packed(packing, x, packed), *moments(x)
     data, var, mean = measured
     return hold_packed(packing, x, GroupQuantPacked(codec, layout, data, seed, plan)), var, mean
+
+
+def site_pack_norm_relu(
+    x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, bias: Tensor, added: Tensor | None, graph: int, row: int
+) -> tuple[Tensor, Tensor]:
+    """Return `site_pack` of `norm_relu`, and that itself."""
+    packing, codec, layout, length, key = prepare(x, graph, row)
+    plan, seed = codec.planned(x, layout, length, packing.state), mix(codec.seed, key)
+    norm = (mean, invstd, weight, bias)
+    encoded = None if plan is None else encode_normalised(plan, x, norm, added, seed)
+    if plan is None or encoded is None:
+        y = norm_relu(x, norm, added)
+        return hold_packed(packing, y, codec.encode_run(y, layout, length, key, packing.state)), y
+    data, y = encoded
+    return hold_packed(packing, y, GroupQuantPacked(codec, layout, data, seed, plan)), y
 
 
 def plan_for(packed: Packed, like: Tensor) -> GroupPlan | None:
@@ -231,6 +253,11 @@ def _restored_fake(handle: Tensor, size: Any, strides: Any, dtype: torch.dtype =
 OPERATORS: dict[Callable[..., Any], tuple[str, Callable[..., Any]]] = {
     site_pack: ("(Tensor x, int graph, int row) -> Tensor", _handle_fake),
     site_pack_moments: ("(Tensor x, int graph, int row) -> (Tensor, Tensor, Tensor)", _moments_fake),
+    site_pack_norm_relu: (
+        "(Tensor x, Tensor mean, Tensor invstd, Tensor weight, Tensor bias, Tensor? added, int graph, int row)"
+        " -> (Tensor, Tensor)",
+        lambda x, *rest: (_handle_fake(x, *rest[-2:]), torch.empty_like(x)),
+    ),
     packed_decode: ("(Tensor handle, SymInt[] size, SymInt[] strides, ScalarType dtype) -> Tensor", _restored_fake),
     packed_mask: ("(Tensor handle, SymInt[] size, SymInt[] strides) -> Tensor", _restored_fake),
     packed_gate: (

@@ -23,6 +23,7 @@ from encke.compiled import rewrites
 from encke.compiled.calls import Call, Calls, ConstantCalls, RunTimeCalls
 from encke.compiled.masks import read_mask_from_codes
 from encke.compiled.names import bytes_of, size_hint, value
+from encke.compiled.norm_relu import find_norm_relu
 from encke.compiled.pair import Pair
 from encke.kernels import GroupFormat, GroupPlan
 from encke.kernels.formats import channel_stride
@@ -186,7 +187,7 @@ class Writer:
             calls = ConstantCalls(self.seeds(t.device), row, format, self._layout(node), order)
         # Makes inductor store the tensor once, instead of once for the encoder and once for the other readers.
         node.meta["inductor_realize_to_strides"] = True
-        packed = self._write_encoder(node, calls, format is not None and rewrites.encoder_measures(t, format))
+        packed = self._write_encoder(node, calls, format is not None and rewrites.fuses_encoder(t, format))
         mask_readers = [reader for reader, site in zip(readers, packing.sites, strict=True) if site.need == "mask"]
         data, restored = self.pair.swap(node, packed, lambda data: self._here(calls.decode(data)))
         if read_mask_from_codes(
@@ -206,9 +207,14 @@ class Writer:
                 self._split_conv_backward(reader, node)
         return packed
 
-    def _write_encoder(self, node: Node, calls: Calls, measures: bool) -> Node:
-        """Return the node that gives the codes of `node`; an encoder that `measures` serves its batch norm as well."""
-        norms = rewrites.statistics_of(node) if measures else []
+    def _write_encoder(self, node: Node, calls: Calls, fused: bool) -> Node:
+        """Return the node that gives the codes of `node`; a `fused` encoder does work of a batch norm as well."""
+        relu = find_norm_relu(node) if fused else None
+        if relu is not None:
+            made = self._after(node, calls.encode_norm_relu(relu))
+            node.replace_all_uses_with(self._result(made, 1))
+            return self._result(made, 0)
+        norms = rewrites.statistics_of(node) if fused else []
         made = self._after(node, calls.encode(node, bool(norms)))
         if not norms:
             return made
@@ -219,10 +225,15 @@ class Writer:
                 place = 1 + reader.args[1]  # type: ignore[operator]
                 reader.args, reader.meta["val"] = (made, place), value(made)[place]
             self.pair.forward.erase_node(norm)
-        with self.pair.forward.inserting_after(made):
-            packed = self.pair.forward.create_node("call_function", operator.getitem, (made, 0), name="site_codes")
-        packed.meta["val"] = value(made)[0]
-        return packed
+        return self._result(made, 0)
+
+    def _result(self, made: Node, place: int) -> Node:
+        """Return the node that gives one of the results of an encoder, under a name that no other node has."""
+        graph = self.pair.forward
+        with graph.inserting_after(made):
+            result = graph.create_node("call_function", operator.getitem, (made, place), name="site_result")
+        result.meta["val"] = value(made)[place]
+        return result
 
     def _write_norm_backward(self, norm: rewrites.NormBackward, data: Node, calls: Calls) -> None:
         """Let a batch norm's backward read codes."""

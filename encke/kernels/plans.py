@@ -25,6 +25,8 @@ class GroupPlan(ABC):
 
     fuses_forward = False
     """Whether `encode_relu` and `encode_moments` are available."""
+    fuses_norm_relu = False
+    """Whether `encode_norm_relu` is available."""
     sample_sums: Callable[[Tensor, Tensor, SampledUnits], Tensor] | None = None
     """Returns sums over a sample of flat values and of their scales in the codes, where there is a kernel for it.
 
@@ -105,6 +107,15 @@ class GroupPlan(ABC):
     def encode_moments(self, x: Tensor, workspace: Tensor, seed: Seed) -> Tensor:
         """Write mean and sum of squared deviations of each group to `workspace` and return the codes of `x`."""
         raise NotImplementedError(f"{type(self).__name__} has no kernel for moments; see fuses_forward")
+
+    def encode_norm_relu(
+        self, x: Tensor, norm: tuple[Tensor, Tensor, Tensor, Tensor], other: Tensor | None, out: Tensor, seed: Seed
+    ) -> Tensor:
+        """Write the ReLU of a normalised `x`, plus `other` if given, to `out` and return the codes of it.
+
+        `norm` has mean, 1 / deviation, weight and bias of each channel, in fp32.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no kernel for batch norm; see fuses_norm_relu")
 
     def _new_values(self, dtype: torch.dtype) -> Tensor:
         return torch.empty(self.numel, dtype=dtype, device=self.device)

@@ -84,12 +84,14 @@ def codecs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> d
     if request.param == "constant":
         constant_codecs(monkeypatch)
         return {
-            "encode": "site_encode", "encode_moments": "site_encode_moments", "decode": "site_decode",
-            "mask": "site_mask", "gate": "site_gate", "sums": "norm_sums", "apply": "norm_apply",
+            "encode": "site_encode", "encode_moments": "site_encode_moments",
+            "encode_norm_relu": "site_encode_norm_relu", "decode": "site_decode", "mask": "site_mask",
+            "gate": "site_gate", "sums": "norm_sums", "apply": "norm_apply",
         }  # fmt: skip
     return {
-        "encode": "site_pack", "encode_moments": "site_pack_moments", "decode": "packed_decode",
-        "mask": "packed_mask", "gate": "packed_gate", "sums": "packed_norm_sums", "apply": "packed_norm_apply",
+        "encode": "site_pack", "encode_moments": "site_pack_moments", "encode_norm_relu": "site_pack_norm_relu",
+        "decode": "packed_decode", "mask": "packed_mask", "gate": "packed_gate", "sums": "packed_norm_sums",
+        "apply": "packed_norm_apply",
     }  # fmt: skip
 
 
@@ -142,11 +144,11 @@ def test_a_batch_norm_in_half_precision_reads_codes_of_its_input_as_it_was(every
 def test_an_encoder_computes_the_statistics_of_the_batch_norm_that_reads_the_same(
     everywhere: None, forward: list[Graph], codecs: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encode, measure = codecs["encode"], codecs["encode_moments"]
+    encode, measure, normalise = codecs["encode"], codecs["encode_moments"], codecs["encode_norm_relu"]
     x, found = images().to(memory_format=LAST), []
     for on in (True, False):
         if not on:
-            monkeypatch.setattr(rewrites, "encoder_measures", lambda *settings: False)
+            monkeypatch.setattr(rewrites, "fuses_encoder", lambda *settings: False)
         model = Half()
         compiled = compile(model, backend=as_inductor_gets_it)
         encke.attach(compiled, TWO)
@@ -154,9 +156,9 @@ def test_an_encoder_computes_the_statistics_of_the_batch_norm_that_reads_the_sam
         torch._dynamo.reset()
     after, before = map(names, forward)
     assert before["var_mean"] == 2 and not before[measure] and before[encode] == 4
-    assert not after["var_mean"] and after[measure] == 2 and after[encode] == 2
-    assert before["convert_element_type"] - after["convert_element_type"] == 2
-    # On a CPU the operator is what it stands for: the same bits.
+    assert not after["var_mean"] and after[measure] == 2 and after[encode] == after[normalise] == 1
+    assert before["convert_element_type"] - after["convert_element_type"] == 3
+    # On a CPU the operators are what they stand for: the same bits.
     assert same(*found)
     order = list(forward[0].nodes)
     for i, node in enumerate(order):
@@ -356,6 +358,7 @@ def test_operators_agree_with_their_fakes() -> None:
     calls = {
         "site_encode": (x, seed, 1, format, order),
         "site_encode_moments": (x.bfloat16(), seed, 1, GroupFormat(2, 128, torch.bfloat16, 16).numbers(), order),
+        "site_encode_norm_relu": (x, line, line, line, line, seed, x, 1, format, order),
         "site_decode": (data, seed, 1, format, x.shape, x.stride(), order),
         "site_mask": (data, format, x.shape, x.stride(), order),
         "site_gate": (grad, data, grad, format),

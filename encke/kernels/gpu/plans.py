@@ -15,6 +15,7 @@ from encke.kernels.gpu.channels import (
 )
 from encke.kernels.gpu.group import gq_decode_kernel, gq_encode_kernel, gq_gate_kernel
 from encke.kernels.gpu.launch import TYPES, Launch, power_of_two, seed_arguments
+from encke.kernels.gpu.norm_relu import norm_relu_encode_kernel
 from encke.kernels.gpu.pairs import MOMENTS, PLAIN, RELU, gq_encode_channels_pairs_kernel, gq_encode_pairs_kernel
 from encke.kernels.gpu.places import Rows
 from encke.kernels.gpu.samples import sample_sums
@@ -25,6 +26,7 @@ from encke.kernels.reference import group_plan as reference_plan
 ENCODED, DECODED, GATED = 8192, 4096, 2048
 CHANNELS = 64  # channels that a program takes in channels_last memory
 CHANNEL_PAIRS = (4, 0, 96)  # warps, specialised numbers and registers of an encoding program there, for 16-bit values
+CHANNEL_SUMS = (4, 0, 128)  # the same for one that reads a second tensor
 
 
 class GpuPlan(GroupPlan):
@@ -39,11 +41,13 @@ class GpuPlan(GroupPlan):
         self.relu: Launch | None = None
         self.moments: Launch | None = None
         """Encode the ReLU of values in channels_last memory, or write the moments of groups beside the codes."""
+        self.norm_relu: Launch | None = None
+        self.norm_add_relu: Launch | None = None
         if format.stride > 1:
             self._plan_channels(seed_table)
         else:
             self._plan_rows(seed_table)
-        self.fuses_forward = self.relu is not None
+        self.fuses_forward, self.fuses_norm_relu = self.relu is not None, self.norm_relu is not None
         self.sample_sums = None if format.scale_dtype == torch.float64 else sample_sums
 
     def _plan_channels(self, seed_table: bool) -> None:
@@ -65,6 +69,14 @@ class GpuPlan(GroupPlan):
                 )
                 for beside in (PLAIN, RELU, MOMENTS)
             )  # fmt: skip
+            if dtype == torch.bfloat16 and not format.signs:
+                self.norm_relu, self.norm_add_relu = (
+                    Launch(
+                        norm_relu_encode_kernel, (blocks, across),
+                        (format.bits, format.group, channels, add, full, seed_table), *options,
+                    )
+                    for add, options in ((False, CHANNEL_PAIRS), (True, CHANNEL_SUMS))
+                )  # fmt: skip
         self.numbers = (stride, pixels, format.groups_in_row(self.numel), blocks, length)
         constants = (*constants, room, room == length, channels)
         grid = blocks * across
@@ -122,6 +134,16 @@ class GpuPlan(GroupPlan):
         data = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         seeds, low, high = seed_arguments(seed, data)
         self.moments((x, data, workspace, seeds), (*self.numbers[:2], low, high))
+        return data
+
+    def encode_norm_relu(
+        self, x: Tensor, norm: tuple[Tensor, Tensor, Tensor, Tensor], other: Tensor | None, out: Tensor, seed: Seed
+    ) -> Tensor:
+        launch = self.norm_relu if other is None else self.norm_add_relu
+        assert launch is not None, "check fuses_norm_relu first"
+        data = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+        seeds, low, high = seed_arguments(seed, data)
+        launch((x, *norm, x if other is None else other, out, data, seeds), (*self.numbers[:2], low, high))
         return data
 
     def decode_into(self, data: Tensor, seed: Seed, out: Tensor) -> None:

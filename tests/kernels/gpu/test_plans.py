@@ -186,12 +186,15 @@ for bits, signs, table in ((2, False, False), (3, False, False), (4, True, True)
         x = torch.empty(4 * row * stride, dtype=dtype, device="meta")
         plan = plans.GpuPlan(format, x.numel(), ahead.META, table)
         data = plan.encode(x, seed)
-        plan.decode(data, seed), plan.gate(data, x), plan.mask(data)
+        plan.decode(data, seed), plan.gate(data, x), plan.mask(data), plan.gate_into(data, x, x, x)
         if plan.pairs is not None:
             plan.pairs = None
             plan.encode(x, seed)
         if plan.fuses_forward:
             plan.encode_relu(x, x, seed), plan.encode_moments(x, torch.empty(1000, device="meta"), seed)
+        if plan.fuses_norm_relu:
+            row = (torch.empty(stride, device="meta"),) * 4
+            plan.encode_norm_relu(x, row, None, x, seed), plan.encode_norm_relu(x, row, x, x, seed)
 """
 
 
