@@ -62,10 +62,10 @@ class ConstantCalls:
         return torch.ops.encke.site_gate.default, (grad, data, other, self.settings[1])
 
     def norm_sums(self, grad: Node, data: Node, statistics: tuple[Node, Node, Node]) -> Call:
-        return torch.ops.encke.norm_sums.default, (grad, data, self.seeds, *statistics, *self.settings)
+        return torch.ops.encke.norm_sums.default, (grad, data, self.seeds, *statistics, None, *self.settings, [])
 
     def norm_apply(self, grad: Node, data: Node, sums: Node) -> Call:
-        return torch.ops.encke.norm_apply.default, (grad, data, self.seeds, sums, *self.settings)
+        return torch.ops.encke.norm_apply.default, (grad, data, self.seeds, sums, None, *self.settings, [])
 
 
 class RunTimeCalls:
@@ -93,7 +93,7 @@ class RunTimeCalls:
         return torch.ops.encke.packed_gate.default, (grad, data, other)
 
     def norm_sums(self, grad: Node, data: Node, statistics: tuple[Node, Node, Node]) -> Call:
-        return torch.ops.encke.packed_norm_sums.default, (grad, data, *statistics)
+        return torch.ops.encke.packed_norm_sums.default, (grad, data, *statistics, None)
 
     def norm_apply(self, grad: Node, data: Node, sums: Node) -> Call:
-        return torch.ops.encke.packed_norm_apply.default, (grad, data, sums)
+        return torch.ops.encke.packed_norm_apply.default, (grad, data, sums, None)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_aggregate, map_arg
 
-from encke.compiled.names import ancestors, arguments_of, name_of, value
+from encke.compiled.names import ancestors, arguments_of, name_of, set_arguments, value
 from encke.torch_internals import without_modes
 
 MASKS = ("attn_bias", "attn_mask")
@@ -49,23 +49,10 @@ class ConstantMasks:
         if causal is None:
             return False
         for node in (call, reader):
-            for i, formal in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-                changed = {"is_causal": causal} | dict.fromkeys(MASKS)
-                if formal.name in changed:
-                    set_argument(node, i, formal, changed[formal.name])
-            node.meta.pop("eager_input_vals", None)
+            known = arguments_of(node)
+            changed: dict[str, Any] = {"is_causal": causal} | dict.fromkeys(MASKS)
+            set_arguments(node, {name: argument for name, argument in changed.items() if name in known})
         return True
-
-
-def set_argument(node: Node, place: int, formal: Any, argument: Any) -> None:
-    """Give a node another argument, whether it was given before or not."""
-    if formal.kwarg_only or formal.name in node.kwargs:
-        node.kwargs = {**node.kwargs, formal.name: argument}
-    elif place < len(node.args):
-        node.update_arg(place, argument)
-    else:
-        defaults = [each.default_value for each in node.target._schema.arguments]  # type: ignore[union-attr]
-        node.args = (*node.args, *defaults[len(node.args) : place], argument)
 
 
 def constant_of(node: Node) -> Tensor | None:

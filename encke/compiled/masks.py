@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 
-from encke.compiled.names import name_of, operation_of, value
+from encke.compiled.names import arguments_of, name_of, operation_of, set_arguments, value
 from encke.compiled.pair import Pair
+
+GATES = ("site_gate", "packed_gate")
+NORMS = ("norm_sums", "norm_apply", "packed_norm_sums", "packed_norm_apply")
 
 
 def read_mask_from_codes(
@@ -51,6 +54,24 @@ def read_mask_from_codes(
                 _replace_comparison(pair, reader, flags)
         pair.drop(source)
     return compares_values
+
+
+def pass_gates_to_norms(graph: Graph) -> None:
+    """Let a batch norm whose gradient comes from a ReLU alone read the ReLU's codes: gates of their own are left out.
+
+    Only kernels for channels_last memory do.
+    """
+    for gate in [node for node in graph.nodes if name_of(node.target) in GATES and node.users]:
+        given = arguments_of(gate)
+        only_norms = all(name_of(user.target) in NORMS for user in gate.users)
+        if given["other"] is not None or not only_norms or str(value(gate).stride(1)) != "1":
+            continue
+        codes = {"gate": given.get("handle", given.get("data"))}
+        if "format" in given:
+            codes["gate_format"] = given["format"]
+        for norm in list(gate.users):
+            set_arguments(norm, {"grad": given["grad"], **codes})
+        graph.erase_node(gate)
 
 
 def _not_zero(pair: Pair, source: Node) -> Node:
@@ -113,7 +134,7 @@ def is_stored_like(gradient: Any, t: Tensor) -> bool:
     given, name = value(gradient), name_of(gradient.target)
     if given.dtype != t.dtype or layout(given) != layout(t):
         return False
-    if name in ("where", "site_gate", "packed_gate"):
+    if name == "where" or name in GATES:
         return len(gradient.users) > 1
     return name == "conv_input_grad" or (name == "getitem" and "convolution" in operation_of(gradient))
 

@@ -27,6 +27,7 @@ from encke.codecs import Codec, GroupQuant
 from encke.codecs.algebra import satisfies, strictest
 from encke.compiled import aot, attention, lowerings, ops, rewrites
 from encke.compiled.cut import drop_unread, save_instead_of_recompute
+from encke.compiled.masks import pass_gates_to_norms
 from encke.compiled.names import is_relu, value
 from encke.compiled.pair import Pair
 from encke.compiled.recompute import recompute_from_packed
@@ -219,6 +220,7 @@ class CompiledModel:
             writer.mark()
         if writer.measures:
             rewrites.update_early(forward.graph)
+        pass_gates_to_norms(backward.graph)
         pair.finish()
         forward.recompile()
         backward.recompile()

@@ -23,6 +23,7 @@ from encke.codecs.layout import fills_in_order
 from encke.kernels import GroupFormat, GroupPlan, backend_for
 from encke.kernels.formats import NORM_GROUP, Seed
 from encke.kernels.operators import register
+from encke.kernels.plans import Gate
 from encke.torch_internals import storageless
 
 if TYPE_CHECKING:
@@ -216,36 +217,49 @@ def mask_decode(data: Tensor, size: list[int], strides: list[int], order: list[i
 
 
 def norm_sums(
-    grad: Tensor, data: Tensor, seeds: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, row: int, format: list[int]
-) -> Tensor:
-    """Return k1, k2, k3 of `norm_apply` and gradients of weight and bias, from batch norm's packed input."""
+    grad: Tensor, data: Tensor, seeds: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, gate: Tensor | None,
+    row: int, format: list[int], gate_format: list[int],
+) -> Tensor:  # fmt: skip
+    """Return k1, k2, k3 of `norm_apply` and gradients of weight and bias, from batch norm's packed input.
+
+    With `gate`, which has the codes of a ReLU's result, the gradient is that of the ReLU.
+    """
     out = torch.empty(5, weight.numel(), dtype=torch.float32, device=grad.device)
-    norm_sums_into(grad, data, seeds, mean, invstd, weight, row, format, out=out)
+    norm_sums_into(grad, data, seeds, mean, invstd, weight, gate, row, format, gate_format, out=out)
     return out
 
 
 def norm_sums_into(
-    grad: Tensor, data: Tensor, seeds: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, row: int,
-    format: list[int], *, out: Tensor,
+    grad: Tensor, data: Tensor, seeds: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, gate: Tensor | None,
+    row: int, format: list[int], gate_format: list[int], *, out: Tensor,
 ) -> None:  # fmt: skip
     """Write what `norm_sums` returns."""
-    plan = plan_of(tuple(format), grad.numel(), grad.device)
-    backend_for(grad.device.type).norm_sums(grad, data, mean, invstd, weight, plan, (seeds, row), out)
+    plan, gated = plan_of(tuple(format), grad.numel(), grad.device), gate_of(gate, gate_format, grad)
+    backend_for(grad.device.type).norm_sums(grad, data, mean, invstd, weight, plan, (seeds, row), out, gated)
 
 
-def norm_apply(grad: Tensor, data: Tensor, seeds: Tensor, sums: Tensor, row: int, format: list[int]) -> Tensor:
+def norm_apply(
+    grad: Tensor, data: Tensor, seeds: Tensor, sums: Tensor, gate: Tensor | None, row: int, format: list[int],
+    gate_format: list[int],
+) -> Tensor:  # fmt: skip
     """Return g * k1 + x * k2 + k3: the gradient of batch norm's input."""
     out = torch.empty_like(grad)
-    norm_apply_into(grad, data, seeds, sums, row, format, out=out)
+    norm_apply_into(grad, data, seeds, sums, gate, row, format, gate_format, out=out)
     return out
 
 
 def norm_apply_into(
-    grad: Tensor, data: Tensor, seeds: Tensor, sums: Tensor, row: int, format: list[int], *, out: Tensor
-) -> None:
+    grad: Tensor, data: Tensor, seeds: Tensor, sums: Tensor, gate: Tensor | None, row: int, format: list[int],
+    gate_format: list[int], *, out: Tensor,
+) -> None:  # fmt: skip
     """Write what `norm_apply` returns."""
-    plan = plan_of(tuple(format), grad.numel(), grad.device)
-    backend_for(grad.device.type).norm_apply(grad, data, sums, plan, (seeds, row), out)
+    plan, gated = plan_of(tuple(format), grad.numel(), grad.device), gate_of(gate, gate_format, grad)
+    backend_for(grad.device.type).norm_apply(grad, data, sums, plan, (seeds, row), out, gated)
+
+
+def gate_of(codes: Tensor | None, format: list[int], grad: Tensor) -> Gate | None:
+    """Return the codes of a ReLU's result with their plan."""
+    return None if codes is None else (codes, plan_of(tuple(format), grad.numel(), grad.device))
 
 
 def conv_input_grad(
@@ -319,12 +333,13 @@ OPERATORS: dict[Callable[..., Any], tuple[str, Callable[..., Any]]] = {
         lambda data, size, strides, order: _restored_fake(size, strides, torch.bool, data),
     ),
     norm_sums: (
-        "(Tensor grad, Tensor data, Tensor seeds, Tensor mean, Tensor invstd, Tensor weight, int row, int[] format)"
-        " -> Tensor",
+        "(Tensor grad, Tensor data, Tensor seeds, Tensor mean, Tensor invstd, Tensor weight, Tensor? gate, int row,"
+        " int[] format, int[] gate_format) -> Tensor",
         lambda grad, data, seeds, mean, invstd, weight, *rest: grad.new_empty((5, weight.numel()), dtype=torch.float32),
     ),
     norm_apply: (
-        "(Tensor grad, Tensor data, Tensor seeds, Tensor sums, int row, int[] format) -> Tensor",
+        "(Tensor grad, Tensor data, Tensor seeds, Tensor sums, Tensor? gate, int row, int[] format,"
+        " int[] gate_format) -> Tensor",
         lambda grad, *rest: torch.empty_like(grad),
     ),
     conv_input_grad: (

@@ -31,6 +31,7 @@ from encke.compiled.ops import (
 )
 from encke.kernels import GroupPlan, backend_for, mix
 from encke.kernels.operators import register
+from encke.kernels.plans import Gate
 from encke.kernels.reference.norm import norm_apply_from, norm_sums_from
 
 if TYPE_CHECKING:
@@ -202,39 +203,63 @@ def norm_plan_for(packed: Packed, grad: Tensor) -> GroupPlan | None:
     return plan if plan is not None and packed.layout.channels_last is (plan.format.stride > 1) else None
 
 
-def packed_norm_sums(grad: Tensor, handle: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor) -> Tensor:
-    """Return k1, k2, k3 of `packed_norm_apply` and gradients of weight and bias, from batch norm's packed input."""
+def through_gate(grad: Tensor, handle: Tensor | None, plan: GroupPlan | None) -> tuple[Tensor, Gate | None]:
+    """Return a gradient, and the codes of the ReLU that it has yet to pass: none where no kernel of `plan` reads them.
+
+    Args:
+        grad: The gradient of the ReLU's result.
+        handle: Leads to the ReLU's codes; None if there is no ReLU.
+        plan: Plan of the batch norm's input before it.
+    """
+    if handle is None:
+        return grad, None
+    packed = payload_of(handle)
+    codes = plan_for(packed, grad) if plan is not None else None
+    return (packed_gate(grad, handle, None), None) if codes is None else (grad, (packed.buffers[0], codes))
+
+
+def packed_norm_sums(
+    grad: Tensor, handle: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, gate: Tensor | None
+) -> Tensor:
+    """Return k1, k2, k3 of `packed_norm_apply` and gradients of weight and bias, from batch norm's packed input.
+
+    With `gate`, the handle of a ReLU's result, the gradient is that of the ReLU.
+    """
     out = torch.empty(5, weight.numel(), dtype=torch.float32, device=grad.device)
-    norm_sums_into(grad, handle, mean, invstd, weight, out=out)
+    norm_sums_into(grad, handle, mean, invstd, weight, gate, out=out)
     return out
 
 
-def norm_sums_into(grad: Tensor, handle: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, *, out: Tensor) -> None:
+def norm_sums_into(
+    grad: Tensor, handle: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, gate: Tensor | None, *, out: Tensor
+) -> None:
     """Write what `packed_norm_sums` returns."""
     packed = payload_of(handle)
     plan = norm_plan_for(packed, grad)
+    grad, codes = through_gate(grad, gate, plan)
     if plan is None:
         norm_sums_from(grad, packed.decode_in(packed.layout).float(), mean, invstd, weight, out)
     else:
         backend = backend_for(grad.device.type)
-        backend.norm_sums(grad, packed.buffers[0], mean, invstd, weight, plan, packed.seed, out)
+        backend.norm_sums(grad, packed.buffers[0], mean, invstd, weight, plan, packed.seed, out, codes)
 
 
-def packed_norm_apply(grad: Tensor, handle: Tensor, sums: Tensor) -> Tensor:
+def packed_norm_apply(grad: Tensor, handle: Tensor, sums: Tensor, gate: Tensor | None) -> Tensor:
     """Return g * k1 + x * k2 + k3: the gradient of batch norm's input."""
     out = torch.empty_like(grad)
-    norm_apply_into(grad, handle, sums, out=out)
+    norm_apply_into(grad, handle, sums, gate, out=out)
     return out
 
 
-def norm_apply_into(grad: Tensor, handle: Tensor, sums: Tensor, *, out: Tensor) -> None:
+def norm_apply_into(grad: Tensor, handle: Tensor, sums: Tensor, gate: Tensor | None, *, out: Tensor) -> None:
     """Write what `packed_norm_apply` returns."""
     packed = payload_of(handle)
     plan = norm_plan_for(packed, grad) if out.stride() == grad.stride() else None
+    grad, codes = through_gate(grad, gate, plan)
     if plan is None:
         norm_apply_from(grad, packed.decode_in(packed.layout).float(), sums, out)
     else:
-        backend_for(grad.device.type).norm_apply(grad, packed.buffers[0], sums, plan, packed.seed, out)
+        backend_for(grad.device.type).norm_apply(grad, packed.buffers[0], sums, plan, packed.seed, out, codes)
 
 
 def _handle_fake(x: Tensor, graph: int, row: int) -> Tensor:
@@ -265,12 +290,12 @@ OPERATORS: dict[Callable[..., Any], tuple[str, Callable[..., Any]]] = {
         lambda grad, handle, other: torch.empty_like(grad),
     ),
     packed_norm_sums: (
-        "(Tensor grad, Tensor handle, Tensor mean, Tensor invstd, Tensor weight) -> Tensor",
-        lambda grad, handle, mean, invstd, weight: grad.new_empty((5, weight.numel()), dtype=torch.float32),
+        "(Tensor grad, Tensor handle, Tensor mean, Tensor invstd, Tensor weight, Tensor? gate) -> Tensor",
+        lambda grad, handle, mean, invstd, weight, gate: grad.new_empty((5, weight.numel()), dtype=torch.float32),
     ),
     packed_norm_apply: (
-        "(Tensor grad, Tensor handle, Tensor sums) -> Tensor",
-        lambda grad, handle, sums: torch.empty_like(grad),
+        "(Tensor grad, Tensor handle, Tensor sums, Tensor? gate) -> Tensor",
+        lambda grad, *rest: torch.empty_like(grad),
     ),
 }
 """Each operator's arguments and results, and its fake."""

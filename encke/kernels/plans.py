@@ -134,6 +134,10 @@ class GroupPlan(ABC):
         return int(seeds[row])
 
 
+Gate = tuple[Tensor, GroupPlan]
+"""Codes of a ReLU's result, and their plan: gradients pass where they are not zero."""
+
+
 def flat_memory(x: Tensor) -> Tensor:
     """Return the memory of a tensor without gaps as one flat tensor."""
     return x if x.dim() == 1 else x.as_strided((x.numel(),), (1,))

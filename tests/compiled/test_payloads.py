@@ -336,8 +336,8 @@ def test_operators_agree_with_their_fakes() -> None:
         "packed_decode": (handle, *layout, x.dtype),
         "packed_mask": (handle, *layout),
         "packed_gate": (grad, handle, grad),
-        "packed_norm_sums": (grad, handle, line, line, line),
-        "packed_norm_apply": (grad, handle, torch.rand(5, 16)),
+        "packed_norm_sums": (grad, handle, line, line, line, handle),
+        "packed_norm_apply": (grad, handle, torch.rand(5, 16), handle),
     }
     encoders = {"site_pack", "site_pack_moments", "site_pack_norm_relu"}
     assert {*calls} == {function.__name__ for function in payloads.OPERATORS} - encoders

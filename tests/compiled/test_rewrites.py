@@ -351,7 +351,8 @@ def test_operators_agree_with_their_fakes() -> None:
     order, format = [0, 2, 3, 1], GroupFormat(2, 128, x.dtype, 16).numbers()
     data = torch.ops.encke.site_encode(x, seed, 1, format, order)
     settings = (1, format)
-    sums = torch.ops.encke.norm_sums(grad, data, seed, line, line, line, *settings)
+    gated = (data, *settings, format)
+    sums = torch.ops.encke.norm_sums(grad, data, seed, line, line, line, *gated)
     weight = torch.randn(8, 16, 3, 3)
     conv = (torch.randn(4, 8, 12, 12), weight, x.shape, x.stride(), [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     flags = torch.ops.encke.mask_encode(x > 0, order)
@@ -364,8 +365,8 @@ def test_operators_agree_with_their_fakes() -> None:
         "site_gate": (grad, data, grad, format),
         "mask_encode": (x > 0, order),
         "mask_decode": (flags, x.shape, x.stride(), order),
-        "norm_sums": (grad, data, seed, line, line, line, *settings),
-        "norm_apply": (grad, data, seed, sums, *settings),
+        "norm_sums": (grad, data, seed, line, line, line, *gated),
+        "norm_apply": (grad, data, seed, sums, *gated),
         "conv_input_grad": conv,
     }
     assert {*calls} == {function.__name__ for function in ops.OPERATORS} - {"forward_seeds"}
