@@ -19,6 +19,8 @@ from encke.torch_internals import without_modes
 
 MASKS = ("attn_bias", "attn_mask")
 """Names under which operations take the mask."""
+HIDDEN = -6e4
+"""Added to a score, what hides it: minus infinity, or -65504, which torch 2.11 takes for cuDNN."""
 LARGEST = 1 << 30
 """Bytes of a tensor that are computed at most, on the host."""
 
@@ -91,7 +93,7 @@ def is_causal(mask: Tensor) -> bool | None:
     seen = mask if mask.dtype == torch.bool else mask == 0
     if bool(seen.all()):
         return False
-    hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min
+    hidden = ~mask if mask.dtype == torch.bool else mask <= HIDDEN
     before = torch.ones(mask.shape[-2:], dtype=torch.bool).tril()
     square = mask.shape[-2] == mask.shape[-1]
     return True if square and bool((seen == before).all()) and bool((hidden == ~before).all()) else None

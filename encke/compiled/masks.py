@@ -83,8 +83,8 @@ def _not_zero(pair: Pair, source: Node) -> Node:
 
 def _replace_threshold(pair: Pair, reader: Node, source: Node, flags: Node) -> None:
     """Give `threshold_backward` ones and zeros: they are on the same sides of ReLU's threshold as the values."""
-    kind = {"dtype": value(source).dtype}
-    ones = pair.backward.call_function(torch.ops.aten._to_copy.default, (flags,), kind)
+    cast = torch.ops.prims.convert_element_type.default
+    ones = pair.backward.call_function(cast, (flags, value(source).dtype))
     ones.meta = {**source.meta}
     reader.replace_input_with(source, ones)
 

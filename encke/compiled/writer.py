@@ -29,6 +29,9 @@ from encke.kernels import GroupFormat, GroupPlan
 from encke.kernels.formats import channel_stride
 
 
+CAST = torch.ops.prims.convert_element_type.default
+
+
 class Form(Enum):
     """In which form a saved tensor passes from the forward to the backward graph."""
 
@@ -276,10 +279,7 @@ class Writer:
 
         def restore(data: Node) -> Node:
             made = self._here((torch.ops.encke.mask_decode.default, (data, *self._layout(node), order)))
-            if t.dtype != torch.bool:
-                made = self.pair.backward.call_function(aten._to_copy.default, (made,), {"dtype": t.dtype})
-                made.meta["val"] = t
-            return made
+            return made if t.dtype == torch.bool else self._here((CAST, (made, t.dtype)))
 
         self.pair.swap(node, packed, restore)
         return packed

@@ -31,6 +31,7 @@ def added(mask: Tensor, low: float) -> Tensor:
         (TRIL[:1].expand(2, 3, 6, 6), True),
         (added(TRIL, -torch.inf), True),
         (added(TRIL, LOWEST), True),
+        (added(TRIL, -65504.0), True),
         (torch.ones_like(TRIL), False),
         (torch.zeros(6, 6), False),
         (torch.ones(6, 8, dtype=torch.bool), False),
