@@ -49,8 +49,8 @@ class ConstantCalls:
         return operator, (x, self.forward_seeds, *self.settings, self.layout[2])
 
     def encode_norm_relu(self, norm: NormRelu) -> Call:
-        arguments = (*norm.nodes(), self.forward_seeds, norm.added, *self.settings, self.layout[2])
-        return torch.ops.encke.site_encode_norm_relu.default, arguments
+        operator = torch.ops.encke.site_encode_norm_relu.default
+        return operator, (*norm, self.forward_seeds, *self.settings, self.layout[2])
 
     def decode(self, data: Node) -> Call:
         return torch.ops.encke.site_decode.default, (data, self.seeds, *self.settings, *self.layout)
@@ -81,7 +81,7 @@ class RunTimeCalls:
         return ops.site_pack_moments.default if measures else ops.site_pack.default, (x, *self.settings)
 
     def encode_norm_relu(self, norm: NormRelu) -> Call:
-        return torch.ops.encke.site_pack_norm_relu.default, (*norm.nodes(), norm.added, *self.settings)
+        return torch.ops.encke.site_pack_norm_relu.default, (*norm, *self.settings)
 
     def decode(self, data: Node) -> Call:
         return torch.ops.encke.packed_decode.default, (data, *self.layout, self.dtype)

@@ -23,7 +23,7 @@ DIRECT_ON = {"cuda"}
 FUNCTIONS: dict[str, tuple[Callable[..., Any], int | None]] = {
     "site_encode": (ops.encode_into, 4),
     "site_encode_moments": (ops.encode_moments, 4),
-    "site_encode_norm_relu": (ops.encode_norm_relu, 9),
+    "site_encode_norm_relu": (ops.encode_norm_relu, 8),
     "site_decode": (ops.decode_into, 4),
     "site_mask": (ops.mask_into, 2),
     "site_gate": (ops.gate_into, None),

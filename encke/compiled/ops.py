@@ -23,7 +23,7 @@ from encke.codecs.layout import fills_in_order
 from encke.kernels import GroupFormat, GroupPlan, backend_for
 from encke.kernels.formats import NORM_GROUP, Seed
 from encke.kernels.operators import register
-from encke.kernels.plans import Gate
+from encke.kernels.plans import Gate, Norm
 from encke.torch_internals import storageless
 
 if TYPE_CHECKING:
@@ -108,49 +108,40 @@ def encode_measured(plan: GroupPlan, x: Tensor, seed: Seed) -> tuple[Tensor, Ten
 
 
 def site_encode_norm_relu(
-    x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, bias: Tensor, seeds: Tensor, added: Tensor | None,
-    row: int, format: list[int], order: list[int],
+    x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, bias: Tensor, seeds: Tensor, row: int, format: list[int],
+    order: list[int],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return `site_encode` of `norm_relu`, and that itself."""
     if fills_in_order(x.shape, x.stride(), order):
-        return encode_norm_relu(x, mean, invstd, weight, bias, seeds, added, row, format)
-    y = norm_relu(x, (mean, invstd, weight, bias), added)
+        return encode_norm_relu(x, mean, invstd, weight, bias, seeds, row, format)
+    y = norm_relu(x, (mean, invstd, weight, bias))
     return site_encode(y, seeds, row, format, order), y
 
 
 def encode_norm_relu(
-    x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, bias: Tensor, seeds: Tensor, added: Tensor | None,
-    row: int, format: list[int],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, bias: Tensor, seeds: Tensor, row: int, format: list[int]
+) -> tuple[Tensor, Tensor]:
     """Return `site_encode_norm_relu` of a tensor as it lies in memory."""
     plan, seed, norm = plan_of(tuple(format), x.numel(), x.device), (seeds, row), (mean, invstd, weight, bias)
-    encoded = encode_normalised(plan, x, norm, added, seed)
+    encoded = encode_normalised(plan, x, norm, seed)
     if encoded is not None:
         return encoded
-    y = norm_relu(x, norm, added)
+    y = norm_relu(x, norm)
     return plan.encode(y, seed), y
 
 
-Norm = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Mean, 1 / deviation, weight and bias of each channel."""
-
-
-def encode_normalised(
-    plan: GroupPlan, x: Tensor, norm: Norm, added: Tensor | None, seed: Seed
-) -> tuple[Tensor, Tensor] | None:
+def encode_normalised(plan: GroupPlan, x: Tensor, norm: Norm, seed: Seed) -> tuple[Tensor, Tensor] | None:
     """Return codes and values of `norm_relu` of a tensor as it lies in memory; None where no kernel does both."""
-    beside = x if added is None else added
-    if not plan.fuses_norm_relu or beside.stride() != x.stride() or (x.data_ptr() | beside.data_ptr()) & 3:
+    if not plan.fuses_norm_relu or x.data_ptr() & 3:
         return None
     y = torch.empty_like(x)
-    return plan.encode_norm_relu(x, norm, added, y, seed), y
+    return plan.encode_norm_relu(x, norm, y, seed), y
 
 
-def norm_relu(x: Tensor, norm: Norm, added: Tensor | None) -> Tensor:
-    """Return the ReLU of a normalised tensor, plus another one if given."""
+def norm_relu(x: Tensor, norm: Norm) -> Tensor:
+    """Return the ReLU of a normalised tensor."""
     mean, invstd, weight, bias = (vector.reshape(channel_shape(x)) for vector in norm)
-    y = ((x.float() - mean) * invstd * weight + bias).to(x.dtype)
-    return torch.relu(y if added is None else y + added)
+    return torch.relu(((x.float() - mean) * invstd * weight + bias).to(x.dtype))
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -286,8 +277,7 @@ def _encode_fake(x: Tensor, seeds: Tensor, row: int, format: list[int], order: A
 
 
 def _norm_relu_fake(x: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-    seeds, _, row, format, order = settings[4:]
-    return _encode_fake(x, seeds, row, format, order), torch.empty_like(x)
+    return _encode_fake(x, *settings[4:]), torch.empty_like(x)
 
 
 def _encode_moments_fake(x: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -306,8 +296,8 @@ OPERATORS: dict[Callable[..., Any], tuple[str, Callable[..., Any]]] = {
         _encode_moments_fake,
     ),
     site_encode_norm_relu: (
-        "(Tensor x, Tensor mean, Tensor invstd, Tensor weight, Tensor bias, Tensor seeds, Tensor? added, int row,"
-        " int[] format, int[] order) -> (Tensor, Tensor)",
+        "(Tensor x, Tensor mean, Tensor invstd, Tensor weight, Tensor bias, Tensor seeds, int row, int[] format,"
+        " int[] order) -> (Tensor, Tensor)",
         _norm_relu_fake,
     ),
     site_decode: (

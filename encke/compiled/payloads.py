@@ -108,15 +108,15 @@ def site_pack_moments(x: Tensor, graph: int, row: int) -> tuple[Tensor, Tensor, 
 
 
 def site_pack_norm_relu(
-    x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, bias: Tensor, added: Tensor | None, graph: int, row: int
+    x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, bias: Tensor, graph: int, row: int
 ) -> tuple[Tensor, Tensor]:
     """Return `site_pack` of `norm_relu`, and that itself."""
     packing, codec, layout, length, key = prepare(x, graph, row)
     plan, seed = codec.planned(x, layout, length, packing.state), mix(codec.seed, key)
     norm = (mean, invstd, weight, bias)
-    encoded = None if plan is None else encode_normalised(plan, x, norm, added, seed)
+    encoded = None if plan is None else encode_normalised(plan, x, norm, seed)
     if plan is None or encoded is None:
-        y = norm_relu(x, norm, added)
+        y = norm_relu(x, norm)
         return hold_packed(packing, y, codec.encode_run(y, layout, length, key, packing.state)), y
     data, y = encoded
     return hold_packed(packing, y, GroupQuantPacked(codec, layout, data, seed, plan)), y
@@ -279,8 +279,7 @@ OPERATORS: dict[Callable[..., Any], tuple[str, Callable[..., Any]]] = {
     site_pack: ("(Tensor x, int graph, int row) -> Tensor", _handle_fake),
     site_pack_moments: ("(Tensor x, int graph, int row) -> (Tensor, Tensor, Tensor)", _moments_fake),
     site_pack_norm_relu: (
-        "(Tensor x, Tensor mean, Tensor invstd, Tensor weight, Tensor bias, Tensor? added, int graph, int row)"
-        " -> (Tensor, Tensor)",
+        "(Tensor x, Tensor mean, Tensor invstd, Tensor weight, Tensor bias, int graph, int row) -> (Tensor, Tensor)",
         lambda x, *rest: (_handle_fake(x, *rest[-2:]), torch.empty_like(x)),
     ),
     packed_decode: ("(Tensor handle, SymInt[] size, SymInt[] strides, ScalarType dtype) -> Tensor", _restored_fake),

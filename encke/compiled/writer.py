@@ -28,7 +28,6 @@ from encke.compiled.pair import Pair
 from encke.kernels import GroupFormat, GroupPlan
 from encke.kernels.formats import channel_stride
 
-
 CAST = torch.ops.prims.convert_element_type.default
 
 

@@ -15,6 +15,10 @@ INFINITY_BF16 = 0x7F80
 """Bits of infinity in bf16; those of a NaN are larger."""
 
 
+Norm = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Mean, 1 / deviation, weight and bias of each channel of a batch norm, in fp32."""
+
+
 class GroupPlan(ABC):
     """Encode and decode tensors of one size in one `GroupFormat` on one device.
 
@@ -108,13 +112,8 @@ class GroupPlan(ABC):
         """Write mean and sum of squared deviations of each group to `workspace` and return the codes of `x`."""
         raise NotImplementedError(f"{type(self).__name__} has no kernel for moments; see fuses_forward")
 
-    def encode_norm_relu(
-        self, x: Tensor, norm: tuple[Tensor, Tensor, Tensor, Tensor], other: Tensor | None, out: Tensor, seed: Seed
-    ) -> Tensor:
-        """Write the ReLU of a normalised `x`, plus `other` if given, to `out` and return the codes of it.
-
-        `norm` has mean, 1 / deviation, weight and bias of each channel, in fp32.
-        """
+    def encode_norm_relu(self, x: Tensor, norm: Norm, out: Tensor, seed: Seed) -> Tensor:
+        """Write the ReLU of a normalised `x` to `out` and return the codes of it."""
         raise NotImplementedError(f"{type(self).__name__} has no kernel for batch norm; see fuses_norm_relu")
 
     def _new_values(self, dtype: torch.dtype) -> Tensor:

@@ -359,7 +359,7 @@ def test_operators_agree_with_their_fakes() -> None:
     calls = {
         "site_encode": (x, seed, 1, format, order),
         "site_encode_moments": (x.bfloat16(), seed, 1, GroupFormat(2, 128, torch.bfloat16, 16).numbers(), order),
-        "site_encode_norm_relu": (x, line, line, line, line, seed, x, 1, format, order),
+        "site_encode_norm_relu": (x, line, line, line, line, seed, 1, format, order),
         "site_decode": (data, seed, 1, format, x.shape, x.stride(), order),
         "site_mask": (data, format, x.shape, x.stride(), order),
         "site_gate": (grad, data, grad, format),

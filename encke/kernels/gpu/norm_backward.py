@@ -31,6 +31,7 @@ from encke.kernels.plans import Gate, GroupPlan
 
 WARPS = 1  # of a program in channels_last memory; eight threads have 16 bytes each of a pixel
 PROGRAMS = 132 * 16  # programs that sum up, where there is enough to do
+REGISTERS = (128, 96)  # of programs that sum up and that write there: as many run at a time as possible without spills
 REDUCED = 1024  # values that a program sums up in NCHW memory, with one warp
 WRITTEN = 512  # accesses of 16 bytes of a program that writes the gradient there
 GATHER = 1024  # sums that a program of the gathering reads at a time
@@ -70,8 +71,8 @@ class NormPlan:
         constants = (TYPES[dtype], self.format.bits, unit, vector, 4 * WARPS, columns, ROUND, seed_table, gate_bits)
         self.workspace_numel = 0
         self.numbers: tuple[tuple, ...] = ((channels // unit, pixels, tiles, splits), (channels // unit, pixels, tiles))
-        self.reduce = Launch(last_reduce_kernel, tiles * splits, constants, WARPS, 2)
-        self.write = Launch(last_apply_kernel, blocks * tiles, constants, WARPS, 2)
+        self.reduce = Launch(last_reduce_kernel, tiles * splits, constants, WARPS, 2, REGISTERS[0])
+        self.write = Launch(last_apply_kernel, blocks * tiles, constants, WARPS, 2, REGISTERS[1])
         return splits
 
     def _plan_planes(self, numel: int, samples: int, seed_table: bool, gate_bits: int) -> int:

@@ -1,6 +1,7 @@
-"""Batch norm's last step, a residual sum and ReLU together with packing the result: channels_last memory, bf16 values.
+"""Batch norm's last step and ReLU together with packing the result: channels_last memory, bf16 values.
 
-The encoder has the values in registers, so the result is written once and not read again.
+The encoder has the values in registers, so the result is written once and not read again. A residual sum is not part of
+it: with a second tensor to read, one kernel took longer than two on an H200.
 """
 
 from __future__ import annotations
@@ -34,12 +35,11 @@ def affine_of(mean, invstd, weight, bias, c, there):
 
 @triton.jit(do_not_specialize=["stride", "pixels", "seed_low", "seed_high"])
 def norm_relu_encode_kernel(
-    x, mean, invstd, weight, bias, other, out, data, seeds, stride: tl.int64, pixels: tl.int64, seed_low: tl.int32,
+    x, mean, invstd, weight, bias, out, data, seeds, stride: tl.int64, pixels: tl.int64, seed_low: tl.int32,
     seed_high: tl.int32,
-    BITS: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr, ADD: tl.constexpr, FULL: tl.constexpr,
-    TABLE: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr, FULL: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
-    """Write the ReLU of (x - mean) * (invstd * weight) + bias, with ADD plus `other`, and encode it; see pairs.py."""
+    """Write the ReLU of (x - mean) * (invstd * weight) + bias and encode it; see pairs.py."""
     seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
     block, c, there, pixel, read, start, i = channel_words(stride, pixels, BITS, GROUP, CHANNELS, FULL)
     words = load_words(x, start, i, there, FULL)
@@ -47,9 +47,6 @@ def norm_relu_encode_kernel(
     low = tl.fma(half_of(words, False, tl.bfloat16) - middle, scale, shift)
     middle, scale, shift = affine_of(mean, invstd, weight, bias, c * 2 + 1, there)
     high = tl.fma(half_of(words, True, tl.bfloat16) - middle, scale, shift)
-    if ADD:
-        added = load_words(other, start, i, there, FULL)
-        low, high = low + half_of(added, False, tl.bfloat16), high + half_of(added, True, tl.bfloat16)
     words = relu16(join16(low, high), tl.bfloat16)
     store_words(out, start, i, words, there, pixel, read, FULL)
     encode_words(

@@ -310,16 +310,18 @@ def word16(words, KIND: tl.constexpr):
 
 
 @triton.jit
-def spread_of(v, k, count, FULL: tl.constexpr):
-    """Return the mean of the first `count` pixels of each channel, and the sum of the squared deviations from it."""
-    share = tl.div_rn(1.0, count.to(tl.float32))
-    if not FULL:
-        v = tl.where(k < count, v, 0.0)
-    mean = tl.sum(tl.sum(tl.sum(v, 3), 2), 1) * share
-    apart = v - of_word(mean)
+def spread_of(v, lo, k, count, FULL: tl.constexpr):
+    """Return the mean of the first `count` pixels of each channel, and the sum of the squared deviations from it.
+
+    From sums of the distances from `lo`, which encoding takes as well; they are not large beside their spread.
+    """
+    apart = v - of_word(lo)
     if not FULL:
         apart = tl.where(k < count, apart, 0.0)
-    return mean, tl.sum(tl.sum(tl.sum(apart * apart, 3), 2), 1)
+    first = tl.sum(tl.sum(tl.sum(apart, 3), 2), 1)
+    mean = first * tl.div_rn(1.0, count.to(tl.float32))
+    square = tl.sum(tl.sum(tl.sum(apart * apart, 3), 2), 1) - first * mean
+    return lo + mean, tl.where(square < 0, 0.0, square)
 
 
 @triton.jit
@@ -364,7 +366,10 @@ def encode_words(
     words, first_low, first_high, data, block, c, there, stride, pixels, seed_low, seed_high,
     DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Encode the groups of a tile of words; `first_low` and `first_high` are their first values, which fp16 needs."""
+    """Encode the groups of a tile of words; return lo of both halves.
+
+    `first_low` and `first_high` are the first values of the groups, which fp16 needs.
+    """
     FIELD: tl.constexpr = 2 if BITS == 3 else BITS
     T: tl.constexpr = 8 // FIELD
     LENGTH: tl.constexpr = GROUP // T
@@ -410,6 +415,7 @@ def encode_words(
     g = block * stride + c * 2
     store_scales(scales_at(data, groups, ALL), g, there, groups, lo, step, signed, SIGNS)
     store_scales(scales_at(data, groups, ALL), g + 1, there, groups, lo2, step2, signed2, SIGNS)
+    return lo, lo2
 
 
 @triton.jit(do_not_specialize=["stride", "pixels", "seed_low", "seed_high"])
@@ -433,23 +439,23 @@ def gq_encode_channels_pairs_kernel(
     if WITH == RELU:
         words = relu16(words, DTYPE)
         store_words(beside, start, i, words, there, pixel, read, FULL)
-    elif WITH == MOMENTS:
-        count = tl.minimum(pixels - block * GROUP, GROUP).to(tl.int32)
-        to = beside + block * stride + c * 2
-        apart = tl.cdiv(pixels, GROUP) * stride
-        mean, square = spread_of(half_of(words, False, DTYPE), pixel, count, FULL)
-        tl.store(to, mean, mask=there)
-        tl.store(to + apart, square, mask=there)
-        mean, square = spread_of(half_of(words, True, DTYPE), pixel, count, FULL)
-        tl.store(to + 1, mean, mask=there)
-        tl.store(to + 1 + apart, square, mask=there)
     first_low, first_high = c, c
     if DTYPE == tl.float16:
         word = tl.load((x + start).to(tl.pointer_type(tl.uint32)) + c, mask=there, other=0)
         if WITH == RELU:
             word = relu16(word, DTYPE)
         first_low, first_high = half_of(word, False, DTYPE), half_of(word, True, DTYPE)
-    encode_words(
+    lo, lo2 = encode_words(
         words, first_low, first_high, data, block, c, there, stride, pixels, seed_low, seed_high, DTYPE, BITS, SIGNS,
         GROUP,
     )  # fmt: skip
+    if WITH == MOMENTS:
+        count = tl.minimum(pixels - block * GROUP, GROUP).to(tl.int32)
+        to = beside + block * stride + c * 2
+        apart = tl.cdiv(pixels, GROUP) * stride
+        mean, square = spread_of(half_of(words, False, DTYPE), lo, pixel, count, FULL)
+        tl.store(to, mean, mask=there)
+        tl.store(to + apart, square, mask=there)
+        mean, square = spread_of(half_of(words, True, DTYPE), lo2, pixel, count, FULL)
+        tl.store(to + 1, mean, mask=there)
+        tl.store(to + 1 + apart, square, mask=there)

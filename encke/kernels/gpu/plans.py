@@ -19,14 +19,14 @@ from encke.kernels.gpu.norm_relu import norm_relu_encode_kernel
 from encke.kernels.gpu.pairs import MOMENTS, PLAIN, RELU, gq_encode_channels_pairs_kernel, gq_encode_pairs_kernel
 from encke.kernels.gpu.places import Rows
 from encke.kernels.gpu.samples import sample_sums
-from encke.kernels.plans import GroupPlan
+from encke.kernels.plans import GroupPlan, Norm
 from encke.kernels.reference import group_plan as reference_plan
 
 # Values that a program takes, with four warps: what was fastest on an H200.
 ENCODED, DECODED, GATED = 8192, 4096, 2048
 CHANNELS = 64  # channels that a program takes in channels_last memory
 CHANNEL_PAIRS = (4, 0, 96)  # warps, specialised numbers and registers of an encoding program there, for 16-bit values
-CHANNEL_SUMS = (4, 0, 128)  # the same for one that reads a second tensor
+CHANNEL_MOMENTS = (4, 0, 128)  # the same for one that writes moments
 
 
 class GpuPlan(GroupPlan):
@@ -42,7 +42,6 @@ class GpuPlan(GroupPlan):
         self.moments: Launch | None = None
         """Encode the ReLU of values in channels_last memory, or write the moments of groups beside the codes."""
         self.norm_relu: Launch | None = None
-        self.norm_add_relu: Launch | None = None
         if format.stride > 1:
             self._plan_channels(seed_table)
         else:
@@ -56,7 +55,6 @@ class GpuPlan(GroupPlan):
         stride, length, dtype = format.stride, format.field_length, format.dtype
         pixels, room = format.row or self.numel // stride, max(power_of_two(length), 2)
         channels = min(power_of_two(stride), CHANNELS)
-        piece = min(room, DECODED * format.field // 8 // channels)
         blocks, across = format.groups(self.numel) // stride, -(-stride // channels)
         constants: tuple = (TYPES[dtype], format.bits, format.signs)
         whole = length == room and not format.row
@@ -65,29 +63,27 @@ class GpuPlan(GroupPlan):
             self.pairs, self.relu, self.moments = (
                 Launch(
                     gq_encode_channels_pairs_kernel, (blocks, across),
-                    (*constants, format.group, channels, beside.value, full, seed_table), *CHANNEL_PAIRS,
+                    (*constants, format.group, channels, beside.value, full, seed_table), *options,
                 )
-                for beside in (PLAIN, RELU, MOMENTS)
+                for beside, options in ((PLAIN, CHANNEL_PAIRS), (RELU, CHANNEL_PAIRS), (MOMENTS, CHANNEL_MOMENTS))
             )  # fmt: skip
             if dtype == torch.bfloat16 and not format.signs:
-                self.norm_relu, self.norm_add_relu = (
-                    Launch(
-                        norm_relu_encode_kernel, (blocks, across),
-                        (format.bits, format.group, channels, add, full, seed_table), *options,
-                    )
-                    for add, options in ((False, CHANNEL_PAIRS), (True, CHANNEL_SUMS))
-                )  # fmt: skip
+                settings = (format.bits, format.group, channels, full, seed_table)
+                self.norm_relu = Launch(norm_relu_encode_kernel, (blocks, across), settings, *CHANNEL_PAIRS)
         self.numbers = (stride, pixels, format.groups_in_row(self.numel), blocks, length)
         constants = (*constants, room, room == length, channels)
         grid = blocks * across
         self.encoder = Launch(gq_encode_channels_kernel, grid, (*constants, seed_table), 4, 1)
-        grid *= room // piece
+        piece = min(room, DECODED * format.field // 8 // channels)
+        # Three bits take more instructions, a part of which serve twice as many values as well.
+        longer = min(room, 2 * piece) if format.bits == 3 else piece
         self.decoder, self.masker = (
-            Launch(gq_decode_channels_kernel, grid, (*constants, piece, mask, seed_table), 4, 1)
+            Launch(gq_decode_channels_kernel, grid * (room // longer), (*constants, longer, mask, seed_table), 4, 1)
             for mask in (False, True)
         )
         self.gater, self.adder = (
-            Launch(gq_gate_channels_kernel, grid, (*constants, piece, add), 4, 1) for add in (False, True)
+            Launch(gq_gate_channels_kernel, grid * (room // piece), (*constants, piece, add), 4, 1)
+            for add in (False, True)
         )
 
     def _plan_rows(self, seed_table: bool) -> None:
@@ -136,14 +132,11 @@ class GpuPlan(GroupPlan):
         self.moments((x, data, workspace, seeds), (*self.numbers[:2], low, high))
         return data
 
-    def encode_norm_relu(
-        self, x: Tensor, norm: tuple[Tensor, Tensor, Tensor, Tensor], other: Tensor | None, out: Tensor, seed: Seed
-    ) -> Tensor:
-        launch = self.norm_relu if other is None else self.norm_add_relu
-        assert launch is not None, "check fuses_norm_relu first"
+    def encode_norm_relu(self, x: Tensor, norm: Norm, out: Tensor, seed: Seed) -> Tensor:
+        assert self.norm_relu is not None, "check fuses_norm_relu first"
         data = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         seeds, low, high = seed_arguments(seed, data)
-        launch((x, *norm, x if other is None else other, out, data, seeds), (*self.numbers[:2], low, high))
+        self.norm_relu((x, *norm, out, data, seeds), (*self.numbers[:2], low, high))
         return data
 
     def decode_into(self, data: Tensor, seed: Seed, out: Tensor) -> None:

@@ -194,7 +194,7 @@ for bits, signs, table in ((2, False, False), (3, False, False), (4, True, True)
             plan.encode_relu(x, x, seed), plan.encode_moments(x, torch.empty(1000, device="meta"), seed)
         if plan.fuses_norm_relu:
             row = (torch.empty(stride, device="meta"),) * 4
-            plan.encode_norm_relu(x, row, None, x, seed), plan.encode_norm_relu(x, row, x, x, seed)
+            plan.encode_norm_relu(x, row, x, seed)
 """
 
 
