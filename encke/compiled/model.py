@@ -79,7 +79,7 @@ class CompiledModel:
         self.packings: dict[int, list[Packing]] = {}
         """Saved tensors of each graph that was compiled with the hooks in force, by graph id."""
         self.considered = 0
-        """How often constant codecs were compared with what the policy asks for."""
+        """Number of times that constant codecs were compared with those that the policy asks for."""
         self.calling = False
         self.packs = False
         """Whether a forward pass has packed something; one with a smaller batch or fewer layers may have nothing to."""

@@ -74,7 +74,7 @@ class GroupPlan(ABC):
 
     def decode(self, data: Tensor, seed: Seed) -> Tensor:
         """Return the values, flat."""
-        out = self._new_values(self.format.dtype)
+        out = torch.empty(self.numel, dtype=self.format.dtype, device=self.device)
         self.decode_into(data, seed, out)
         return out
 
@@ -84,7 +84,7 @@ class GroupPlan(ABC):
 
     def mask(self, data: Tensor) -> Tensor:
         """Return whether each value is not zero, flat."""
-        out = self._new_values(torch.bool)
+        out = torch.empty(self.numel, dtype=torch.bool, device=self.device)
         self.mask_into(data, out)
         return out
 
@@ -115,9 +115,6 @@ class GroupPlan(ABC):
     def encode_norm_relu(self, x: Tensor, norm: Norm, out: Tensor, seed: Seed) -> Tensor:
         """Write the ReLU of a normalised `x` to `out` and return the codes of it."""
         raise NotImplementedError(f"{type(self).__name__} has no kernel for batch norm; see fuses_norm_relu")
-
-    def _new_values(self, dtype: torch.dtype) -> Tensor:
-        return torch.empty(self.numel, dtype=dtype, device=self.device)
 
     def _seed_number(self, seed: Seed) -> int:
         """Return a seed as a number, for kernels that do not read it on the device."""

@@ -378,6 +378,20 @@ def test_other_strides_than_those_packed_are_restored() -> None:
     assert torch.equal(restored, packed.decode()) and restored.stride() == grad.stride()
 
 
+@pytest.mark.parametrize("relu", [GroupQuant(bits=3), GroupQuant(bits=2, group=64), ErrorBounded(0.01)], ids=str)
+@pytest.mark.parametrize("norm", [GroupQuant(bits=2), ErrorBounded(0.01)], ids=str)
+def test_a_batch_norm_reads_a_relus_codes_whatever_their_codec(norm: Codec, relu: Codec) -> None:
+    x, grad, line = (torch.randn(8, 16, 12, 12).to(memory_format=LAST) for _ in "xyz")
+    line, y = torch.rand(3, 16), x.relu()
+    handle, gate = (payloads.hold(codec.encode(t), x.device) for codec, t in ((norm, x), (relu, y)))
+    gated = torch.where(y > 0, grad, 0)
+    ops = torch.ops.encke
+    sums = ops.packed_norm_sums(grad, handle, *line, gate)
+    assert torch.equal(sums, ops.packed_norm_sums(gated, handle, *line, None))
+    found, expected = (ops.packed_norm_apply(g, handle, sums, h) for g, h in ((grad, gate), (gated, None)))
+    assert torch.equal(found, expected) and not torch.equal(found, ops.packed_norm_apply(grad, handle, sums, None))
+
+
 def test_a_copy_of_a_handle_is_an_error() -> None:
     handle = payloads.hold(GroupQuant().encode(torch.randn(500)), torch.device("cpu"))
     assert torch.ops.encke.packed_decode(handle, [500], [1], torch.float32).shape == (500,)
