@@ -27,6 +27,7 @@ from encke.train.models.registry import MODELS  # noqa: E402
 
 KINDS = {
     "gq_encode": "encode",
+    "norm_relu_encode": "encode",
     "gq_decode": "decode",
     "gq_gate": "ReLU backward from codes",
     "row_forward": "layer norm and RMS norm",

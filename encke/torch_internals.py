@@ -17,6 +17,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -344,6 +345,13 @@ def aot_graph_compile() -> types.ModuleType:
     if list(parameters) != AOT_ARGUMENTS and not passes_on:
         raise unsupported(f"{module.__name__}.{AOT_INLINE}", use)
     return module
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Return a context that computes with real tensors while a graph is traced. Checked with 2.11 to 2.13."""
+    use = "masks of attention in compiled models"
+    module = _module("torch.utils._python_dispatch", ("_disable_current_modes",), use)
+    return module._disable_current_modes()
 
 
 class Inductor(NamedTuple):

@@ -1,6 +1,7 @@
 """Attention in compiled graphs: its results are computed again in the backward graph, from decoded inputs.
 
-encke/capture/attention.py says why; the rule is the same there.
+encke/capture/attention.py says why; the rule is the same there. Where the mask is a constant that is causal, or that
+masks nothing, both graphs call the operation without it (constant_masks.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from torch.fx.node import map_arg
 
 from encke.capture.attention import FORWARDS, INPUTS, forward_arguments
 from encke.capture.sites import Site
-from encke.compiled.names import name_of, value
+from encke.compiled.constant_masks import ConstantMasks
+from encke.compiled.names import ancestors, arguments_of, behind_views, name_of, value
 from encke.compiled.pair import Pair
 
 BACKWARDS = {f"{name_of(forward)}_backward": forward for forward in FORWARDS.values()}
@@ -30,6 +32,7 @@ def compute_again(pair: Pair, is_lossy: Callable[[Node], bool]) -> list[tuple[No
     """
     made = {pair.inputs[node.name]: node for node in pair.saved}
     results: list[tuple[Node, Site]] = []
+    masks = ConstantMasks()
     for reader in list(pair.backward.nodes):
         forward = BACKWARDS.get(name_of(reader.target)) if reader.op == "call_function" else None
         if forward is None:
@@ -38,6 +41,9 @@ def compute_again(pair: Pair, is_lossy: Callable[[Node], bool]) -> list[tuple[No
         sources = {source for name in INPUTS for source in ancestors(arguments[name])} & made.keys()
         if not any(is_lossy(made[source]) for source in sources):
             continue
+        call = behind_views(made[arguments["logsumexp"]]) if arguments["logsumexp"] in made else reader
+        if call.target is forward and masks.drop(call, reader):
+            arguments = arguments_of(reader)
         names = ("logsumexp",) if arguments["dropout_p"] else ("out", "logsumexp")
         for result in (made[arguments[name]] for name in names if arguments[name] in made):
             results += [(result, site) for site in pair.sites_of(result) if site.need == "recomputed"]
@@ -46,24 +52,6 @@ def compute_again(pair: Pair, is_lossy: Callable[[Node], bool]) -> list[tuple[No
             if formal.name in names:
                 reader.update_arg(i, output if formal.name == "out" else logsumexp)
     return [(node, site) for node, site in results if not pair.inputs[node.name].users]
-
-
-def arguments_of(reader: Node) -> dict[str, Any]:
-    """Return the arguments of a node by name, with the defaults of those that are not given."""
-    formals = reader.target._schema.arguments  # type: ignore[union-attr]
-    given = {formal.name: argument for formal, argument in zip(formals, reader.args, strict=False)}
-    return {formal.name: formal.default_value for formal in formals} | given | reader.kwargs
-
-
-def ancestors(node: Any) -> set[Node]:
-    """Return a node and all that it is computed from."""
-    stack, seen = [node], set()
-    while stack:
-        each = stack.pop()
-        if isinstance(each, Node) and each not in seen:
-            seen.add(each)
-            stack.extend(each.all_input_nodes)
-    return seen
 
 
 def write_forward(pair: Pair, reader: Node, forward: Any, arguments: dict[str, Any]) -> list[Node]:

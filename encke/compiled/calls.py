@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch.fx import Node
 
+from encke.compiled.norm_relu import NormRelu
 from encke.kernels import GroupFormat
 
 Call = tuple[Any, tuple[Any, ...]]
@@ -20,9 +21,13 @@ class Calls(Protocol):
         """Pack; an encoder that `measures` gives variance and mean of the channels as well."""
         ...
 
+    def encode_norm_relu(self, norm: NormRelu) -> Call:
+        """Compute and pack a batch norm's ReLU; the second result is what was packed."""
+        ...
+
     def decode(self, data: Node) -> Call: ...
     def mask(self, data: Node) -> Call: ...
-    def gate(self, grad: Node, data: Node) -> Call: ...
+    def gate(self, grad: Node, data: Node, other: Node | None) -> Call: ...
     def norm_sums(self, grad: Node, data: Node, statistics: tuple[Node, Node, Node]) -> Call: ...
     def norm_apply(self, grad: Node, data: Node, sums: Node) -> Call: ...
 
@@ -43,20 +48,24 @@ class ConstantCalls:
         operator = ops.site_encode_moments.default if measures else ops.site_encode.default
         return operator, (x, self.forward_seeds, *self.settings, self.layout[2])
 
+    def encode_norm_relu(self, norm: NormRelu) -> Call:
+        operator = torch.ops.encke.site_encode_norm_relu.default
+        return operator, (*norm, self.forward_seeds, *self.settings, self.layout[2])
+
     def decode(self, data: Node) -> Call:
         return torch.ops.encke.site_decode.default, (data, self.seeds, *self.settings, *self.layout)
 
     def mask(self, data: Node) -> Call:
         return torch.ops.encke.site_mask.default, (data, self.settings[1], *self.layout)
 
-    def gate(self, grad: Node, data: Node) -> Call:
-        return torch.ops.encke.site_gate.default, (grad, data, self.settings[1])
+    def gate(self, grad: Node, data: Node, other: Node | None) -> Call:
+        return torch.ops.encke.site_gate.default, (grad, data, other, self.settings[1])
 
     def norm_sums(self, grad: Node, data: Node, statistics: tuple[Node, Node, Node]) -> Call:
-        return torch.ops.encke.norm_sums.default, (grad, data, self.seeds, *statistics, *self.settings)
+        return torch.ops.encke.norm_sums.default, (grad, data, self.seeds, *statistics, None, *self.settings, [])
 
     def norm_apply(self, grad: Node, data: Node, sums: Node) -> Call:
-        return torch.ops.encke.norm_apply.default, (grad, data, self.seeds, sums, *self.settings)
+        return torch.ops.encke.norm_apply.default, (grad, data, self.seeds, sums, None, *self.settings, [])
 
 
 class RunTimeCalls:
@@ -71,17 +80,20 @@ class RunTimeCalls:
         ops = torch.ops.encke
         return ops.site_pack_moments.default if measures else ops.site_pack.default, (x, *self.settings)
 
+    def encode_norm_relu(self, norm: NormRelu) -> Call:
+        return torch.ops.encke.site_pack_norm_relu.default, (*norm, *self.settings)
+
     def decode(self, data: Node) -> Call:
         return torch.ops.encke.packed_decode.default, (data, *self.layout, self.dtype)
 
     def mask(self, data: Node) -> Call:
         return torch.ops.encke.packed_mask.default, (data, *self.layout)
 
-    def gate(self, grad: Node, data: Node) -> Call:
-        return torch.ops.encke.packed_gate.default, (grad, data)
+    def gate(self, grad: Node, data: Node, other: Node | None) -> Call:
+        return torch.ops.encke.packed_gate.default, (grad, data, other)
 
     def norm_sums(self, grad: Node, data: Node, statistics: tuple[Node, Node, Node]) -> Call:
-        return torch.ops.encke.packed_norm_sums.default, (grad, data, *statistics)
+        return torch.ops.encke.packed_norm_sums.default, (grad, data, *statistics, None)
 
     def norm_apply(self, grad: Node, data: Node, sums: Node) -> Call:
-        return torch.ops.encke.packed_norm_apply.default, (grad, data, sums)
+        return torch.ops.encke.packed_norm_apply.default, (grad, data, sums, None)

@@ -23,6 +23,7 @@ DIRECT_ON = {"cuda"}
 FUNCTIONS: dict[str, tuple[Callable[..., Any], int | None]] = {
     "site_encode": (ops.encode_into, 4),
     "site_encode_moments": (ops.encode_moments, 4),
+    "site_encode_norm_relu": (ops.encode_norm_relu, 8),
     "site_decode": (ops.decode_into, 4),
     "site_mask": (ops.mask_into, 2),
     "site_gate": (ops.gate_into, None),
@@ -31,6 +32,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], int | None]] = {
     "conv_input_grad": (ops.conv_input_grad, None),
     "site_pack": (payloads.site_pack, None),
     "site_pack_moments": (payloads.site_pack_moments, None),
+    "site_pack_norm_relu": (payloads.site_pack_norm_relu, None),
     "packed_decode": (payloads.decode_into, 1),
     "packed_mask": (payloads.mask_into, 1),
     "packed_gate": (payloads.gate_into, None),
@@ -38,7 +40,10 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], int | None]] = {
     "packed_norm_apply": (payloads.norm_apply_into, None),
 }
 """Operator -> function, and how many of the operator's arguments it takes; those after them tell the layout."""
-ALLOCATING = {"conv_input_grad", "site_encode_moments", "site_pack", "site_pack_moments"}
+ALLOCATING = {
+    "conv_input_grad", "site_encode_moments", "site_encode_norm_relu", "site_pack", "site_pack_moments",
+    "site_pack_norm_relu",
+}  # fmt: skip
 """Functions that return their results; the others write into `out`."""
 _installed: list[bool] = []
 

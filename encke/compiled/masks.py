@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 
-from encke.compiled.names import name_of, operation_of, value
+from encke.compiled.names import arguments_of, name_of, operation_of, set_arguments, value
 from encke.compiled.pair import Pair
+
+GATES = ("site_gate", "packed_gate")
+NORMS = ("norm_sums", "norm_apply", "packed_norm_sums", "packed_norm_apply")
 
 
 def read_mask_from_codes(
@@ -18,7 +21,7 @@ def read_mask_from_codes(
     readers: Iterable[tuple[Node, Node]],
     t: Tensor,
     mask: Callable[[], Node],
-    gate: Callable[[Node], Node],
+    gate: Callable[[Node, Node | None], Node],
 ) -> bool:
     """Let readers of a mask ask what is zero: a codec keeps that of ReLU's result, but not what is positive.
 
@@ -29,7 +32,7 @@ def read_mask_from_codes(
         readers: (reader, what it reads) for the readers of the mask.
         t: The saved tensor.
         mask: Writes a node that says what of `t` is not zero.
-        gate: Writes a node that passes a gradient where `t` is not zero, and gives zero elsewhere.
+        gate: Writes a node that passes a gradient, or the sum of two, where `t` is not zero, and gives zero elsewhere.
     """
     compares_values = False
     for reader, source in readers:
@@ -37,9 +40,10 @@ def read_mask_from_codes(
         alike = layout(value(source)) == layout(t)
         compares_values |= not alike
         gated = sole_masked_where(reader) if alike else None
-        if gated is not None and is_conv_gradient_like(gated.args[2], t):
+        gradients = gradients_like(gated.args[2], t) if gated is not None else None
+        if gated is not None and gradients is not None:
             with pair.backward.inserting_before(gated):
-                gated.replace_all_uses_with(gate(gated.args[2]))  # type: ignore[arg-type]
+                gated.replace_all_uses_with(gate(*gradients))
             pair.drop(gated)
             continue
         with pair.backward.inserting_before(reader):
@@ -52,6 +56,24 @@ def read_mask_from_codes(
     return compares_values
 
 
+def pass_gates_to_norms(graph: Graph) -> None:
+    """Let a batch norm whose gradient comes from a ReLU alone read the ReLU's codes: gates of their own are left out.
+
+    Only kernels for channels_last memory do.
+    """
+    for gate in [node for node in graph.nodes if name_of(node.target) in GATES and node.users]:
+        given = arguments_of(gate)
+        only_norms = all(name_of(user.target) in NORMS for user in gate.users)
+        if given["other"] is not None or not only_norms or str(value(gate).stride(1)) != "1":
+            continue
+        codes = {"gate": given.get("handle", given.get("data"))}
+        if "format" in given:
+            codes["gate_format"] = given["format"]
+        for norm in list(gate.users):
+            set_arguments(norm, {"grad": given["grad"], **codes})
+        graph.erase_node(gate)
+
+
 def _not_zero(pair: Pair, source: Node) -> Node:
     flags = pair.backward.call_function(torch.ops.aten.ne.Scalar, (source, 0))
     with value(source).fake_mode:
@@ -61,8 +83,8 @@ def _not_zero(pair: Pair, source: Node) -> Node:
 
 def _replace_threshold(pair: Pair, reader: Node, source: Node, flags: Node) -> None:
     """Give `threshold_backward` ones and zeros: they are on the same sides of ReLU's threshold as the values."""
-    kind = {"dtype": value(source).dtype}
-    ones = pair.backward.call_function(torch.ops.aten._to_copy.default, (flags,), kind)
+    cast = torch.ops.prims.convert_element_type.default
+    ones = pair.backward.call_function(cast, (flags, value(source).dtype))
     ones.meta = {**source.meta}
     reader.replace_input_with(source, ones)
 
@@ -95,12 +117,26 @@ def is_zero(node: Any) -> bool:
     return place is not None and node.args[place] == 0
 
 
-def is_conv_gradient_like(gradient: Any, t: Tensor) -> bool:
-    """Return whether a gradient comes from a convolution, which inductor fuses nothing with, and lies as `t` did."""
-    if not isinstance(gradient, Node) or name_of(gradient.target) != "getitem":
+def gradients_like(gradient: Any, t: Tensor) -> tuple[Node, Node | None] | None:
+    """Return a gradient that lies in memory as `t` did, or the two that it is the sum of; None if there are none."""
+    if is_stored_like(gradient, t):
+        return gradient, None
+    if not isinstance(gradient, Node) or name_of(gradient.target) != "add" or len(gradient.users) != 1:
+        return None
+    one, other = gradient.args[:2]
+    return (one, other) if not gradient.kwargs and is_stored_like(one, t) and is_stored_like(other, t) else None  # type: ignore[return-value]
+
+
+def is_stored_like(gradient: Any, t: Tensor) -> bool:
+    """Return whether inductor stores a gradient, and as `t` lay: a convolution's, or a ReLU's with several readers."""
+    if not isinstance(gradient, Node) or not isinstance(value(gradient), Tensor):
         return False
-    given = value(gradient)
-    return given.dtype == t.dtype and layout(given) == layout(t) and "convolution" in operation_of(gradient)
+    given, name = value(gradient), name_of(gradient.target)
+    if given.dtype != t.dtype or layout(given) != layout(t):
+        return False
+    if name == "where" or name in GATES:
+        return len(gradient.users) > 1
+    return name == "conv_input_grad" or (name == "getitem" and "convolution" in operation_of(gradient))
 
 
 def layout(t: Tensor) -> list[str]:

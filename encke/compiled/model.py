@@ -13,7 +13,6 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from encke.codecs import Codec, GroupQuant
 from encke.codecs.algebra import satisfies, strictest
 from encke.compiled import aot, attention, lowerings, ops, rewrites
 from encke.compiled.cut import drop_unread, save_instead_of_recompute
+from encke.compiled.masks import pass_gates_to_norms
 from encke.compiled.names import is_relu, value
 from encke.compiled.pair import Pair
 from encke.compiled.recompute import recompute_from_packed
@@ -36,8 +36,9 @@ from encke.compiled.writer import Form, Packing, Writer, as_source
 from encke.kernels import FLOATS
 from encke.torch_internals import inductor_records_cuda_graphs, pop_saved_tensors_hooks, push_saved_tensors_hooks
 
-PATIENCE = 2
-"""After so many compilations for more bits, what needs more gets the most."""
+RENEWALS = 3
+"""Collection steps after the first compilation whose findings may have CUDA graphs compiled again for more bits. In a
+new training these are steps 10, 20 and 40."""
 
 ERROR_NESTED_COMPILE = (
     "encke: this compiled model is called within another function that is compiled. Compile the whole as one module "
@@ -77,9 +78,8 @@ class CompiledModel:
         """Ids of the graphs that have run in this forward pass and pack something."""
         self.packings: dict[int, list[Packing]] = {}
         """Saved tensors of each graph that was compiled with the hooks in force, by graph id."""
-        self.floors: dict[Site, GroupQuant] = {}
-        """Constant codecs of earlier graphs, by site: a later graph keeps at least as many bits."""
-        self.renewals = -1
+        self.considered = 0
+        """Number of times that constant codecs were compared with those that the policy asks for."""
         self.calling = False
         self.packs = False
         """Whether a forward pass has packed something; one with a smaller batch or fewer layers may have nothing to."""
@@ -98,10 +98,7 @@ class CompiledModel:
 
     def renew(self) -> None:
         """Make new hooks: the next call compiles the model again."""
-        for packing, codec in self.constants():
-            self.floors[packing.sites[0]] = codec
         self.packings.clear()
-        self.renewals += 1
         # What is saved outside of the graphs, where the model breaks into several, stays as it is.
         self.hooks = aot.HookPair(keep, unpack, self)
 
@@ -136,9 +133,7 @@ class CompiledModel:
         if self.stale:
             self.stale = False
             capture.scores.settle(wait=True)
-            wanted = [(codec, self.constant_for(packing.sites, packing.served)) for packing, codec in self.constants()]
-            if any(codec is None or not satisfies(present, codec) for present, codec in wanted):
-                self.renew()
+            self.consider_constants()
         self.begin()
         push_saved_tensors_hooks(self.hooks.pack, self.hooks.unpack)
         try:
@@ -164,6 +159,23 @@ class CompiledModel:
             return False
         first, self.measured = not self.measured, True
         return first or scores.due(self.capture.step + 1)
+
+    def consider_constants(self) -> None:
+        """Have the model compiled again where constant codecs do not serve: early for more bits, always for exactness.
+
+        Later the graphs keep their bits, so that compilations come to an end for certain.
+        """
+        self.considered += bool(self.packings)
+        short: list[str] = []
+        for packing, present in self.constants():
+            wanted = self.constant_for(packing.sites, packing.served)
+            if wanted is None or (self.considered <= RENEWALS and not satisfies(present, wanted)):
+                self.renew()
+                return
+            if not satisfies(present, wanted):
+                short.append(packing.sites[0].layer)
+        if short:
+            warn_once(f"{short[0]!r} and other layers by now need more bits than their CUDA graphs have, which stay")
 
     def begin(self) -> None:
         """Begin a forward pass through the compiled graphs."""
@@ -208,6 +220,7 @@ class CompiledModel:
             writer.mark()
         if writer.measures:
             rewrites.update_early(forward.graph)
+        pass_gates_to_norms(backward.graph)
         pair.finish()
         forward.recompile()
         backward.recompile()
@@ -259,7 +272,7 @@ class CompiledModel:
     def constant_for(
         self, sites: list[Site], served: Mapping[Site, bool] = NONE_SERVED, lasting: bool = False
     ) -> GroupQuant | None:
-        """Return a codec for all readers of a tensor that keeps what earlier graphs kept; None to keep the tensor.
+        """Return a codec of fixed rate for all readers of a tensor; None to keep the tensor.
 
         Args:
             sites: The tensor's own readers.
@@ -274,14 +287,7 @@ class CompiledModel:
         for site, curved in served.items():
             codec = self.of_fixed_rate(site, lasting)
             codecs.append(None if codec is None else as_source(codec, curved))
-        codec = strictest(codec for codec in codecs if codec is not None).fixed_rate() if all(codecs) else None
-        floor = self.floors.get(sites[0])
-        if codec is None or floor is None:
-            return codec
-        if satisfies(floor, codec):
-            return floor
-        # Dynamo compiles a function a few times only: later changes leave room.
-        return codec if self.renewals <= PATIENCE else replace(codec, bits=8)
+        return strictest(codec for codec in codecs if codec is not None).fixed_rate() if all(codecs) else None
 
     def of_fixed_rate(self, site: Site, lasting: bool) -> GroupQuant | None:
         """Return the policy's codec, or the one of fixed rate that stands in for it; None to keep the tensor."""

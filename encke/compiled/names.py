@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from encke.capture.encoding import limits_of
 from encke.capture.needs import need_of
@@ -121,6 +122,34 @@ def size_hint(number: Any) -> int:
 def bytes_of(t: Tensor) -> int:
     """Return the bytes of a tensor's values."""
     return size_hint(t.numel()) * t.element_size()
+
+
+def arguments_of(node: Node) -> dict[str, Any]:
+    """Return the arguments of a node by name, with the defaults of those that are not given."""
+    formals = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {formal.name: argument for formal, argument in zip(formals, node.args, strict=False)}
+    return {formal.name: formal.default_value for formal in formals} | given | node.kwargs
+
+
+def set_arguments(node: Node, changed: dict[str, Any]) -> None:
+    """Give a node other arguments, by name, and the compiler their values."""
+    known = arguments_of(node) | changed
+    formals = node.target._schema.arguments  # type: ignore[union-attr]
+    node.args = tuple(known[formal.name] for formal in formals if not formal.kwarg_only)
+    node.kwargs = {formal.name: known[formal.name] for formal in formals if formal.kwarg_only}
+    if "eager_input_vals" in node.meta:
+        node.meta["eager_input_vals"] = map_arg((node.args, node.kwargs), value)
+
+
+def ancestors(node: Any) -> set[Node]:
+    """Return a node and all that it is computed from."""
+    stack, seen = [node], set()
+    while stack:
+        each = stack.pop()
+        if isinstance(each, Node) and each not in seen:
+            seen.add(each)
+            stack.extend(each.all_input_nodes)
+    return seen
 
 
 def behind_views(node: Node) -> Node:

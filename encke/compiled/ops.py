@@ -23,6 +23,7 @@ from encke.codecs.layout import fills_in_order
 from encke.kernels import GroupFormat, GroupPlan, backend_for
 from encke.kernels.formats import NORM_GROUP, Seed
 from encke.kernels.operators import register
+from encke.kernels.plans import Gate, Norm
 from encke.torch_internals import storageless
 
 if TYPE_CHECKING:
@@ -106,6 +107,43 @@ def encode_measured(plan: GroupPlan, x: Tensor, seed: Seed) -> tuple[Tensor, Ten
     return data, var, mean
 
 
+def site_encode_norm_relu(
+    x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, bias: Tensor, seeds: Tensor, row: int, format: list[int],
+    order: list[int],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return `site_encode` of `norm_relu`, and that itself."""
+    if fills_in_order(x.shape, x.stride(), order):
+        return encode_norm_relu(x, mean, invstd, weight, bias, seeds, row, format)
+    y = norm_relu(x, (mean, invstd, weight, bias))
+    return site_encode(y, seeds, row, format, order), y
+
+
+def encode_norm_relu(
+    x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, bias: Tensor, seeds: Tensor, row: int, format: list[int]
+) -> tuple[Tensor, Tensor]:
+    """Return `site_encode_norm_relu` of a tensor as it lies in memory."""
+    plan, seed, norm = plan_of(tuple(format), x.numel(), x.device), (seeds, row), (mean, invstd, weight, bias)
+    encoded = encode_normalised(plan, x, norm, seed)
+    if encoded is not None:
+        return encoded
+    y = norm_relu(x, norm)
+    return plan.encode(y, seed), y
+
+
+def encode_normalised(plan: GroupPlan, x: Tensor, norm: Norm, seed: Seed) -> tuple[Tensor, Tensor] | None:
+    """Return codes and values of `norm_relu` of a tensor as it lies in memory; None where no kernel does both."""
+    if not plan.fuses_norm_relu or x.data_ptr() & 3:
+        return None
+    y = torch.empty_like(x)
+    return plan.encode_norm_relu(x, norm, y, seed), y
+
+
+def norm_relu(x: Tensor, norm: Norm) -> Tensor:
+    """Return the ReLU of a normalised tensor."""
+    mean, invstd, weight, bias = (vector.reshape(channel_shape(x)) for vector in norm)
+    return torch.relu(((x.float() - mean) * invstd * weight + bias).to(x.dtype))
+
+
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return variance and mean of each channel."""
     over = [d for d in range(x.dim()) if d != 1]
@@ -142,61 +180,77 @@ def mask_into(data: Tensor, format: list[int], *, out: Tensor) -> None:
     plan_of(tuple(format), out.numel(), out.device).mask_into(data, out)
 
 
-def site_gate(grad: Tensor, data: Tensor, format: list[int]) -> Tensor:
-    """Return a gradient where the packed values, in the same order in memory, are not zero; else zero."""
-    return plan_of(tuple(format), grad.numel(), grad.device).gate(data, grad)
+def site_gate(grad: Tensor, data: Tensor, other: Tensor | None, format: list[int]) -> Tensor:
+    """Return a gradient where the packed values, in the same order in memory, are not zero; else zero.
+
+    With `other`, it is the sum of both.
+    """
+    out = torch.empty_like(grad)
+    gate_into(grad, data, other, format, out=out)
+    return out
 
 
-def gate_into(grad: Tensor, data: Tensor, format: list[int], *, out: Tensor) -> None:
+def gate_into(grad: Tensor, data: Tensor, other: Tensor | None, format: list[int], *, out: Tensor) -> None:
     """Write what `site_gate` returns."""
-    plan_of(tuple(format), grad.numel(), grad.device).gate_into(data, grad, out)
+    plan_of(tuple(format), grad.numel(), grad.device).gate_into(data, grad, out, other)
 
 
-def mask_encode(x: Tensor, order: list[int]) -> Tensor:
-    """Return a bit for each value: not (x <= 0), which is what ReLU's backward asks."""
-    flat = run_in_order(x, order)
-    flags = flat if flat.dtype == torch.bool else ~(flat <= 0)
-    return operations(flat).bits_encode(flags.view(torch.uint8), 1)
+def mask_encode(flags: Tensor, order: list[int]) -> Tensor:
+    """Return a bit for each flag."""
+    flat = run_in_order(flags, order)
+    return operations(flat).bits_encode(flat.view(torch.uint8), 1)
 
 
-def mask_decode(data: Tensor, size: list[int], strides: list[int], dtype: torch.dtype, order: list[int]) -> Tensor:
-    """Return zero and one, as `dtype`."""
+def mask_decode(data: Tensor, size: list[int], strides: list[int], order: list[int]) -> Tensor:
+    """Return the flags that `mask_encode` packed."""
     flat = operations(data).bits_decode(data, 1, math.prod(size))
-    flat = flat.view(torch.bool) if dtype == torch.bool else flat.to(dtype)
-    return restore_in_order(flat, size, strides, order)
+    return restore_in_order(flat.view(torch.bool), size, strides, order)
 
 
 def norm_sums(
-    grad: Tensor, data: Tensor, seeds: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, row: int, format: list[int]
-) -> Tensor:
-    """Return k1, k2, k3 of `norm_apply` and gradients of weight and bias, from batch norm's packed input."""
+    grad: Tensor, data: Tensor, seeds: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, gate: Tensor | None,
+    row: int, format: list[int], gate_format: list[int],
+) -> Tensor:  # fmt: skip
+    """Return k1, k2, k3 of `norm_apply` and gradients of weight and bias, from batch norm's packed input.
+
+    With `gate`, which has the codes of a ReLU's result, the gradient is that of the ReLU.
+    """
     out = torch.empty(5, weight.numel(), dtype=torch.float32, device=grad.device)
-    norm_sums_into(grad, data, seeds, mean, invstd, weight, row, format, out=out)
+    norm_sums_into(grad, data, seeds, mean, invstd, weight, gate, row, format, gate_format, out=out)
     return out
 
 
 def norm_sums_into(
-    grad: Tensor, data: Tensor, seeds: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, row: int,
-    format: list[int], *, out: Tensor,
+    grad: Tensor, data: Tensor, seeds: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, gate: Tensor | None,
+    row: int, format: list[int], gate_format: list[int], *, out: Tensor,
 ) -> None:  # fmt: skip
     """Write what `norm_sums` returns."""
-    plan = plan_of(tuple(format), grad.numel(), grad.device)
-    backend_for(grad.device.type).norm_sums(grad, data, mean, invstd, weight, plan, (seeds, row), out)
+    plan, gated = plan_of(tuple(format), grad.numel(), grad.device), gate_of(gate, gate_format, grad)
+    backend_for(grad.device.type).norm_sums(grad, data, mean, invstd, weight, plan, (seeds, row), out, gated)
 
 
-def norm_apply(grad: Tensor, data: Tensor, seeds: Tensor, sums: Tensor, row: int, format: list[int]) -> Tensor:
+def norm_apply(
+    grad: Tensor, data: Tensor, seeds: Tensor, sums: Tensor, gate: Tensor | None, row: int, format: list[int],
+    gate_format: list[int],
+) -> Tensor:  # fmt: skip
     """Return g * k1 + x * k2 + k3: the gradient of batch norm's input."""
     out = torch.empty_like(grad)
-    norm_apply_into(grad, data, seeds, sums, row, format, out=out)
+    norm_apply_into(grad, data, seeds, sums, gate, row, format, gate_format, out=out)
     return out
 
 
 def norm_apply_into(
-    grad: Tensor, data: Tensor, seeds: Tensor, sums: Tensor, row: int, format: list[int], *, out: Tensor
-) -> None:
+    grad: Tensor, data: Tensor, seeds: Tensor, sums: Tensor, gate: Tensor | None, row: int, format: list[int],
+    gate_format: list[int], *, out: Tensor,
+) -> None:  # fmt: skip
     """Write what `norm_apply` returns."""
-    plan = plan_of(tuple(format), grad.numel(), grad.device)
-    backend_for(grad.device.type).norm_apply(grad, data, sums, plan, (seeds, row), out)
+    plan, gated = plan_of(tuple(format), grad.numel(), grad.device), gate_of(gate, gate_format, grad)
+    backend_for(grad.device.type).norm_apply(grad, data, sums, plan, (seeds, row), out, gated)
+
+
+def gate_of(codes: Tensor | None, format: list[int], grad: Tensor) -> Gate | None:
+    """Return the codes of a ReLU's result with their plan."""
+    return None if codes is None else (codes, plan_of(tuple(format), grad.numel(), grad.device))
 
 
 def conv_input_grad(
@@ -222,6 +276,10 @@ def _encode_fake(x: Tensor, seeds: Tensor, row: int, format: list[int], order: A
     return x.new_empty(GroupFormat.from_numbers(format).nbytes(x.numel()), dtype=torch.uint8)
 
 
+def _norm_relu_fake(x: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    return _encode_fake(x, *settings[4:]), torch.empty_like(x)
+
+
 def _encode_moments_fake(x: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
     var, mean = (x.new_empty(channel_shape(x), dtype=torch.float32) for _ in range(2))
     return _encode_fake(x, *settings), var, mean
@@ -237,6 +295,11 @@ OPERATORS: dict[Callable[..., Any], tuple[str, Callable[..., Any]]] = {
         "(Tensor x, Tensor seeds, int row, int[] format, int[] order) -> (Tensor, Tensor, Tensor)",
         _encode_moments_fake,
     ),
+    site_encode_norm_relu: (
+        "(Tensor x, Tensor mean, Tensor invstd, Tensor weight, Tensor bias, Tensor seeds, int row, int[] format,"
+        " int[] order) -> (Tensor, Tensor)",
+        _norm_relu_fake,
+    ),
     site_decode: (
         "(Tensor data, Tensor seeds, int row, int[] format, SymInt[] size, SymInt[] strides, int[] order) -> Tensor",
         lambda data, seeds, row, format, size, strides, order: _restored_fake(
@@ -247,22 +310,26 @@ OPERATORS: dict[Callable[..., Any], tuple[str, Callable[..., Any]]] = {
         "(Tensor data, int[] format, SymInt[] size, SymInt[] strides, int[] order) -> Tensor",
         lambda data, format, size, strides, order: _restored_fake(size, strides, torch.bool, data),
     ),
-    site_gate: ("(Tensor grad, Tensor data, int[] format) -> Tensor", lambda grad, *rest: torch.empty_like(grad)),
+    site_gate: (
+        "(Tensor grad, Tensor data, Tensor? other, int[] format) -> Tensor",
+        lambda grad, *rest: torch.empty_like(grad),
+    ),
     mask_encode: (
-        "(Tensor x, int[] order) -> Tensor",
-        lambda x, order: x.new_empty((x.numel() + 7) // 8, dtype=torch.uint8),
+        "(Tensor flags, int[] order) -> Tensor",
+        lambda flags, order: flags.new_empty((flags.numel() + 7) // 8, dtype=torch.uint8),
     ),
     mask_decode: (
-        "(Tensor data, SymInt[] size, SymInt[] strides, ScalarType dtype, int[] order) -> Tensor",
-        lambda data, size, strides, dtype, order: _restored_fake(size, strides, dtype, data),
+        "(Tensor data, SymInt[] size, SymInt[] strides, int[] order) -> Tensor",
+        lambda data, size, strides, order: _restored_fake(size, strides, torch.bool, data),
     ),
     norm_sums: (
-        "(Tensor grad, Tensor data, Tensor seeds, Tensor mean, Tensor invstd, Tensor weight, int row, int[] format)"
-        " -> Tensor",
+        "(Tensor grad, Tensor data, Tensor seeds, Tensor mean, Tensor invstd, Tensor weight, Tensor? gate, int row,"
+        " int[] format, int[] gate_format) -> Tensor",
         lambda grad, data, seeds, mean, invstd, weight, *rest: grad.new_empty((5, weight.numel()), dtype=torch.float32),
     ),
     norm_apply: (
-        "(Tensor grad, Tensor data, Tensor seeds, Tensor sums, int row, int[] format) -> Tensor",
+        "(Tensor grad, Tensor data, Tensor seeds, Tensor sums, Tensor? gate, int row, int[] format,"
+        " int[] gate_format) -> Tensor",
         lambda grad, *rest: torch.empty_like(grad),
     ),
     conv_input_grad: (

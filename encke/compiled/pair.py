@@ -235,6 +235,7 @@ class Pair:
     def finish(self) -> None:
         """Write what is saved now into the forward graph's results."""
         self.end.args = ((*self.results, *self.saved, *self.new_sizes, *self.others),)
+        self.forward.eliminate_dead_code()
         self.forward.lint()
         self.backward.lint()
 

@@ -21,9 +21,17 @@ from encke.codecs import Codec, Lossless, Packed
 from encke.codecs.base import AdaptedPacked
 from encke.codecs.groupquant import GroupQuantPacked
 from encke.codecs.layout import Layout, layout_of, with_rows
-from encke.compiled.ops import channel_shape, encode_measured, graph_owners, moments
+from encke.compiled.ops import (
+    channel_shape,
+    encode_measured,
+    encode_normalised,
+    graph_owners,
+    moments,
+    norm_relu,
+)
 from encke.kernels import GroupPlan, backend_for, mix
 from encke.kernels.operators import register
+from encke.kernels.plans import Gate
 from encke.kernels.reference.norm import norm_apply_from, norm_sums_from
 
 if TYPE_CHECKING:
@@ -99,6 +107,21 @@ def site_pack_moments(x: Tensor, graph: int, row: int) -> tuple[Tensor, Tensor, 
     return hold_packed(packing, x, GroupQuantPacked(codec, layout, data, seed, plan)), var, mean
 
 
+def site_pack_norm_relu(
+    x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, bias: Tensor, graph: int, row: int
+) -> tuple[Tensor, Tensor]:
+    """Return `site_pack` of `norm_relu`, and that itself."""
+    packing, codec, layout, length, key = prepare(x, graph, row)
+    plan, seed = codec.planned(x, layout, length, packing.state), mix(codec.seed, key)
+    norm = (mean, invstd, weight, bias)
+    encoded = None if plan is None else encode_normalised(plan, x, norm, seed)
+    if plan is None or encoded is None:
+        y = norm_relu(x, norm)
+        return hold_packed(packing, y, codec.encode_run(y, layout, length, key, packing.state)), y
+    data, y = encoded
+    return hold_packed(packing, y, GroupQuantPacked(codec, layout, data, seed, plan)), y
+
+
 def plan_for(packed: Packed, like: Tensor) -> GroupPlan | None:
     """Return the plan by which kernels read codes beside `like`; None where elements do not lie alike."""
     layout = packed.layout
@@ -153,21 +176,22 @@ def mask_into(handle: Tensor, *, out: Tensor) -> None:
         plan.mask_into(packed.buffers[0], out)
 
 
-def packed_gate(grad: Tensor, handle: Tensor) -> Tensor:
-    """Return a gradient where the packed values are not zero; else zero."""
+def packed_gate(grad: Tensor, handle: Tensor, other: Tensor | None) -> Tensor:
+    """Return a gradient, or the sum of two, where the packed values are not zero; else zero."""
     out = torch.empty_like(grad)
-    gate_into(grad, handle, out=out)
+    gate_into(grad, handle, other, out=out)
     return out
 
 
-def gate_into(grad: Tensor, handle: Tensor, *, out: Tensor) -> None:
+def gate_into(grad: Tensor, handle: Tensor, other: Tensor | None, *, out: Tensor) -> None:
     """Write what `packed_gate` returns."""
     packed = payload_of(handle)
-    plan = plan_for(packed, grad) if out.stride() == grad.stride() else None
+    alike = out.stride() == grad.stride() == (grad if other is None else other).stride()
+    plan = plan_for(packed, grad) if alike else None
     if plan is None:
-        out.copy_(torch.where(packed_mask_of(packed), grad, 0))
+        out.copy_(torch.where(packed_mask_of(packed), grad if other is None else grad + other, 0))
     else:
-        plan.gate_into(packed.buffers[0], grad, out)
+        plan.gate_into(packed.buffers[0], grad, out, other)
 
 
 def norm_plan_for(packed: Packed, grad: Tensor) -> GroupPlan | None:
@@ -179,39 +203,63 @@ def norm_plan_for(packed: Packed, grad: Tensor) -> GroupPlan | None:
     return plan if plan is not None and packed.layout.channels_last is (plan.format.stride > 1) else None
 
 
-def packed_norm_sums(grad: Tensor, handle: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor) -> Tensor:
-    """Return k1, k2, k3 of `packed_norm_apply` and gradients of weight and bias, from batch norm's packed input."""
+def through_gate(grad: Tensor, handle: Tensor | None, plan: GroupPlan | None) -> tuple[Tensor, Gate | None]:
+    """Return a gradient, and the codes of the ReLU that it has yet to pass: none where no kernel of `plan` reads them.
+
+    Args:
+        grad: The gradient of the ReLU's result.
+        handle: Leads to the ReLU's codes; None if there is no ReLU.
+        plan: Plan of the batch norm's input before it.
+    """
+    if handle is None:
+        return grad, None
+    packed = payload_of(handle)
+    codes = plan_for(packed, grad) if plan is not None else None
+    return (packed_gate(grad, handle, None), None) if codes is None else (grad, (packed.buffers[0], codes))
+
+
+def packed_norm_sums(
+    grad: Tensor, handle: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, gate: Tensor | None
+) -> Tensor:
+    """Return k1, k2, k3 of `packed_norm_apply` and gradients of weight and bias, from batch norm's packed input.
+
+    With `gate`, the handle of a ReLU's result, the gradient is that of the ReLU.
+    """
     out = torch.empty(5, weight.numel(), dtype=torch.float32, device=grad.device)
-    norm_sums_into(grad, handle, mean, invstd, weight, out=out)
+    norm_sums_into(grad, handle, mean, invstd, weight, gate, out=out)
     return out
 
 
-def norm_sums_into(grad: Tensor, handle: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, *, out: Tensor) -> None:
+def norm_sums_into(
+    grad: Tensor, handle: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, gate: Tensor | None, *, out: Tensor
+) -> None:
     """Write what `packed_norm_sums` returns."""
     packed = payload_of(handle)
     plan = norm_plan_for(packed, grad)
+    grad, codes = through_gate(grad, gate, plan)
     if plan is None:
         norm_sums_from(grad, packed.decode_in(packed.layout).float(), mean, invstd, weight, out)
     else:
         backend = backend_for(grad.device.type)
-        backend.norm_sums(grad, packed.buffers[0], mean, invstd, weight, plan, packed.seed, out)
+        backend.norm_sums(grad, packed.buffers[0], mean, invstd, weight, plan, packed.seed, out, codes)
 
 
-def packed_norm_apply(grad: Tensor, handle: Tensor, sums: Tensor) -> Tensor:
+def packed_norm_apply(grad: Tensor, handle: Tensor, sums: Tensor, gate: Tensor | None) -> Tensor:
     """Return g * k1 + x * k2 + k3: the gradient of batch norm's input."""
     out = torch.empty_like(grad)
-    norm_apply_into(grad, handle, sums, out=out)
+    norm_apply_into(grad, handle, sums, gate, out=out)
     return out
 
 
-def norm_apply_into(grad: Tensor, handle: Tensor, sums: Tensor, *, out: Tensor) -> None:
+def norm_apply_into(grad: Tensor, handle: Tensor, sums: Tensor, gate: Tensor | None, *, out: Tensor) -> None:
     """Write what `packed_norm_apply` returns."""
     packed = payload_of(handle)
     plan = norm_plan_for(packed, grad) if out.stride() == grad.stride() else None
+    grad, codes = through_gate(grad, gate, plan)
     if plan is None:
         norm_apply_from(grad, packed.decode_in(packed.layout).float(), sums, out)
     else:
-        backend_for(grad.device.type).norm_apply(grad, packed.buffers[0], sums, plan, packed.seed, out)
+        backend_for(grad.device.type).norm_apply(grad, packed.buffers[0], sums, plan, packed.seed, out, codes)
 
 
 def _handle_fake(x: Tensor, graph: int, row: int) -> Tensor:
@@ -230,16 +278,23 @@ def _restored_fake(handle: Tensor, size: Any, strides: Any, dtype: torch.dtype =
 OPERATORS: dict[Callable[..., Any], tuple[str, Callable[..., Any]]] = {
     site_pack: ("(Tensor x, int graph, int row) -> Tensor", _handle_fake),
     site_pack_moments: ("(Tensor x, int graph, int row) -> (Tensor, Tensor, Tensor)", _moments_fake),
+    site_pack_norm_relu: (
+        "(Tensor x, Tensor mean, Tensor invstd, Tensor weight, Tensor bias, int graph, int row) -> (Tensor, Tensor)",
+        lambda x, *rest: (_handle_fake(x, *rest[-2:]), torch.empty_like(x)),
+    ),
     packed_decode: ("(Tensor handle, SymInt[] size, SymInt[] strides, ScalarType dtype) -> Tensor", _restored_fake),
     packed_mask: ("(Tensor handle, SymInt[] size, SymInt[] strides) -> Tensor", _restored_fake),
-    packed_gate: ("(Tensor grad, Tensor handle) -> Tensor", lambda grad, handle: torch.empty_like(grad)),
+    packed_gate: (
+        "(Tensor grad, Tensor handle, Tensor? other) -> Tensor",
+        lambda grad, handle, other: torch.empty_like(grad),
+    ),
     packed_norm_sums: (
-        "(Tensor grad, Tensor handle, Tensor mean, Tensor invstd, Tensor weight) -> Tensor",
-        lambda grad, handle, mean, invstd, weight: grad.new_empty((5, weight.numel()), dtype=torch.float32),
+        "(Tensor grad, Tensor handle, Tensor mean, Tensor invstd, Tensor weight, Tensor? gate) -> Tensor",
+        lambda grad, handle, mean, invstd, weight, gate: grad.new_empty((5, weight.numel()), dtype=torch.float32),
     ),
     packed_norm_apply: (
-        "(Tensor grad, Tensor handle, Tensor sums) -> Tensor",
-        lambda grad, handle, sums: torch.empty_like(grad),
+        "(Tensor grad, Tensor handle, Tensor sums, Tensor? gate) -> Tensor",
+        lambda grad, *rest: torch.empty_like(grad),
     ),
 }
 """Each operator's arguments and results, and its fake."""

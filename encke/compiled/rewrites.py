@@ -1,6 +1,6 @@
 """Patterns in graphs that let backward restore less of what was packed, hold it for less long, and read less twice.
 
-- The encoder of a batch norm's input computes its statistics as well (forward graph).
+- The encoder of a batch norm's input computes its statistics as well (forward graph); norm_relu.py has more of that.
 - A batch norm's backward reads codes. Half of what a convolutional network saves are inputs of batch norms.
 - A convolution computes its weight's gradient first. Then its restored input is released, and the input's gradient
   takes that memory.
@@ -121,8 +121,8 @@ def measures_channels(node: Node, x: Node) -> bool:
     return all_but_channels and settings == {"correction": 0, "keepdim": True}
 
 
-def encoder_measures(t: Tensor, format: GroupFormat) -> bool:
-    """Return whether there are kernels that compute variance and mean of t's channels while they encode it."""
+def fuses_encoder(t: Tensor, format: GroupFormat) -> bool:
+    """Return whether there are kernels that do the work of a batch norm before or behind `t` while they encode it."""
     if t.device.type not in NORMS_ON or t.dtype.itemsize != 2 or format.signs or t.dim() < 4:
         return False
     if bytes_of(t) < FUSE_MIN_BYTES or not isinstance(t.shape[1], int) or no_kernels(t.device):

@@ -23,9 +23,12 @@ from encke.compiled import rewrites
 from encke.compiled.calls import Call, Calls, ConstantCalls, RunTimeCalls
 from encke.compiled.masks import read_mask_from_codes
 from encke.compiled.names import bytes_of, size_hint, value
+from encke.compiled.norm_relu import find_norm_relu
 from encke.compiled.pair import Pair
 from encke.kernels import GroupFormat, GroupPlan
 from encke.kernels.formats import channel_stride
+
+CAST = torch.ops.prims.convert_element_type.default
 
 
 class Form(Enum):
@@ -186,7 +189,7 @@ class Writer:
             calls = ConstantCalls(self.seeds(t.device), row, format, self._layout(node), order)
         # Makes inductor store the tensor once, instead of once for the encoder and once for the other readers.
         node.meta["inductor_realize_to_strides"] = True
-        packed = self._write_encoder(node, calls, format is not None and rewrites.encoder_measures(t, format))
+        packed = self._write_encoder(node, calls, format is not None and rewrites.fuses_encoder(t, format))
         mask_readers = [reader for reader, site in zip(readers, packing.sites, strict=True) if site.need == "mask"]
         data, restored = self.pair.swap(node, packed, lambda data: self._here(calls.decode(data)))
         if read_mask_from_codes(
@@ -194,7 +197,7 @@ class Writer:
             mask_readers,
             t,
             lambda: self._here(calls.mask(data)),
-            lambda grad: self._here(calls.gate(grad, data)),
+            lambda grad, other: self._here(calls.gate(grad, data, other)),
         ):
             packing.compare_values()
         norm = rewrites.find_norm_backward(restored)
@@ -206,9 +209,14 @@ class Writer:
                 self._split_conv_backward(reader, node)
         return packed
 
-    def _write_encoder(self, node: Node, calls: Calls, measures: bool) -> Node:
-        """Return the node that gives the codes of `node`; an encoder that `measures` serves its batch norm as well."""
-        norms = rewrites.statistics_of(node) if measures else []
+    def _write_encoder(self, node: Node, calls: Calls, fused: bool) -> Node:
+        """Return the node that gives the codes of `node`; a `fused` encoder does work of a batch norm as well."""
+        relu = find_norm_relu(node) if fused else None
+        if relu is not None:
+            made = self._after(node, calls.encode_norm_relu(relu))
+            node.replace_all_uses_with(self._result(made, 1))
+            return self._result(made, 0)
+        norms = rewrites.statistics_of(node) if fused else []
         made = self._after(node, calls.encode(node, bool(norms)))
         if not norms:
             return made
@@ -218,14 +226,16 @@ class Writer:
             for reader in list(norm.users):
                 place = 1 + reader.args[1]  # type: ignore[operator]
                 reader.args, reader.meta["val"] = (made, place), value(made)[place]
-            upcast = norm.all_input_nodes[0]
             self.pair.forward.erase_node(norm)
-            if not upcast.users and upcast not in self.pair.saved:
-                self.pair.forward.erase_node(upcast)
-        with self.pair.forward.inserting_after(made):
-            packed = self.pair.forward.create_node("call_function", operator.getitem, (made, 0), name="site_codes")
-        packed.meta["val"] = value(made)[0]
-        return packed
+        return self._result(made, 0)
+
+    def _result(self, made: Node, place: int) -> Node:
+        """Return the node that gives one of the results of an encoder, under a name that no other node has."""
+        graph = self.pair.forward
+        with graph.inserting_after(made):
+            result = graph.create_node("call_function", operator.getitem, (made, place), name="site_result")
+        result.meta["val"] = value(made)[place]
+        return result
 
     def _write_norm_backward(self, norm: rewrites.NormBackward, data: Node, calls: Calls) -> None:
         """Let a batch norm's backward read codes."""
@@ -255,14 +265,20 @@ class Writer:
             self.pair.backward.erase_node(wanted[0])
 
     def _write_mask(self, node: Node) -> Node:
-        """Keep one bit for each value; return the node that gives them."""
-        t = value(node)
-        order = order_of(t)
-        packed = self._after(node, (torch.ops.encke.mask_encode.default, (node, order)))
+        """Keep one bit for each value, not (x <= 0), which is what ReLU's backward asks; return the node of the bits.
+
+        The compiler fuses comparison and cast with what is around them.
+        """
+        t, aten = value(node), torch.ops.aten
+        order, flags = order_of(t), node
+        if t.dtype != torch.bool:
+            flags = self._after(node, (aten.le.Scalar, (node, 0)))
+            flags = self._after(flags, (aten.logical_not.default, (flags,)))
+        packed = self._after(flags, (torch.ops.encke.mask_encode.default, (flags, order)))
 
         def restore(data: Node) -> Node:
-            arguments = (data, *self._layout(node), t.dtype, order)
-            return self._here((torch.ops.encke.mask_decode.default, arguments))
+            made = self._here((torch.ops.encke.mask_decode.default, (data, *self._layout(node), order)))
+            return made if t.dtype == torch.bool else self._here((CAST, (made, t.dtype)))
 
         self.pair.swap(node, packed, restore)
         return packed

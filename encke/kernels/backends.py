@@ -16,7 +16,7 @@ from torch import Tensor
 
 from encke.kernels import reference
 from encke.kernels.formats import BoundedFormat, DualFormat, GroupFormat, LogFormat, PackedUse, Seed
-from encke.kernels.plans import GroupPlan
+from encke.kernels.plans import Gate, GroupPlan
 from encke.kernels.reference import slow
 
 COMPILERS = {"cpu": "numba", "cuda": "triton"}
@@ -52,11 +52,12 @@ class GraphBackend(Backend, Protocol):
     ) -> Tensor: ...
     def norm_sums(
         self, grad: Tensor, data: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, plan: GroupPlan, seed: Seed,
-        out: Tensor,
+        out: Tensor, gate: Gate | None = None,
     ) -> None: ...  # fmt: skip
     def norm_apply(
-        self, grad: Tensor, data: Tensor, sums: Tensor, plan: GroupPlan, seed: Seed, out: Tensor
-    ) -> None: ...
+        self, grad: Tensor, data: Tensor, sums: Tensor, plan: GroupPlan, seed: Seed, out: Tensor,
+        gate: Gate | None = None,
+    ) -> None: ...  # fmt: skip
 
 
 @dataclass(frozen=True)

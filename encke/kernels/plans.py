@@ -15,6 +15,10 @@ INFINITY_BF16 = 0x7F80
 """Bits of infinity in bf16; those of a NaN are larger."""
 
 
+Norm = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Mean, 1 / deviation, weight and bias of each channel of a batch norm, in fp32."""
+
+
 class GroupPlan(ABC):
     """Encode and decode tensors of one size in one `GroupFormat` on one device.
 
@@ -25,6 +29,8 @@ class GroupPlan(ABC):
 
     fuses_forward = False
     """Whether `encode_relu` and `encode_moments` are available."""
+    fuses_norm_relu = False
+    """Whether `encode_norm_relu` is available."""
     sample_sums: Callable[[Tensor, Tensor, SampledUnits], Tensor] | None = None
     """Returns sums over a sample of flat values and of their scales in the codes, where there is a kernel for it.
 
@@ -55,10 +61,10 @@ class GroupPlan(ABC):
     def mask_into(self, data: Tensor, out: Tensor) -> None:
         """Write to `out` whether each value is not zero, as far as its code tells."""
 
-    def gate_into(self, data: Tensor, grad: Tensor, out: Tensor) -> None:
-        """Write `grad` where the values in `data` are not zero, else zero."""
+    def gate_into(self, data: Tensor, grad: Tensor, out: Tensor, other: Tensor | None = None) -> None:
+        """Write `grad`, plus `other` if given, where the values in `data` are not zero, else zero."""
         mask = self.mask(data).as_strided(grad.shape, grad.stride())
-        out.copy_(torch.where(mask, grad, 0))
+        out.copy_(torch.where(mask, grad if other is None else grad + other, 0))
 
     def encode(self, x: Tensor, seed: Seed) -> Tensor:
         """Return the codes of `x`, with lo and step of each group, in one buffer."""
@@ -68,7 +74,7 @@ class GroupPlan(ABC):
 
     def decode(self, data: Tensor, seed: Seed) -> Tensor:
         """Return the values, flat."""
-        out = self._new_values(self.format.dtype)
+        out = torch.empty(self.numel, dtype=self.format.dtype, device=self.device)
         self.decode_into(data, seed, out)
         return out
 
@@ -78,7 +84,7 @@ class GroupPlan(ABC):
 
     def mask(self, data: Tensor) -> Tensor:
         """Return whether each value is not zero, flat."""
-        out = self._new_values(torch.bool)
+        out = torch.empty(self.numel, dtype=torch.bool, device=self.device)
         self.mask_into(data, out)
         return out
 
@@ -106,8 +112,9 @@ class GroupPlan(ABC):
         """Write mean and sum of squared deviations of each group to `workspace` and return the codes of `x`."""
         raise NotImplementedError(f"{type(self).__name__} has no kernel for moments; see fuses_forward")
 
-    def _new_values(self, dtype: torch.dtype) -> Tensor:
-        return torch.empty(self.numel, dtype=dtype, device=self.device)
+    def encode_norm_relu(self, x: Tensor, norm: Norm, out: Tensor, seed: Seed) -> Tensor:
+        """Write the ReLU of a normalised `x` to `out` and return the codes of it."""
+        raise NotImplementedError(f"{type(self).__name__} has no kernel for batch norm; see fuses_norm_relu")
 
     def _seed_number(self, seed: Seed) -> int:
         """Return a seed as a number, for kernels that do not read it on the device."""
@@ -121,6 +128,10 @@ class GroupPlan(ABC):
                 "'reduce-overhead'."
             )
         return int(seeds[row])
+
+
+Gate = tuple[Tensor, GroupPlan]
+"""Codes of a ReLU's result, and their plan: gradients pass where they are not zero."""
 
 
 def flat_memory(x: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from encke.train.models.gpt import Gpt
 from tests.compiled.common import (
     EIGHT,
     TWO,
+    Settable,
     Wrapped,
     compile,
     constant_codecs,
@@ -344,6 +345,32 @@ def test_in_cuda_graphs_comet_compiles_again_only_for_more_bits(monkeypatch, fol
     around.compiled.stale = True
     train(model, optimizer, 2, 15)
     assert graphs() == 2 + more
+
+
+@pytest.mark.slow
+def test_in_cuda_graphs_compilations_come_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    constant_codecs(monkeypatch)
+    compiled_module._warned.clear()
+    model, policy = compile(net()), Settable(GroupQuant(bits=2))
+    plain = gradients(model, images())
+    handle = encke.attach(model, policy)
+    (around,) = handle._hooks
+
+    def step(bits: int) -> tuple[float, int]:
+        policy.codec = GroupQuant(bits=bits)
+        around.compiled.stale = True
+        return error(plain, gradients(model, images())), graphs()
+
+    found = [step(bits) for bits in (2, 2, 3, 4)]
+    assert [count - found[0][1] for _, count in found] == [0, 0, 1, 2]
+    assert found[1][0] > 1.5 * found[2][0] > 2 * found[3][0]
+    with pytest.warns(RuntimeWarning, match="'1' and other layers by now need more bits"):
+        step(8)
+    assert {step((2, 3, 4, 8)[i % 4])[1] for i in range(95)} == {found[-1][1]}
+    assert {row.bound for row in handle.report().sites if row.codec == "GroupQuant"} == {"4 bits"}
+    # What has to be exact is.
+    around.compiled.capture.readers.not_finite.update(packing.sites[0] for packing, _ in around.compiled.constants())
+    assert step(2) == (0.0, found[-1][1] + 1)
 
 
 @pytest.mark.slow

@@ -338,11 +338,12 @@ def test_operators_agree_with_their_fakes() -> None:
     calls = {
         "packed_decode": (handle, *layout, x.dtype),
         "packed_mask": (handle, *layout),
-        "packed_gate": (grad, handle),
-        "packed_norm_sums": (grad, handle, line, line, line),
-        "packed_norm_apply": (grad, handle, torch.rand(5, 16)),
+        "packed_gate": (grad, handle, grad),
+        "packed_norm_sums": (grad, handle, line, line, line, handle),
+        "packed_norm_apply": (grad, handle, torch.rand(5, 16), handle),
     }
-    assert {*calls} == {function.__name__ for function in payloads.OPERATORS} - {"site_pack", "site_pack_moments"}
+    encoders = {"site_pack", "site_pack_moments", "site_pack_norm_relu"}
+    assert {*calls} == {function.__name__ for function in payloads.OPERATORS} - encoders
     for name, arguments in calls.items():
         operator = getattr(torch.ops.encke, name).default
         made = operator(*arguments)
@@ -370,13 +371,28 @@ def test_other_strides_than_those_packed_are_restored() -> None:
     out = torch.empty_like(grad)
     for function, wanted in (
         (lambda: payloads.decode_into(handle, out=out), packed.decode()),
-        (lambda: payloads.gate_into(grad, handle, out=out), torch.where(flags, grad, 0)),
+        (lambda: payloads.gate_into(grad, handle, None, out=out), torch.where(flags, grad, 0)),
+        (lambda: payloads.gate_into(grad, handle, grad, out=out), torch.where(flags, grad + grad, 0)),
         (lambda: payloads.mask_into(handle, out=out), flags.float()),
     ):
         function()
         assert torch.equal(out, wanted) and out.stride() == grad.stride()
     restored = torch.ops.encke.packed_decode(handle, [*x.shape], [*grad.stride()], x.dtype)
     assert torch.equal(restored, packed.decode()) and restored.stride() == grad.stride()
+
+
+@pytest.mark.parametrize("relu", [GroupQuant(bits=3), GroupQuant(bits=2, group=64), ErrorBounded(0.01)], ids=str)
+@pytest.mark.parametrize("norm", [GroupQuant(bits=2), ErrorBounded(0.01)], ids=str)
+def test_a_batch_norm_reads_a_relus_codes_whatever_their_codec(norm: Codec, relu: Codec) -> None:
+    x, grad, line = (torch.randn(8, 16, 12, 12).to(memory_format=LAST) for _ in "xyz")
+    line, y = torch.rand(3, 16), x.relu()
+    handle, gate = (payloads.hold(codec.encode(t), x.device) for codec, t in ((norm, x), (relu, y)))
+    gated = torch.where(y > 0, grad, 0)
+    ops = torch.ops.encke
+    sums = ops.packed_norm_sums(grad, handle, *line, gate)
+    assert torch.equal(sums, ops.packed_norm_sums(gated, handle, *line, None))
+    found, expected = (ops.packed_norm_apply(g, handle, sums, h) for g, h in ((grad, gate), (gated, None)))
+    assert torch.equal(found, expected) and not torch.equal(found, ops.packed_norm_apply(grad, handle, sums, None))
 
 
 def test_a_copy_of_a_handle_is_an_error() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read by triton.jit when the kernels are imported
@@ -24,6 +24,7 @@ from encke.compiled.model import CompiledModel
 from encke.compiled.names import name_of
 from encke.kernels import GroupFormat
 from tests.compiled.common import (
+    EIGHT,
     LAST,
     TWO,
     as_inductor_gets_it,
@@ -83,12 +84,14 @@ def codecs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> d
     if request.param == "constant":
         constant_codecs(monkeypatch)
         return {
-            "encode": "site_encode", "encode_moments": "site_encode_moments", "decode": "site_decode",
-            "mask": "site_mask", "gate": "site_gate", "sums": "norm_sums", "apply": "norm_apply",
+            "encode": "site_encode", "encode_moments": "site_encode_moments",
+            "encode_norm_relu": "site_encode_norm_relu", "decode": "site_decode", "mask": "site_mask",
+            "gate": "site_gate", "sums": "norm_sums", "apply": "norm_apply",
         }  # fmt: skip
     return {
-        "encode": "site_pack", "encode_moments": "site_pack_moments", "decode": "packed_decode",
-        "mask": "packed_mask", "gate": "packed_gate", "sums": "packed_norm_sums", "apply": "packed_norm_apply",
+        "encode": "site_pack", "encode_moments": "site_pack_moments", "encode_norm_relu": "site_pack_norm_relu",
+        "decode": "packed_decode", "mask": "packed_mask", "gate": "packed_gate", "sums": "packed_norm_sums",
+        "apply": "packed_norm_apply",
     }  # fmt: skip
 
 
@@ -141,11 +144,11 @@ def test_a_batch_norm_in_half_precision_reads_codes_of_its_input_as_it_was(every
 def test_an_encoder_computes_the_statistics_of_the_batch_norm_that_reads_the_same(
     everywhere: None, forward: list[Graph], codecs: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encode, measure = codecs["encode"], codecs["encode_moments"]
+    encode, measure, normalise = codecs["encode"], codecs["encode_moments"], codecs["encode_norm_relu"]
     x, found = images().to(memory_format=LAST), []
     for on in (True, False):
         if not on:
-            monkeypatch.setattr(rewrites, "encoder_measures", lambda *settings: False)
+            monkeypatch.setattr(rewrites, "fuses_encoder", lambda *settings: False)
         model = Half()
         compiled = compile(model, backend=as_inductor_gets_it)
         encke.attach(compiled, TWO)
@@ -153,9 +156,9 @@ def test_an_encoder_computes_the_statistics_of_the_batch_norm_that_reads_the_sam
         torch._dynamo.reset()
     after, before = map(names, forward)
     assert before["var_mean"] == 2 and not before[measure] and before[encode] == 4
-    assert not after["var_mean"] and after[measure] == 2 and after[encode] == 2
-    assert before["convert_element_type"] - after["convert_element_type"] == 2
-    # On a CPU the operator is what it stands for: the same bits.
+    assert not after["var_mean"] and after[measure] == 2 and after[encode] == after[normalise] == 1
+    assert before["convert_element_type"] - after["convert_element_type"] == 3
+    # On a CPU the operators are what they stand for: the same bits.
     assert same(*found)
     order = list(forward[0].nodes)
     for i, node in enumerate(order):
@@ -285,6 +288,36 @@ def test_a_relu_before_a_sum_takes_its_mask_from_the_codes(backward: list[Graph]
     torch.testing.assert_close(found[1], plain[1], rtol=1e-4, atol=1e-7)
 
 
+class Blocks(nn.Module):
+    """Residual blocks: the gradient of each ReLU but the last is a sum of two that are stored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, padding=1)
+        self.convs = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1, bias=False) for _ in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x))
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = torch.relu(norm(conv(x)) + x)
+        return x
+
+
+def test_gates_add_the_gradients_of_a_residual_block(backward: list[Graph], codecs) -> None:
+    model = Blocks().to(memory_format=LAST)
+    x = images().to(memory_format=LAST)
+    compiled = compile(model, backend=as_inductor_gets_it)
+    plain = gradients(compiled, x)
+    handle = encke.attach(compiled, EIGHT)
+    found = gradients(compiled, x)
+    gates = [node for node in backward[-1].nodes if name_of(node.target) == codecs["gate"]]
+    assert len(gates) == 3 and all(isinstance(node.args[2], Node) for node in gates)
+    # Values are nearly exact, so masks decide: gradients would be far off without them.
+    assert error(plain, found) < 0.03
+    handle.detach()
+
+
 def test_masks_and_gates_are_exact_where_values_come_back_as_zero() -> None:
     """A few tiny values beside a large one: restored they may be zero, in the codes they are not."""
     x = torch.rand(4, 8, 16, 16).mul(1e-30).relu()
@@ -296,7 +329,7 @@ def test_masks_and_gates_are_exact_where_values_come_back_as_zero() -> None:
     mask = torch.ops.encke.site_mask(data, format, x.shape, x.stride(), order)
     assert torch.equal(mask, x > 0) and mask.stride() == x.stride()
     grad = torch.randn_like(x)
-    assert torch.equal(torch.ops.encke.site_gate(grad, data, format), torch.where(x > 0, grad, 0))
+    assert torch.equal(torch.ops.encke.site_gate(grad, data, None, format), torch.where(x > 0, grad, 0))
 
 
 def test_other_batch_sizes_share_one_graph(everywhere: None, backward: list[Graph], codecs) -> None:
@@ -318,20 +351,22 @@ def test_operators_agree_with_their_fakes() -> None:
     order, format = [0, 2, 3, 1], GroupFormat(2, 128, x.dtype, 16).numbers()
     data = torch.ops.encke.site_encode(x, seed, 1, format, order)
     settings = (1, format)
-    sums = torch.ops.encke.norm_sums(grad, data, seed, line, line, line, *settings)
+    gated = (data, *settings, format)
+    sums = torch.ops.encke.norm_sums(grad, data, seed, line, line, line, *gated)
     weight = torch.randn(8, 16, 3, 3)
     conv = (torch.randn(4, 8, 12, 12), weight, x.shape, x.stride(), [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-    flags = torch.ops.encke.mask_encode(x, order)
+    flags = torch.ops.encke.mask_encode(x > 0, order)
     calls = {
         "site_encode": (x, seed, 1, format, order),
         "site_encode_moments": (x.bfloat16(), seed, 1, GroupFormat(2, 128, torch.bfloat16, 16).numbers(), order),
+        "site_encode_norm_relu": (x, line, line, line, line, seed, 1, format, order),
         "site_decode": (data, seed, 1, format, x.shape, x.stride(), order),
         "site_mask": (data, format, x.shape, x.stride(), order),
-        "site_gate": (grad, data, format),
-        "mask_encode": (x, order),
-        "mask_decode": (flags, x.shape, x.stride(), x.dtype, order),
-        "norm_sums": (grad, data, seed, line, line, line, *settings),
-        "norm_apply": (grad, data, seed, sums, *settings),
+        "site_gate": (grad, data, grad, format),
+        "mask_encode": (x > 0, order),
+        "mask_decode": (flags, x.shape, x.stride(), order),
+        "norm_sums": (grad, data, seed, line, line, line, *gated),
+        "norm_apply": (grad, data, seed, sums, *gated),
         "conv_input_grad": conv,
     }
     assert {*calls} == {function.__name__ for function in ops.OPERATORS} - {"forward_seeds"}

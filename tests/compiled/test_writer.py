@@ -49,8 +49,8 @@ class Expected:
         t, site = t.detach(), packing.sites[0]
         order = order_of(t)
         if packing.form is Form.MASK:
-            data = torch.ops.encke.mask_encode(t, order)
-            return lambda: torch.ops.encke.mask_decode(data, t.shape, t.stride(), t.dtype, order)
+            data = torch.ops.encke.mask_encode(t > 0, order)
+            return lambda: torch.ops.encke.mask_decode(data, t.shape, t.stride(), order).to(t.dtype)
         layout, length = layout_of(t.shape, t.stride())
         if site.operation == "BatchNorm":
             layout = with_rows(layout, rows_for(layout, length, ("channels", 0)))

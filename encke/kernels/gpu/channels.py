@@ -27,7 +27,7 @@ from encke.kernels.gpu.codes import (
     store_scales,
     values_of,
 )
-from encke.kernels.gpu.common import random32, seed_of, widen
+from encke.kernels.gpu.common import load_sum, random32, seed_of, widen
 from encke.kernels.gpu.places import group_bytes
 
 
@@ -175,11 +175,11 @@ def gq_decode_channels_kernel(
 
 @triton.jit(do_not_specialize=["row", "count", "blocks", "length"])
 def gq_gate_channels_kernel(
-    data, x, out, stride: tl.int64, row: tl.int64, count: tl.int32, blocks: tl.int32, length: tl.int32,
+    data, x, other, out, stride: tl.int64, row: tl.int64, count: tl.int32, blocks: tl.int32, length: tl.int32,
     DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr, LENGTH: tl.constexpr, WHOLE: tl.constexpr,
-    CHANNELS: tl.constexpr, BYTES: tl.constexpr,
+    CHANNELS: tl.constexpr, BYTES: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Write x where the packed values are not zero, else zero: ReLU's gradient."""
+    """Write x, with ADD plus `other`, where the packed values are not zero, else zero: ReLU's gradient."""
     FIELD: tl.constexpr = 2 if BITS == 3 else BITS
     T: tl.constexpr = 8 // FIELD
     PARTS: tl.constexpr = LENGTH // BYTES
@@ -197,4 +197,4 @@ def gq_gate_channels_kernel(
     inside = of_channel(here) & (t * length + j < valid)
     if not WHOLE:
         inside = inside & (j < length)
-    tl.store(out + at, tl.where(flag != 0, tl.load(x + at, mask=inside, other=0), 0), mask=inside)
+    tl.store(out + at, tl.where(flag != 0, load_sum(x, other, at, inside, DTYPE, ADD), 0), mask=inside)

@@ -69,6 +69,19 @@ def narrow(v, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def load_sum(x, other, at, there, DTYPE: tl.constexpr, ADD: tl.constexpr):
+    """Load the values at x + at that are `there` (None: all), with ADD plus those at other + at."""
+    if there is None:
+        value = tl.load(x + at)
+    else:
+        value = tl.load(x + at, mask=there, other=0)
+    if ADD:
+        added = tl.load(other + at) if there is None else tl.load(other + at, mask=there, other=0)
+        value = narrow(widen(value, DTYPE) + widen(added, DTYPE), DTYPE)
+    return value
+
+
+@triton.jit
 def divide(a, b):
     """Divide and round to nearest: fp32's own operator is only approximate."""
     return a / b if b.dtype == tl.float64 else tl.div_rn(a, b)

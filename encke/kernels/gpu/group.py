@@ -27,7 +27,7 @@ from encke.kernels.gpu.codes import (
     store_scales,
     values_of,
 )
-from encke.kernels.gpu.common import random32, seed_of, widen
+from encke.kernels.gpu.common import load_sum, random32, seed_of, widen
 from encke.kernels.gpu.places import all_groups, byte_places, group_bytes, group_places, pair_places
 
 
@@ -139,11 +139,12 @@ def gq_decode_kernel(
 
 @triton.jit(do_not_specialize=["full", "rest", "rows", "magic", "shift", "length"])
 def gq_gate_kernel(
-    data, x, out, full: tl.int32, rest: tl.int32, rows: tl.int32, magic: tl.int32, shift: tl.int32, length: tl.int32,
+    data, x, other, out, full: tl.int32, rest: tl.int32, rows: tl.int32, magic: tl.int32, shift: tl.int32,
+    length: tl.int32,
     DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr, G: tl.constexpr, LENGTH: tl.constexpr,
-    WHOLE: tl.constexpr, THREADS: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr,
+    WHOLE: tl.constexpr, THREADS: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Write x where the packed values are not zero, else zero: ReLU's gradient."""
+    """Write x, with ADD plus `other`, where the packed values are not zero, else zero: ReLU's gradient."""
     FIELD: tl.constexpr = 2 if BITS == 3 else BITS
     T: tl.constexpr = 8 // FIELD
     length = LENGTH if WHOLE else length // UNIT * UNIT
@@ -159,7 +160,7 @@ def gq_gate_kernel(
     flag = flags_of(code, of_group(lo), of_group(step), BITS, SIGNS)
     at = of_group(start) + (t * length + j[:, :, :, None, :])
     if UNIT > 1 and valid == length * T:
-        tl.store(out + at, tl.where(flag != 0, tl.load(x + at), 0))
+        tl.store(out + at, tl.where(flag != 0, load_sum(x, other, at, None, DTYPE, ADD), 0))
     else:
         there = (t * length + j[:, :, :, None, :] < valid) & (j < length)[:, :, :, None, :]
-        tl.store(out + at, tl.where(flag != 0, tl.load(x + at, mask=there, other=0), 0), mask=there)
+        tl.store(out + at, tl.where(flag != 0, load_sum(x, other, at, there, DTYPE, ADD), 0), mask=there)

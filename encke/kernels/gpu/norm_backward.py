@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 
 import torch
 import triton.language as tl
@@ -26,10 +27,11 @@ from encke.kernels.gpu.norm_kernels import (
     plane_reduce_kernel,
 )
 from encke.kernels.gpu.places import Rows, reciprocal
-from encke.kernels.plans import GroupPlan
+from encke.kernels.plans import Gate, GroupPlan
 
 WARPS = 1  # of a program in channels_last memory; eight threads have 16 bytes each of a pixel
 PROGRAMS = 132 * 16  # programs that sum up, where there is enough to do
+REGISTERS = (128, 96)  # of programs that sum up and that write there: as many run at a time as possible without spills
 REDUCED = 1024  # values that a program sums up in NCHW memory, with one warp
 WRITTEN = 512  # accesses of 16 bytes of a program that writes the gradient there
 GATHER = 1024  # sums that a program of the gathering reads at a time
@@ -42,12 +44,12 @@ class NormPlan:
 
     def __init__(
         self, size: tuple[int, ...], format: GroupFormat, channels_last: bool, weight_dtype: torch.dtype | None,
-        device: torch.device, seed_table: bool,
+        device: torch.device, seed_table: bool, gate_bits: int = 0,
     ) -> None:  # fmt: skip
         self.format, self.channels_last, self.device, self.channels = format, channels_last, device, size[1]
         numel = math.prod(size)
         plan = self._plan_channels_last if channels_last else self._plan_planes
-        splits = plan(numel, size[0], seed_table)
+        splits = plan(numel, size[0], seed_table, gate_bits)
         self.sums_numel = splits * 2 * self.channels
         """Size of the sums that each channel's sums are gathered from: [splits, 2, channels]."""
         self.rest = (splits, self.channels, self.channels / numel)
@@ -58,7 +60,7 @@ class NormPlan:
             for together, below in ((False, False), (False, True), (True, False))
         )
 
-    def _plan_channels_last(self, numel: int, samples: int, seed_table: bool) -> int:
+    def _plan_channels_last(self, numel: int, samples: int, seed_table: bool, gate_bits: int) -> int:
         """Make the launches for channels_last memory; return the number of partial sums."""
         channels, dtype = self.channels, self.format.dtype
         pixels = numel // channels
@@ -66,14 +68,14 @@ class NormPlan:
         columns = 8 * vector
         blocks, tiles = -(-pixels // NORM_GROUP), -(-channels // columns)
         splits = -(-blocks // -(-blocks // max(PROGRAMS // tiles, 1)))
-        constants = (TYPES[dtype], self.format.bits, unit, vector, 4 * WARPS, columns, ROUND, seed_table)
+        constants = (TYPES[dtype], self.format.bits, unit, vector, 4 * WARPS, columns, ROUND, seed_table, gate_bits)
         self.workspace_numel = 0
         self.numbers: tuple[tuple, ...] = ((channels // unit, pixels, tiles, splits), (channels // unit, pixels, tiles))
-        self.reduce = Launch(last_reduce_kernel, tiles * splits, constants, WARPS, 2)
-        self.write = Launch(last_apply_kernel, blocks * tiles, constants, WARPS, 2)
+        self.reduce = Launch(last_reduce_kernel, tiles * splits, constants, WARPS, 2, REGISTERS[0])
+        self.write = Launch(last_apply_kernel, blocks * tiles, constants, WARPS, 2, REGISTERS[1])
         return splits
 
-    def _plan_planes(self, numel: int, samples: int, seed_table: bool) -> int:
+    def _plan_planes(self, numel: int, samples: int, seed_table: bool, gate_bits: int) -> int:
         """Make the launches for NCHW memory; return the number of partial sums."""
         channels, format, vector = self.channels, self.format, 16 // self.format.dtype.itemsize
         rows = Rows(format, numel, numel // (samples * channels))
@@ -94,27 +96,38 @@ class NormPlan:
         )  # fmt: skip
         return splits
 
-    def sum_up(self, grad: Tensor, data: Tensor, mean: Tensor, seed: tuple[Tensor, int, int]) -> Tensor:
+    def sum_up(
+        self, grad: Tensor, data: Tensor, mean: Tensor, seed: tuple[Tensor, int, int], gate: Tensor | None = None
+    ) -> Tensor:
         """Return sum(g) and sum(g (x - mean)) for each channel, in a few partial sums."""
         sums = torch.empty(self.sums_numel, dtype=torch.float32, device=self.device)
         if self.channels_last:
-            self.reduce((grad, data, mean, sums, seed[0]), (*self.numbers[0], *seed[1:]))
+            beside = data if gate is None else gate
+            self.reduce((grad, data, beside, mean, sums, seed[0]), (*self.numbers[0], *seed[1:]))
         else:
             workspace = torch.empty(self.workspace_numel, dtype=torch.float32, device=self.device)
             self.reduce((grad, data, mean, workspace, seed[0]), (*self.numbers[0], *seed[1:]))
             self.gather((workspace, sums), self.numbers[2])
         return sums
 
+    def apply(
+        self, grad: Tensor, data: Tensor, line: Tensor, out: Tensor, seed: tuple[Tensor, int, int],
+        gate: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Write g * k1 + x * k2 + k3."""
+        read = (grad, data, data if gate is None else gate) if self.channels_last else (grad, data)
+        self.write((*read, line, out, seed[0]), (*self.numbers[1], *seed[1:]))
+
 
 @functools.lru_cache(maxsize=4096)
 def norm_plan(
     size: tuple[int, ...], format: GroupFormat, channels_last: bool, weight_dtype: torch.dtype | None,
-    device: torch.device, seed_table: bool = False,
+    device: torch.device, seed_table: bool = False, gate_bits: int = 0,
 ) -> NormPlan | None:  # fmt: skip
     """Return the plan for gradients of that size; None where the kernels do not take them.
 
     The packed input, in `format`, has the size and the memory format of the gradient: channels_last or contiguous. With
-    `seed_table` seeds come as a tensor and a row.
+    `seed_table` seeds come as a tensor and a row. `gate_bits` are those of a ReLU's codes, 0 without a ReLU.
     """
     numel, channels = math.prod(size), size[1]
     if format.bits not in (2, 3, 4, 8) or format.group != NORM_GROUP or format.signs or not numel:
@@ -128,7 +141,7 @@ def norm_plan(
     plane = numel // (size[0] * channels)
     if format.row if channels_last else plane < SMALLEST_PLANE or format.row != (plane if plane % NORM_GROUP else 0):
         return None
-    return NormPlan(size, format, channels_last, weight_dtype, device, seed_table)
+    return NormPlan(size, format, channels_last, weight_dtype, device, seed_table, gate_bits)
 
 
 def norm_backward(
@@ -154,32 +167,43 @@ def norm_backward(
     if not apply:
         return None, grad_weight, grad_bias
     out = torch.empty_like(grad)
-    plan.write((grad, data, coefficients, out, seed_args[0]), (*plan.numbers[1], *seed_args[1:]))
+    plan.apply(grad, data, coefficients, out, seed_args)
     return out, grad_weight, grad_bias
 
 
 def norm_sums(
-    grad: Tensor, data: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, plan: GroupPlan, seed: Seed, out: Tensor
-) -> None:
+    grad: Tensor, data: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, plan: GroupPlan, seed: Seed, out: Tensor,
+    gate: Gate | None = None,
+) -> None:  # fmt: skip
     """Write [k1, k2, k3, grad_weight, grad_bias] of each channel; see `reference.norm_sums`."""
-    norm = _plan_of(grad, plan, weight.dtype, seed)
+    grad, codes, norm = _plan_of(grad, plan, weight.dtype, seed, gate)
     if norm is None:
         reference.norm_sums(grad, data, mean, invstd, weight, plan, seed, out)
         return
-    sums = norm.sum_up(grad, data, mean, seed_arguments(seed, data))
+    sums = norm.sum_up(grad, data, mean, seed_arguments(seed, data), codes)
     norm.finish_together((sums, mean, invstd, weight, out, out, out), norm.rest)
 
 
-def norm_apply(grad: Tensor, data: Tensor, sums: Tensor, plan: GroupPlan, seed: Seed, out: Tensor) -> None:
+def norm_apply(
+    grad: Tensor, data: Tensor, sums: Tensor, plan: GroupPlan, seed: Seed, out: Tensor, gate: Gate | None = None
+) -> None:
     """Write the gradient of batch norm's input from what `norm_sums` wrote; see `reference.norm_apply`."""
-    norm = _plan_of(grad, plan, torch.float32, seed)
+    grad, codes, norm = _plan_of(grad, plan, torch.float32, seed, gate)
     if norm is None:
         reference.norm_apply(grad, data, sums, plan, seed, out)
         return
-    seeds, low, high = seed_arguments(seed, data)
-    norm.write((grad, data, sums, out, seeds), (*norm.numbers[1], low, high))
+    norm.apply(grad, data, sums, out, seed_arguments(seed, data), codes)
 
 
-def _plan_of(grad: Tensor, plan: GroupPlan, weight_dtype: torch.dtype, seed: Seed) -> NormPlan | None:
-    channels_last = plan.format.stride > 1
-    return norm_plan(grad.shape, plan.format, channels_last, weight_dtype, grad.device, type(seed) is tuple)
+def _plan_of(
+    grad: Tensor, plan: GroupPlan, weight_dtype: torch.dtype, seed: Seed, gate: Gate | None
+) -> tuple[Tensor, Tensor | None, NormPlan | None]:
+    """Return the gradient, a ReLU's codes that it is still to be gated by, and the plan."""
+    format, codes, bits = plan.format, None, 0
+    if gate is not None:
+        if format.stride > 1 and replace(gate[1].format, bits=format.bits) == format:
+            codes, bits = gate[0], gate[1].format.bits
+        else:
+            grad = gate[1].gate(gate[0], grad)
+    table = type(seed) is tuple
+    return grad, codes, norm_plan(grad.shape, format, format.stride > 1, weight_dtype, grad.device, table, bits)

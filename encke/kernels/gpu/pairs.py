@@ -310,82 +310,76 @@ def word16(words, KIND: tl.constexpr):
 
 
 @triton.jit
-def spread_of(v, k, count, FULL: tl.constexpr):
-    """Return the mean of the first `count` pixels of each channel, and the sum of the squared deviations from it."""
-    share = tl.div_rn(1.0, count.to(tl.float32))
-    if not FULL:
-        v = tl.where(k < count, v, 0.0)
-    mean = tl.sum(tl.sum(tl.sum(v, 3), 2), 1) * share
-    apart = v - of_word(mean)
+def spread_of(v, lo, k, count, FULL: tl.constexpr):
+    """Return the mean of the first `count` pixels of each channel, and the sum of the squared deviations from it.
+
+    From sums of the distances from `lo`, which encoding takes as well; they are not large beside their spread.
+    """
+    apart = v - of_word(lo)
     if not FULL:
         apart = tl.where(k < count, apart, 0.0)
-    return mean, tl.sum(tl.sum(tl.sum(apart * apart, 3), 2), 1)
+    first = tl.sum(tl.sum(tl.sum(apart, 3), 2), 1)
+    mean = first * tl.div_rn(1.0, count.to(tl.float32))
+    square = tl.sum(tl.sum(tl.sum(apart * apart, 3), 2), 1) - first * mean
+    return lo + mean, tl.where(square < 0, 0.0, square)
 
 
-@triton.jit(do_not_specialize=["stride", "pixels", "seed_low", "seed_high"])
-def gq_encode_channels_pairs_kernel(
-    x, data, beside, seeds, stride: tl.int64, pixels: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
-    DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr,
-    WITH: tl.constexpr, FULL: tl.constexpr, TABLE: tl.constexpr,
-):  # fmt: skip
-    """Do what gq_encode_channels_kernel does, two channels of 16 bits in a word: an even stride, and x as above.
+@triton.jit
+def channel_words(stride, pixels, BITS: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr, FULL: tl.constexpr):
+    """Return the places of a tile [word of channels, pair of bytes, byte of a pair, slice] of a block of pixels.
 
-    [word of channels, pair of bytes, byte of a pair, slice]. Each thread takes one word of each of its pixels, and a
-    warp 32 words of them: little passes between threads, and the scales of a group are computed once a warp.
-    GROUP * stride < 2^30.
-
-    With RELU it encodes x's ReLU, which it writes to `beside`. With MOMENTS it writes to `beside`, [2, blocks,
-    stride], the mean of each group and the sum of the squared deviations from it. FULL: pixels are a multiple of
-    GROUP, and channels of CHANNELS.
+    Number of the block; words of channels, and which exist; pixel of each element within the block, and the one that is
+    read in its place; offset of the word in bytes, which the compiler adds with fewer instructions.
     """
-    seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
+    LENGTH: tl.constexpr = GROUP // (4 if BITS == 3 else 8 // BITS)
+    row = (stride >> 1).to(tl.int32)
+    block, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * (CHANNELS // 2) + tl.arange(0, CHANNELS // 2)
+    t, k = tl.arange(0, GROUP // LENGTH)[None, None, None, :], tl.arange(0, 2)[None, None, :, None]
+    pixel = t * LENGTH + tl.arange(0, LENGTH // 2)[None, :, None, None] * 2 + k
+    read = pixel
+    if not FULL:
+        # The last group is filled with copies of its last value.
+        read = tl.minimum(pixel, (pixels - block * GROUP).to(tl.int32) - 1)
+    i = (read.to(tl.uint32) * row.to(tl.uint32) + of_word(c).to(tl.uint32)) * 4
+    return block, c, c < row, pixel, read, block * GROUP * stride, i.to(tl.int64)
+
+
+@triton.jit
+def load_words(x, start, i, there, FULL: tl.constexpr):
+    """Load the words at the places of `channel_words`."""
+    at = ((x + start).to(tl.pointer_type(tl.uint8)) + i).to(tl.pointer_type(tl.uint32))
+    return tl.load(at) if FULL else tl.load(at, mask=of_word(there), other=0)
+
+
+@triton.jit
+def store_words(out, start, i, words, there, pixel, read, FULL: tl.constexpr):
+    """Store words at the places of `channel_words`."""
+    at = ((out + start).to(tl.pointer_type(tl.uint8)) + i).to(tl.pointer_type(tl.uint32))
+    if FULL:
+        tl.store(at, words)
+    else:
+        tl.store(at, words, mask=of_word(there) & (pixel == read))
+
+
+@triton.jit
+def encode_words(
+    words, first_low, first_high, data, block, c, there, stride, pixels, seed_low, seed_high,
+    DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Encode the groups of a tile of words; return lo of both halves.
+
+    `first_low` and `first_high` are the first values of the groups, which fp16 needs.
+    """
     FIELD: tl.constexpr = 2 if BITS == 3 else BITS
     T: tl.constexpr = 8 // FIELD
     LENGTH: tl.constexpr = GROUP // T
     ALL: tl.constexpr = LENGTH // 2 * 3 if BITS == 3 else LENGTH
     row = (stride >> 1).to(tl.int32)
-    block, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * (CHANNELS // 2) + tl.arange(0, CHANNELS // 2)
     t, k = tl.arange(0, T)[None, None, None, :], tl.arange(0, 2)[None, None, :, None]
     j = tl.arange(0, LENGTH // 2)[None, :, None, None] * 2 + k
-    there = c < row
-    # In bytes, which the compiler adds with fewer instructions.
-    first = (x + block * GROUP * stride).to(tl.pointer_type(tl.uint8))
-    pixel = t * LENGTH + j
-    if not FULL:
-        # The last group is filled with copies of its last value.
-        pixel = tl.minimum(pixel, (pixels - block * GROUP).to(tl.int32) - 1)
-    i = (pixel.to(tl.uint32) * row.to(tl.uint32) + of_word(c).to(tl.uint32)) * 4
-    at_word = (first + i.to(tl.int64)).to(tl.pointer_type(tl.uint32))
-    if FULL:
-        words = tl.load(at_word)
-    else:
-        words = tl.load(at_word, mask=of_word(there), other=0)
-    if WITH == RELU:
-        words = relu16(words, DTYPE)
-        to_word = (beside + block * GROUP * stride).to(tl.pointer_type(tl.uint8)) + i.to(tl.int64)
-        if FULL:
-            tl.store(to_word.to(tl.pointer_type(tl.uint32)), words)
-        else:
-            tl.store(to_word.to(tl.pointer_type(tl.uint32)), words, mask=of_word(there) & (t * LENGTH + j == pixel))
-    elif WITH == MOMENTS:
-        count = tl.minimum(pixels - block * GROUP, GROUP).to(tl.int32)
-        to = beside + block * stride + c * 2
-        apart = tl.cdiv(pixels, GROUP) * stride
-        mean, square = spread_of(half_of(words, False, DTYPE), t * LENGTH + j, count, FULL)
-        tl.store(to, mean, mask=there)
-        tl.store(to + apart, square, mask=there)
-        mean, square = spread_of(half_of(words, True, DTYPE), t * LENGTH + j, count, FULL)
-        tl.store(to + 1, mean, mask=there)
-        tl.store(to + 1 + apart, square, mask=there)
     size = words & 0x7FFF7FFF if SIGNS else words
     largest, highest = word16(words, LARGEST), word16(size, HIGHEST)
     least = add_one16(word16(less_one16(size), LEAST))
-    first_low, first_high = c, c
-    if DTYPE == tl.float16:
-        word = tl.load(first.to(tl.pointer_type(tl.uint32)) + c, mask=there, other=0)
-        if WITH == RELU:
-            word = relu16(word, DTYPE)
-        first_low, first_high = half_of(word, False, DTYPE), half_of(word, True, DTYPE)
     lo, step, inverse, steps, signed, extra = half_steps(largest, highest, least, first_low, False, DTYPE, BITS, SIGNS)
     lo2, step2, inverse2, steps2, signed2, extra2 = half_steps(
         largest, highest, least, first_high, True, DTYPE, BITS, SIGNS
@@ -421,3 +415,47 @@ def gq_encode_channels_pairs_kernel(
     g = block * stride + c * 2
     store_scales(scales_at(data, groups, ALL), g, there, groups, lo, step, signed, SIGNS)
     store_scales(scales_at(data, groups, ALL), g + 1, there, groups, lo2, step2, signed2, SIGNS)
+    return lo, lo2
+
+
+@triton.jit(do_not_specialize=["stride", "pixels", "seed_low", "seed_high"])
+def gq_encode_channels_pairs_kernel(
+    x, data, beside, seeds, stride: tl.int64, pixels: tl.int64, seed_low: tl.int32, seed_high: tl.int32,
+    DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr,
+    WITH: tl.constexpr, FULL: tl.constexpr, TABLE: tl.constexpr,
+):  # fmt: skip
+    """Do what gq_encode_channels_kernel does, two channels of 16 bits in a word: an even stride, and x as above.
+
+    Each thread takes one word of each of its pixels, and a warp 32 words of them: little passes between threads, and
+    the scales of a group are computed once a warp. GROUP * stride < 2^30.
+
+    With RELU it encodes x's ReLU, which it writes to `beside`. With MOMENTS it writes to `beside`, [2, blocks,
+    stride], the mean of each group and the sum of the squared deviations from it. FULL: pixels are a multiple of
+    GROUP, and channels of CHANNELS.
+    """
+    seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
+    block, c, there, pixel, read, start, i = channel_words(stride, pixels, BITS, GROUP, CHANNELS, FULL)
+    words = load_words(x, start, i, there, FULL)
+    if WITH == RELU:
+        words = relu16(words, DTYPE)
+        store_words(beside, start, i, words, there, pixel, read, FULL)
+    first_low, first_high = c, c
+    if DTYPE == tl.float16:
+        word = tl.load((x + start).to(tl.pointer_type(tl.uint32)) + c, mask=there, other=0)
+        if WITH == RELU:
+            word = relu16(word, DTYPE)
+        first_low, first_high = half_of(word, False, DTYPE), half_of(word, True, DTYPE)
+    lo, lo2 = encode_words(
+        words, first_low, first_high, data, block, c, there, stride, pixels, seed_low, seed_high, DTYPE, BITS, SIGNS,
+        GROUP,
+    )  # fmt: skip
+    if WITH == MOMENTS:
+        count = tl.minimum(pixels - block * GROUP, GROUP).to(tl.int32)
+        to = beside + block * stride + c * 2
+        apart = tl.cdiv(pixels, GROUP) * stride
+        mean, square = spread_of(half_of(words, False, DTYPE), lo, pixel, count, FULL)
+        tl.store(to, mean, mask=there)
+        tl.store(to + apart, square, mask=there)
+        mean, square = spread_of(half_of(words, True, DTYPE), lo2, pixel, count, FULL)
+        tl.store(to + 1, mean, mask=there)
+        tl.store(to + 1 + apart, square, mask=there)

@@ -15,16 +15,18 @@ from encke.kernels.gpu.channels import (
 )
 from encke.kernels.gpu.group import gq_decode_kernel, gq_encode_kernel, gq_gate_kernel
 from encke.kernels.gpu.launch import TYPES, Launch, power_of_two, seed_arguments
+from encke.kernels.gpu.norm_relu import norm_relu_encode_kernel
 from encke.kernels.gpu.pairs import MOMENTS, PLAIN, RELU, gq_encode_channels_pairs_kernel, gq_encode_pairs_kernel
 from encke.kernels.gpu.places import Rows
 from encke.kernels.gpu.samples import sample_sums
-from encke.kernels.plans import GroupPlan
+from encke.kernels.plans import GroupPlan, Norm
 from encke.kernels.reference import group_plan as reference_plan
 
 # Values that a program takes, with four warps: what was fastest on an H200.
 ENCODED, DECODED, GATED = 8192, 4096, 2048
 CHANNELS = 64  # channels that a program takes in channels_last memory
 CHANNEL_PAIRS = (4, 0, 96)  # warps, specialised numbers and registers of an encoding program there, for 16-bit values
+CHANNEL_MOMENTS = (4, 0, 128)  # the same for one that writes moments
 
 
 class GpuPlan(GroupPlan):
@@ -39,11 +41,12 @@ class GpuPlan(GroupPlan):
         self.relu: Launch | None = None
         self.moments: Launch | None = None
         """Encode the ReLU of values in channels_last memory, or write the moments of groups beside the codes."""
+        self.norm_relu: Launch | None = None
         if format.stride > 1:
             self._plan_channels(seed_table)
         else:
             self._plan_rows(seed_table)
-        self.fuses_forward = self.relu is not None
+        self.fuses_forward, self.fuses_norm_relu = self.relu is not None, self.norm_relu is not None
         self.sample_sums = None if format.scale_dtype == torch.float64 else sample_sums
 
     def _plan_channels(self, seed_table: bool) -> None:
@@ -52,7 +55,6 @@ class GpuPlan(GroupPlan):
         stride, length, dtype = format.stride, format.field_length, format.dtype
         pixels, room = format.row or self.numel // stride, max(power_of_two(length), 2)
         channels = min(power_of_two(stride), CHANNELS)
-        piece = min(room, DECODED * format.field // 8 // channels)
         blocks, across = format.groups(self.numel) // stride, -(-stride // channels)
         constants: tuple = (TYPES[dtype], format.bits, format.signs)
         whole = length == room and not format.row
@@ -61,20 +63,28 @@ class GpuPlan(GroupPlan):
             self.pairs, self.relu, self.moments = (
                 Launch(
                     gq_encode_channels_pairs_kernel, (blocks, across),
-                    (*constants, format.group, channels, beside.value, full, seed_table), *CHANNEL_PAIRS,
+                    (*constants, format.group, channels, beside.value, full, seed_table), *options,
                 )
-                for beside in (PLAIN, RELU, MOMENTS)
+                for beside, options in ((PLAIN, CHANNEL_PAIRS), (RELU, CHANNEL_PAIRS), (MOMENTS, CHANNEL_MOMENTS))
             )  # fmt: skip
+            if dtype == torch.bfloat16 and not format.signs:
+                settings = (format.bits, format.group, channels, full, seed_table)
+                self.norm_relu = Launch(norm_relu_encode_kernel, (blocks, across), settings, *CHANNEL_PAIRS)
         self.numbers = (stride, pixels, format.groups_in_row(self.numel), blocks, length)
         constants = (*constants, room, room == length, channels)
         grid = blocks * across
         self.encoder = Launch(gq_encode_channels_kernel, grid, (*constants, seed_table), 4, 1)
-        grid *= room // piece
+        piece = min(room, DECODED * format.field // 8 // channels)
+        # Three bits take more instructions, a part of which serve twice as many values as well.
+        longer = min(room, 2 * piece) if format.bits == 3 else piece
         self.decoder, self.masker = (
-            Launch(gq_decode_channels_kernel, grid, (*constants, piece, mask, seed_table), 4, 1)
+            Launch(gq_decode_channels_kernel, grid * (room // longer), (*constants, longer, mask, seed_table), 4, 1)
             for mask in (False, True)
         )
-        self.gater = Launch(gq_gate_channels_kernel, grid, (*constants, piece), 4, 1)
+        self.gater, self.adder = (
+            Launch(gq_gate_channels_kernel, grid * (room // piece), (*constants, piece, add), 4, 1)
+            for add in (False, True)
+        )
 
     def _plan_rows(self, seed_table: bool) -> None:
         """Make the launches for groups of neighbouring values."""
@@ -95,7 +105,7 @@ class GpuPlan(GroupPlan):
             Launch(gq_decode_kernel, grid, (*rated, *shape, mask, seed_table), 4, 0) for mask in (False, True)
         )
         grid, shape = rows.tiles(GATED, lanes)
-        self.gater = Launch(gq_gate_kernel, grid, (*rated, *shape), 4, 0)
+        self.gater, self.adder = (Launch(gq_gate_kernel, grid, (*rated, *shape, add), 4, 0) for add in (False, True))
 
     def encode_into(self, x: Tensor, seed: Seed, data: Tensor) -> None:
         seeds, low, high = seed_arguments(seed, data)
@@ -122,6 +132,13 @@ class GpuPlan(GroupPlan):
         self.moments((x, data, workspace, seeds), (*self.numbers[:2], low, high))
         return data
 
+    def encode_norm_relu(self, x: Tensor, norm: Norm, out: Tensor, seed: Seed) -> Tensor:
+        assert self.norm_relu is not None, "check fuses_norm_relu first"
+        data = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+        seeds, low, high = seed_arguments(seed, data)
+        self.norm_relu((x, *norm, out, data, seeds), (*self.numbers[:2], low, high))
+        return data
+
     def decode_into(self, data: Tensor, seed: Seed, out: Tensor) -> None:
         seeds, low, high = seed_arguments(seed, data)
         self.decoder((data, out, seeds), (*self.numbers, low, high, self.limit))
@@ -135,12 +152,15 @@ class GpuPlan(GroupPlan):
     def mask_into(self, data: Tensor, out: Tensor) -> None:
         self.masker((data, out, data), (*self.numbers, 0, 0, self.limit))
 
-    def gate_into(self, data: Tensor, grad: Tensor, out: Tensor) -> None:
-        self.gater((data, grad, out), self.numbers)
+    def gate_into(self, data: Tensor, grad: Tensor, out: Tensor, other: Tensor | None = None) -> None:
+        if other is None:
+            self.gater((data, grad, grad, out), self.numbers)
+        else:
+            self.adder((data, grad, other, out), self.numbers)
 
     def gate(self, data: Tensor, grad: Tensor) -> Tensor:
         out = torch.empty_like(grad)
-        self.gater((data, grad, out), self.numbers)
+        self.gater((data, grad, grad, out), self.numbers)
         return out
 
 

@@ -6,16 +6,19 @@ import torch
 from torch import Tensor
 
 from encke.kernels.formats import Seed
-from encke.kernels.plans import GroupPlan
+from encke.kernels.plans import Gate, GroupPlan
 
 
 def norm_sums(
-    grad: Tensor, data: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, plan: GroupPlan, seed: Seed, out: Tensor
-) -> None:
+    grad: Tensor, data: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, plan: GroupPlan, seed: Seed, out: Tensor,
+    gate: Gate | None = None,
+) -> None:  # fmt: skip
     """Write [k1, k2, k3, grad_weight, grad_bias] of each channel; `norm_apply` reads the first three rows.
 
-    `data` is batch norm's input as `plan` packed it, in the memory format of `grad`. `weight` is fp32.
+    `data` is batch norm's input as `plan` packed it, in the memory format of `grad`. `weight` is fp32. With `gate`,
+    whose values lie alike, a ReLU stands between the batch norm and `grad`.
     """
+    grad = gated(grad, gate)
     norm_sums_from(grad, decoded_like(grad, data, plan, seed), mean, invstd, weight, out)
 
 
@@ -30,8 +33,11 @@ def norm_sums_from(grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight
     torch.stack((k1, k2, -k1 * (sum_g * share) - mean * k2, sum_gx * invstd, sum_g), out=out)
 
 
-def norm_apply(grad: Tensor, data: Tensor, sums: Tensor, plan: GroupPlan, seed: Seed, out: Tensor) -> None:
+def norm_apply(
+    grad: Tensor, data: Tensor, sums: Tensor, plan: GroupPlan, seed: Seed, out: Tensor, gate: Gate | None = None
+) -> None:
     """Write the gradient of batch norm's input, g * k1 + x * k2 + k3, from what `norm_sums` wrote."""
+    grad = gated(grad, gate)
     norm_apply_from(grad, decoded_like(grad, data, plan, seed), sums, out)
 
 
@@ -39,6 +45,11 @@ def norm_apply_from(grad: Tensor, x: Tensor, sums: Tensor, out: Tensor) -> None:
     """Write what `norm_apply` writes, from batch norm's input `x` in fp32."""
     k1, k2, k3 = (per_channel(row, grad) for row in sums[:3])
     out.copy_(grad * k1 + (x * k2 + k3))
+
+
+def gated(grad: Tensor, gate: Gate | None) -> Tensor:
+    """Return the gradient that a ReLU passes."""
+    return grad if gate is None else gate[1].gate(gate[0], grad)
 
 
 def decoded_like(like: Tensor, data: Tensor, plan: GroupPlan, seed: Seed) -> Tensor:

@@ -12,6 +12,7 @@ from encke.kernels import GroupFormat, reference
 from encke.kernels.reference.fields import hash24
 from tests.kernels.gpu.common import DEVICE, SEED, compile_for_hopper
 
+gpu = pytest.importorskip("encke.kernels.gpu", reason="needs triton")
 norm_backward = pytest.importorskip("encke.kernels.gpu.norm_backward", reason="needs triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -245,6 +246,29 @@ def test_two_parts_give_what_the_whole_gives(size, last):
     assert torch.allclose(there.float(), out.float(), rtol=2e-2, atol=2e-2 * float(out.abs().max()))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("bits", "gate_bits"), [(2, 2), (2, 3), (3, 4), (4, 2), (8, 8), (4, 3)])
+def test_a_relu_between_batch_norm_and_gradient(bits, gate_bits):
+    """Its codes are read instead of a gradient that was gated before: the same bits."""
+    size = (2, 8, 9, 15)
+    grad, mean, invstd, weight = tensors(size, True, torch.bfloat16, torch.float32)
+    plan = plan_for(size, torch.bfloat16, bits, True, torch.float32)
+    data = packed(plan.format, grad.numel(), True)
+    plans = [gpu.group_plan(replace(plan.format, bits=each), grad.numel(), grad.device) for each in (bits, gate_bits)]
+    y = torch.randn_like(grad).relu()
+    # Groups with negative values and with a NaN have no code for zero.
+    y[0, 0, 0, 0], y[0, 1, 0, 0] = -1, torch.nan
+    gate = plans[1].encode(y, SEED)
+    found, expected = (torch.empty(5, size[1], device=DEVICE) for _ in range(2))
+    out, wanted, gated = (torch.empty_like(grad) for _ in range(3))
+    plans[1].gate_into(gate, grad, gated)
+    assert 0 < (gated == 0).float().mean() < 1
+    for sums, result, given, codes in ((found, out, grad, (gate, plans[1])), (expected, wanted, gated, None)):
+        norm_backward.norm_sums(given, data, mean, invstd, weight, plans[0], SEED, sums, codes)
+        norm_backward.norm_apply(given, data, sums, plans[0], SEED, result, codes)
+    assert torch.equal(found, expected) and torch.equal(out, wanted)
+
+
 def test_what_is_left_to_others():
     """Planes of a few values, one channel, groups across channels, other settings."""
     size, good = (2, 8, 16, 16), GroupFormat(2, GROUP, torch.float32)
@@ -263,14 +287,15 @@ COMPILE = """
 from encke.kernels.gpu import norm_kernels
 floats = ("mean", "invstd", "sums", "line", "workspace", "weight", "grad_weight", "grad_bias")
 for dtype, name in (TYPES[each] for each in ("float32", "float16", "bfloat16")):
-    pointers = dict.fromkeys(floats, "*fp32") | {"data": "*u8", "seeds": "*i64", "grad": name, "out": name}
+    pointers = dict.fromkeys(floats, "*fp32") | {"data": "*u8", "gate": "*u8", "seeds": "*i64"}
+    pointers |= {"grad": name, "out": name}
     common = {"DTYPE": dtype, "BITS": 2, "ROUND": False, "TABLE": dtype == tl.bfloat16}
     last = common | {"UNIT": 8, "V": 8, "R": 4, "CH": 64}
     planes = common | {"G": 8, "LENGTH": 32, "WHOLE": dtype == tl.float32, "THREADS": 4, "LANES": 8, "UNIT": 8}
     ragged = planes | {"BITS": 3, "WHOLE": False, "LANES": 2, "UNIT": 1}
-    for bits in (2, 3):
-        build(norm_kernels.last_reduce_kernel, pointers, last | {"BITS": bits}, num_warps=1)
-        build(norm_kernels.last_apply_kernel, pointers, last | {"BITS": bits}, num_warps=1)
+    for bits, gate in ((2, 0), (3, 0), (2, 3), (3, 4)):
+        build(norm_kernels.last_reduce_kernel, pointers, last | {"BITS": bits, "GATE": gate}, num_warps=1)
+        build(norm_kernels.last_apply_kernel, pointers, last | {"BITS": bits, "GATE": gate}, num_warps=1)
     build(norm_kernels.plane_reduce_kernel, pointers, planes, num_warps=1)
     build(norm_kernels.plane_reduce_kernel, pointers, ragged, num_warps=1)
     build(norm_kernels.plane_apply_kernel, pointers, planes | {"BITS": 3})

@@ -51,6 +51,10 @@ def test_gate(dtype, bits, signs, group, channels):
     assert mask[:10].all() and not mask.all()
     assert same(ours.gate(data, gradient), torch.where(mask, gradient, 0))
     assert same(theirs.gate(data, gradient), torch.where(mask, gradient, 0))
+    other, out = content("normal", numel, dtype), torch.empty_like(gradient)
+    for plan in (ours, theirs):
+        plan.gate_into(data, x.nan_to_num(0), out, other)
+        assert same(out, torch.where(mask, x.nan_to_num(0) + other, 0))
 
 
 @pytest.mark.parametrize("group", [128, 512, 200, 8192])
@@ -182,12 +186,15 @@ for bits, signs, table in ((2, False, False), (3, False, False), (4, True, True)
         x = torch.empty(4 * row * stride, dtype=dtype, device="meta")
         plan = plans.GpuPlan(format, x.numel(), ahead.META, table)
         data = plan.encode(x, seed)
-        plan.decode(data, seed), plan.gate(data, x), plan.mask(data)
+        plan.decode(data, seed), plan.gate(data, x), plan.mask(data), plan.gate_into(data, x, x, x)
         if plan.pairs is not None:
             plan.pairs = None
             plan.encode(x, seed)
         if plan.fuses_forward:
             plan.encode_relu(x, x, seed), plan.encode_moments(x, torch.empty(1000, device="meta"), seed)
+        if plan.fuses_norm_relu:
+            row = (torch.empty(stride, device="meta"),) * 4
+            plan.encode_norm_relu(x, row, x, seed)
 """
 
 

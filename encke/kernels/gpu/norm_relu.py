@@ -1,0 +1,54 @@
+"""Batch norm's last step and ReLU together with packing the result: channels_last memory, bf16 values.
+
+The encoder has the values in registers, so the result is written once and not read again. A residual sum is not part of
+it: with a second tensor to read, one kernel took longer than two on an H200.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from encke.kernels.gpu.common import INTERPRETED, narrow, seed_of
+from encke.kernels.gpu.pairs import channel_words, encode_words, half_of, load_words, of_word, relu16, store_words
+
+
+@triton.jit
+def join16(low, high):
+    """Round two floats to bf16 and put them into the halves of a word."""
+    if INTERPRETED:
+        low, high = narrow(low, tl.bfloat16).to(tl.uint16), narrow(high, tl.bfloat16).to(tl.uint16)
+        return low.to(tl.uint32) | (high.to(tl.uint32) << 16)
+    else:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [low, high], dtype=tl.uint32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def affine_of(mean, invstd, weight, bias, c, there):
+    """Return mean, scale and bias of the channels `c`, spread over a tile of words."""
+    scale = tl.load(invstd + c, mask=there, other=0.0) * tl.load(weight + c, mask=there, other=0.0)
+    middle, shift = tl.load(mean + c, mask=there, other=0.0), tl.load(bias + c, mask=there, other=0.0)
+    return of_word(middle), of_word(scale), of_word(shift)
+
+
+@triton.jit(do_not_specialize=["stride", "pixels", "seed_low", "seed_high"])
+def norm_relu_encode_kernel(
+    x, mean, invstd, weight, bias, out, data, seeds, stride: tl.int64, pixels: tl.int64, seed_low: tl.int32,
+    seed_high: tl.int32,
+    BITS: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr, FULL: tl.constexpr, TABLE: tl.constexpr,
+):  # fmt: skip
+    """Write the ReLU of (x - mean) * (invstd * weight) + bias and encode it; see pairs.py."""
+    seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
+    block, c, there, pixel, read, start, i = channel_words(stride, pixels, BITS, GROUP, CHANNELS, FULL)
+    words = load_words(x, start, i, there, FULL)
+    middle, scale, shift = affine_of(mean, invstd, weight, bias, c * 2, there)
+    low = tl.fma(half_of(words, False, tl.bfloat16) - middle, scale, shift)
+    middle, scale, shift = affine_of(mean, invstd, weight, bias, c * 2 + 1, there)
+    high = tl.fma(half_of(words, True, tl.bfloat16) - middle, scale, shift)
+    words = relu16(join16(low, high), tl.bfloat16)
+    store_words(out, start, i, words, there, pixel, read, FULL)
+    encode_words(
+        words, c, c, data, block, c, there, stride, pixels, seed_low, seed_high, tl.bfloat16, BITS, False, GROUP
+    )
