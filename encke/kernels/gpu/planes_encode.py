@@ -5,16 +5,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from encke.kernels.gpu.common import divide, exponent, float_bits, highest, widen
+from encke.kernels.gpu.common import INTERPRETED, divide, exponent, float_bits, highest, widen
 from encke.kernels.gpu.tiles import (
     ALL_ZERO,
     AS_IS,
     DITHERED,
-    EVERY_BYTE,
     NEAREST,
     REPEATED,
     ROUNDS,
     STOCHASTIC,
+    bits_before,
     block_highest,
     block_max,
     block_min,
@@ -23,13 +23,14 @@ from encke.kernels.gpu.tiles import (
     gather,
     join_bits,
     join_lanes,
-    join_slices,
     moves_of,
     of_block,
-    places_of,
     shrink,
+    stack,
     tile_hash,
     tile_index,
+    transpose,
+    unstack,
     valid_bits,
     values_of,
     word_sum,
@@ -109,18 +110,38 @@ def shrink_code(m, eb, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def floor_of(v):
+    """Return the integers below values smaller than 2^22, as floats and as int32."""
+    if INTERPRETED or v.dtype == tl.float64:
+        whole = tl.floor(v)
+        return whole, whole.to(tl.int32)
+    else:
+        # 1.5 * 2^23 plus a value, rounded down, has the integer in its last bits. A conversion is slower.
+        whole = tl.inline_asm_elementwise(
+            "add.rm.f32 $0, $1, 0f4B400000;", "=f,f", [v], dtype=tl.float32, is_pure=True, pack=1
+        )
+        return whole - 12582912.0, whole.to(tl.int32, bitcast=True) - 0x4B400000
+
+
+@triton.jit
 def levels_of(v, eb_c, hash, ROUNDING: tl.constexpr):
-    """Return the levels of finite values that are not zero."""
+    """Return the levels of finite values that are not zero, as floats and as int32."""
     inverse = divide(tl.full((), 0.5, eb_c.dtype), eb_c)
     shifted = v - eb_c if ROUNDING == STOCHASTIC else v
-    k = tl.floor(shifted * inverse)
-    level = k.to(tl.int32)
+    whole, level = floor_of(shifted * inverse)
     if ROUNDING != NEAREST:
-        rest = (shifted - k * (eb_c * 2.0)) * inverse
-        level += (hash < (rest * 16777216.0).to(tl.int32)).to(tl.int32)
-    if ROUNDING != DITHERED:
+        rest = (shifted - whole * (eb_c * 2.0)) * inverse
+        up = hash < (rest * 16777216.0).to(tl.int32)
+        whole, level = tl.where(up, whole + 1.0, whole), level + up.to(tl.int32)
+    if ROUNDING == STOCHASTIC:
         level = tl.where(v < 0, tl.minimum(level, -1), tl.maximum(level, 0))
-    return level
+        whole = level.to(eb_c.dtype)
+    if ROUNDING == NEAREST:
+        # With smaller steps no product of a negative value is rounded to zero.
+        if eb_c >= 1.0:
+            level = tl.where(v < 0, tl.minimum(level, -1), level)
+            whole = tl.where(v < 0, tl.minimum(whole, -1.0), whole)
+    return whole, level
 
 
 @triton.jit
@@ -148,18 +169,24 @@ def estimate(n, total, k):
 
 
 @triton.jit
+def larger_line(level, up, up_at, down, down_at):
+    """Return the larger of two linear functions of a level: distances of one kind, or zigzag."""
+    return tl.maximum(level * up + up_at, level * down + down_at)
+
+
+@triton.jit
 def choose_forms(level, n):
-    """Return the numbers to store and, for each block, base, order, number of low bits and whether that is all."""
+    """Return the numbers to store and, for each block, their largest, base, order, low bits and whether that is all."""
     low, high, total = block_min(level), block_max(level), block_sum(level)
     mean = divide(total.to(tl.float32), tl.maximum(n, 1).to(tl.float32))
     centre = tl.floor(mean + 0.5)
     down = mean < centre
-    centre = centre.to(tl.int32)
     # Order 2 is order 1 of negated levels.
-    sign = tl.where(down, -1, 1)
-    distance = level * of_block(sign) - of_block(centre * sign)
-    turned = tl.maximum(distance * 2 - 1, distance * -2)
-    of_zero = tl.maximum(centre * sign * -2 - 1, centre * sign * 2)
+    twice = tl.where(down, -2, 2)
+    centre = centre.to(tl.int32)
+    middle = centre * twice
+    turned = larger_line(level, of_block(twice), of_block(-middle - 1), of_block(-twice), of_block(middle))
+    of_zero = tl.maximum(-middle - 1, middle)
     sum_turned = block_sum(turned.to(tl.uint32)) - ((256 - n) * of_zero).to(tl.uint32)
     sum_plain = (total - n * low).to(tl.uint32)
     k_plain, k_turned = rice_parameter(n, sum_plain), rice_parameter(n, sum_turned)
@@ -170,76 +197,74 @@ def choose_forms(level, n):
     k = tl.where(fixed, width, tl.where(zigzag, k_turned, k_plain))
     base = tl.where(zigzag, centre, low)
     order = tl.where(zigzag, tl.where(down, 2, 1), 0)
-    number = tl.where(of_block(zigzag), turned, level - of_block(low))
-    return number, base, order, k, fixed
+    up, up_at = tl.where(zigzag, twice, 1), tl.where(zigzag, -middle - 1, -low)
+    fall, fall_at = tl.where(zigzag, -twice, 0), tl.where(zigzag, middle, 0)
+    number = larger_line(level, of_block(up), of_block(up_at), of_block(fall), of_block(fall_at))
+    most = tl.maximum(larger_line(low, up, up_at, fall, fall_at), larger_line(high, up, up_at, fall, fall_at))
+    return number, most, base, order, k, fixed
 
 
 @triton.jit
-def put_words(payload, at, word, count, fits):
-    """Write the lowest `count` bits of each thread's word, which has no others, from bit `at` of each block on."""
-    before, total = places_of(count)
-    bit = at[None, None, :] + before
+def put_words(payload, bit, word):
+    """Write words that end with their highest bit that is set, from a bit of the payload on."""
     words = payload.to(tl.pointer_type(tl.int32)) + (bit >> 5)
-    shift = (bit & 31).to(tl.uint32)
+    moved = word.to(tl.uint64) << (bit & 31).to(tl.uint64)
+    low, high = moved.to(tl.int32), (moved >> 32).to(tl.int32)
     # Words are shared by threads, and bits are not: the order does not matter.
-    low, high = (word << shift).to(tl.int32, bitcast=True), ((word >> 1) >> (31 - shift)).to(tl.int32, bitcast=True)
-    tl.atomic_or(words, low, mask=(low != 0) & fits, sem="relaxed")
-    tl.atomic_or(words + 1, high, mask=(high != 0) & fits, sem="relaxed")
-    return at + total
-
-
-@triton.jit
-def put_number(payload, at, number, width, here):
-    """Write a number of some bits for each block that is `here`."""
-    words = payload.to(tl.pointer_type(tl.int32)) + (at >> 5)
-    shift = (at & 31).to(tl.uint32)
-    word = tl.where(here, number, 0).to(tl.uint32, bitcast=True)
-    low, high = (word << shift).to(tl.int32, bitcast=True), ((word >> 1) >> (31 - shift)).to(tl.int32, bitcast=True)
     tl.atomic_or(words, low, mask=low != 0, sem="relaxed")
     tl.atomic_or(words + 1, high, mask=high != 0, sem="relaxed")
-    return at + tl.where(here, width, 0)
 
 
 @triton.jit
-def put_planes(payload, at, number, width, mask, fits):
-    """Write the lowest `width` bits of the numbers under the mask, one plane after the other."""
-    one, two, four, eight, sixteen = moves_of(mask)
-    count = count_ones(mask)
-    most = tl.max(width, 0)
-    first = 0
+def put_chunk(payload, bit, count, planes, width, most, mask, moves):
+    """Write the first `width` of eight planes under the mask of the moves, `count` bits apart."""
+    each = unstack(planes)
+    for p in tl.static_range(8):
+        if p < most:
+            word = tl.where((p < width)[None, None, :], each[p] & mask, 0)
+            put_words(payload, bit + (p * count)[None, None, :], gather(word, moves))
+
+
+@triton.jit
+def put_planes(payload, bit, count, number, FIRST: tl.constexpr, width, most, mask, moves):
+    """Write bits FIRST to `width` of the numbers under the mask of the moves, one plane after the other."""
+    first = tl.full((), FIRST, tl.int32)
     while first < most:
-        bytes = join_lanes((number >> first) & 255)
-        p = first
-        end = tl.minimum(first + 8, most)
-        while p < end:
-            here = (p < width)[None, None, :]
-            word = gather(join_slices(bytes >> (p - first).to(tl.uint32)) & mask, one, two, four, eight, sixteen)  # type: ignore[attr-defined]
-            at = put_words(payload, at, tl.where(here, word, 0), tl.where(here, count, 0), fits)
-            p += 1
+        planes = transpose(join_lanes(number >> first, False))
+        at = bit + (first * count)[None, None, :]
+        put_chunk(
+            payload, at, count, planes, width - first, most - first, mask, moves
+        )  # fmt: skip
         first += 8
-    return at
 
 
 @triton.jit
-def exceeding(bytes, mask, J: tl.constexpr):
-    """Return which quotients under a mask are larger than J."""
-    return join_slices((bytes + EVERY_BYTE * (127 - J)) >> 7) & mask
-
-
-@triton.jit
-def put_round(payload, at, alive, more, fits):
+def put_round(payload, bit, alive, more):
     """Write a bit of the unary codes that have not ended."""
-    one, two, four, eight, sixteen = moves_of(alive)
-    return put_words(payload, at, gather(more, one, two, four, eight, sixteen), count_ones(alive), fits)
+    moves = moves_of(alive)
+    put_words(payload, bit, gather(more, moves))
 
 
 @triton.jit
-def put_raw(payload, start, x, mask, SIZE: tl.constexpr):
-    """Copy stored values to byte `start` of each block, byte by byte."""
-    bits = float_bits(tl.load(x + tile_index(), mask=mask, other=0))
-    at = payload + of_block(start) + (tile_index() & 255) * SIZE
-    for part in tl.static_range(SIZE):
-        tl.store(at + part, ((bits >> (8 * part)) & 255).to(tl.uint8), mask=mask)
+def put_flags(payload, at, mask, left):
+    """Write the bits of the values that there are; `left` remain in the group."""
+    valid = valid_bits(left)
+    if left < 4096:
+        mask = gather(mask & valid, moves_of(valid))
+    put_words(payload, at[None, None, :] + bits_before(count_ones(valid)), mask)
+
+
+@triton.jit
+def put_raw(payload, start, x, count, SIZE: tl.constexpr):
+    """Copy the first `count` stored values of each block to byte `start`, byte by byte."""
+    first = 0
+    while first < 256:
+        i = (first + tl.arange(0, 16))[None, :]
+        here = i < count[:, None]
+        bits = float_bits(tl.load(x + (tl.arange(0, 16) * 256)[:, None] + i, mask=here, other=0))
+        for part in tl.static_range(SIZE):
+            tl.store(payload + start[:, None] + i * SIZE + part, ((bits >> (8 * part)) & 255).to(tl.uint8), mask=here)
+        first += 16
 
 
 @triton.jit
@@ -304,12 +329,13 @@ def encode_kernel(
     code = tl.where(eb == 0, 0, shrink_code(largest, safe, DTYPE))
     eb_c = shrink(safe, code, DTYPE)
     hash = tile_hash(group, seed_low, seed_high)
-    level = levels_of(usual, eb_c, hash, ROUNDING)
+    whole, level = levels_of(usual, eb_c, hash, ROUNDING)
     # Zeros pass, and what is beyond the limit does not, as it is compared with a value near zero.
-    decoded = widen(values_of(level, eb_c, hash, DTYPE, ROUNDING == DITHERED), DTYPE)
+    decoded = widen(values_of(whole, eb_c, hash, DTYPE, ROUNDING == DITHERED), DTYPE)
     error = block_highest(tl.abs(decoded - v))
     must_raw = (tl.where(eb == 0, float("inf"), error) <= allowed) == 0
-    level = tl.where(v != 0, level, 0)
+    if ROUNDING != NEAREST:
+        level = tl.where(v != 0, level, 0)
     mask = join_bits(v != 0)
     if eb == 0:
         mask = join_bits(bits != 0)
@@ -320,63 +346,93 @@ def encode_kernel(
         least, greatest = block_min(tl.where(here, bits, MOST)), block_max(tl.where(here, bits, -MOST - 1))
     same = least == greatest
 
-    number, base, order, k, fixed = choose_forms(level, n)
-    most = block_max(number)
-    quotients = join_lanes(tl.minimum(number >> of_block(k), 127))
+    number, most, base, order, k, fixed = choose_forms(level, n)
+    quotients = transpose(join_lanes(number >> of_block(k), True))
+    q0, q1, q2, q3, q4, q5, q6, q7 = unstack(quotients)
     alive = tl.where(fixed[None, None, :], 0, mask)
-    more0 = exceeding(quotients, alive, 0)
-    more1 = exceeding(quotients, alive, 1)
-    more2 = exceeding(quotients, alive, 2)
-    more3 = exceeding(quotients, alive, 3)
-    # Two sums travel in one number.
-    counts = count_ones(alive) + count_ones(more0) + count_ones(more1) + count_ones(more2)
-    counts = word_sum(counts + (count_ones(more3) << 16))
-    unary, escapes = counts & 65535, counts >> 16
-    width = bit_width(tl.maximum((most >> k) - ROUNDS, 0))
-    unary += tl.where(escapes > 0, 5 + escapes * width, 0)
+    more3 = (q2 | q3 | q4 | q5 | q6 | q7) & alive
+    more2 = more3 | (q0 & q1 & alive)
+    more1 = more3 | (q1 & alive)
+    more0 = more1 | (q0 & alive)
+    # Counts travel together: none is larger than 256.
+    ones = count_ones(mask)
+    early = ones | (count_ones(more0) << 10) | (count_ones(more1) << 20)
+    late = count_ones(more2) | (count_ones(more3) << 10)
+    all_early, all_late = word_sum(early), word_sum(late)
+    count0, count1, count2, escapes = (all_early >> 10) & 1023, all_early >> 20, all_late & 1023, all_late >> 10
+    unary = tl.where(fixed, 0, n) + count0 + count1 + count2
+    furthest = most >> k
+    width = tl.where(escapes > 0, bit_width(tl.maximum(furthest - ROUNDS, 0)), 0)
     sparse = n < inside
-    size = (n * k + unary + tl.where(sparse, inside, 0) + 7) >> 3
+    size = (n * k + unary + tl.where(escapes > 0, 5 + escapes * width, 0) + tl.where(sparse, inside, 0) + 7) >> 3
     wide = (base < -128) | (base > 127) | (k > 7) | (most > 255) | (size > 255)
     size += tl.where(wide, 4, 0)
     use_raw = must_raw | (size >= inside * SIZE)
     special = tl.where(n == 0, ALL_ZERO, tl.where(same, REPEATED, tl.where(use_raw, AS_IS, 0)))
     plain = special == 0
-    size = tl.where(plain, size, tl.where(special == AS_IS, inside * SIZE, tl.where(special == REPEATED, SIZE, 0)))
+    raw = tl.where(special == AS_IS, inside, tl.where(special == REPEATED, 1, 0))
+    size = tl.where(plain, size, raw * SIZE)
+    k, width = tl.where(plain, k, 0), tl.where(plain, width, 0)
 
-    units = (tl.sum(size, 0) + 3) >> 2
+    # The sum of the sizes, and how many blocks are raw, have escapes, have escapes with more than eight bits.
+    far = (width > 0) & (furthest > 255)
+    sums = size | ((raw > 0).to(tl.int32) << 16) | ((width > 0).to(tl.int32) << 21) | (far.to(tl.int32) << 26)
+    sums = tl.cumsum(sums, 0)
+    start = (sums & 65535) - size
+    total = tl.max(sums, 0)
+    units = ((total & 65535) + 3) >> 2
     reserved = tl.atomic_add(sizes + attempt, units.to(tl.int64), sem="relaxed")
-    fits = (reserved + units) * 4 <= capacity
     flags = (sparse.to(tl.int32) << 3) | (fixed.to(tl.int32) << 4) | (order << 5)
     second = tl.where(wide, (size >> 8) | (k << 3), base)
     what = tl.where(plain, flags | tl.where(wide, 128, k), special)
     put_tables(
         meta, group, groups, reserved, code, tl.where(plain, size, 0), tl.where(plain, second, 0), what, inside
     )  # fmt: skip
+    if (reserved + units) * 4 > capacity:
+        return
     payload += reserved * 4
-    start = tl.cumsum(size, 0) - size
-    plain = plain & fits
-    put_zeros(payload, tl.where(fits, units, 0))
+    put_zeros(payload, units)
 
-    at = put_number(payload, start * 8, base, 32, plain & wide)
     written = plain[None, None, :]
-    mask = tl.where(written, mask, 0)
-    sparse = sparse & plain
-    if tl.max(sparse.to(tl.int32), 0) > 0:
-        valid = tl.where(sparse[None, None, :], valid_bits(left), 0)
-        one, two, four, eight, sixteen = moves_of(valid)
-        at = put_words(payload, at, gather(mask & valid, one, two, four, eight, sixteen), count_ones(valid), fits)
-    at = put_planes(payload, at, number, tl.where(plain, k, 0), mask, fits)
-    alive = tl.where(written, alive, 0)
-    at = put_round(payload, at, alive, tl.where(written, more0, 0), fits)
-    at = put_round(payload, at, tl.where(written, more0, 0), tl.where(written, more1, 0), fits)
-    at = put_round(payload, at, tl.where(written, more1, 0), tl.where(written, more2, 0), fits)
-    at = put_round(payload, at, tl.where(written, more2, 0), tl.where(written, more3, 0), fits)
-    escapes = tl.where(plain, escapes, 0)
-    if tl.max(escapes, 0) > 0:
-        at = put_number(payload, at, width, 5, escapes > 0)
-        rest = tl.maximum((number >> of_block(k)) - ROUNDS, 0)
-        at = put_planes(payload, at, rest, tl.where(escapes > 0, width, 0), tl.where(written, more3, 0), fits)
-    raw = ((special == AS_IS) | (special == REPEATED)) & fits
-    if tl.max(raw.to(tl.int32), 0) > 0:
-        each = tl.where(special == AS_IS, inside, 1)
-        put_raw(payload, start, x, of_block(raw) & ((i & 255) < of_block(each)), SIZE)
+    at = start * 8
+    put_words(payload, at, tl.where(wide & plain, base, 0).to(tl.uint32, bitcast=True))
+    at += tl.where(wide, 32, 0)
+    put_flags(payload, at, tl.where((sparse & plain)[None, None, :], mask, 0), left)
+    at += tl.where(sparse, inside, 0)
+
+    mask, early, late = tl.where(written, mask, 0), bits_before(early), bits_before(late)
+    bit = at[None, None, :] + (early & 1023)
+    moves = moves_of(mask)
+    most = tl.max(k, 0)
+    planes = transpose(join_lanes(number, False))
+    put_chunk(payload, bit, n, planes, k, most, mask, moves)
+    put_planes(payload, bit, n, number, 8, k, most, mask, moves)
+    at += n * k
+    bit = at[None, None, :] + (early & 1023)
+    put_words(payload, bit, gather(more0 & mask, moves))
+    at += tl.where(fixed, 0, n)
+    put_round(payload, at[None, None, :] + ((early >> 10) & 1023), more0 & mask, more1 & mask)
+    at += count0
+    put_round(payload, at[None, None, :] + (early >> 20), more1 & mask, more2 & mask)
+    at += count1
+    put_round(payload, at[None, None, :] + (late & 1023), more2 & mask, more3 & mask)
+    at += count2
+    if (total >> 21) > 0:
+        put_words(payload, at, width.to(tl.uint32))
+        bit, most = (at + 5)[None, None, :] + (late >> 10), tl.max(width, 0)
+        more3 = more3 & mask
+        moves = moves_of(more3)
+        if (total >> 26) > 0:
+            rest = (number >> of_block(k)) - ROUNDS
+            put_planes(payload, bit, escapes, rest, 0, width, most, more3, moves)
+        else:
+            # Four less, plane by plane: bit 2 is inverted, and what lies above takes the borrow.
+            some3 = q2 | q3
+            some4 = some3 | q4
+            some5 = some4 | q5
+            none = 0xFFFFFFFF
+            planes = stack(q0, q1, q2 ^ none, q3 ^ q2 ^ none, q4 ^ some3 ^ none, q5 ^ some4 ^ none,
+                           q6 ^ some5 ^ none, q7 ^ (some5 | q6) ^ none)  # fmt: skip
+            put_chunk(payload, bit, escapes, planes, width, most, more3, moves)
+    if ((total >> 16) & 31) > 0:
+        put_raw(payload, start, x, raw, SIZE)

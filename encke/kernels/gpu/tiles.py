@@ -83,9 +83,9 @@ def tile_hash(group, seed_low, seed_high):
 
 @triton.jit
 def values_of(level, eb_c, hash, DTYPE: tl.constexpr, RANDOM: tl.constexpr):
-    """Return the values of levels, as they are stored; RANDOM: levels were dithered with the hash."""
+    """Return the values of levels, which are floats, as they are stored; RANDOM: levels were dithered with the hash."""
     u = hash.to(eb_c.dtype) * 5.9604644775390625e-08 - 0.5 if RANDOM else 0.5
-    return narrow((level.to(eb_c.dtype) + u) * (eb_c * 2.0), DTYPE)
+    return narrow((level + u) * (eb_c * 2.0), DTYPE)
 
 
 @triton.jit
@@ -109,71 +109,117 @@ def join_bits(flags):
 
 
 @triton.jit
-def join_lanes(v):
-    """Join four lanes of a byte each to one word: [half, word, block, slice]."""
-    return tl.sum(v.to(tl.uint32) << (tl.arange(0, 4) * 8).to(tl.uint32)[None, None, None, None, :], 4)
-
-
-@triton.jit
-def join_slices(bytes):
-    """Return the lowest bit of each byte of eight words as one word: [half, word, block]."""
-    slice = tl.arange(0, 8).to(tl.uint32)[None, None, None, :]
-    return tl.sum((bytes & EVERY_BYTE) << slice, 3)
-
-
-@triton.jit
-def split_slices(word):
-    """Return the bits of a word as the bytes of eight words: [half, word, block, slice]."""
-    slice = tl.arange(0, 8).to(tl.uint32)[None, None, None, :]
-    return (word[:, :, :, None] >> slice) & EVERY_BYTE
+def join_lanes(v, SATURATED: tl.constexpr):
+    """Join four lanes, their lowest bytes or at most 255 of each, to one word: [half, word, block, slice]."""
+    if INTERPRETED:
+        v = tl.minimum(v, 255) if SATURATED else v & 255
+        return tl.sum(v.to(tl.uint32) << (tl.arange(0, 4) * 8).to(tl.uint32)[None, None, None, None, :], 4)
+    else:
+        even, odd = tl.split(tl.reshape(v, (2, 4, 16, 8, 2, 2)))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        # Two or three instructions; minima, masks, shifts and sums would take more.
+        PICK: tl.constexpr = "{.reg .b32 a, b; prmt.b32 a, $1, $2, 0x0040; prmt.b32 b, $3, $4, 0x0040; prmt.b32 $0, a, b, 0x5410;}"
+        PACK: tl.constexpr = "{.reg .b32 a; cvt.pack.sat.u8.s32.b32 a, $4, $3, 0; cvt.pack.sat.u8.s32.b32 $0, $2, $1, a;}"
+        return tl.inline_asm_elementwise(
+            PACK if SATURATED else PICK, "=r,r,r,r,r", [first, second, third, fourth],
+            dtype=tl.uint32, is_pure=True, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
 def split_lanes(bytes):
     """Return the bytes of words as integers: a tile."""
-    shift = (tl.arange(0, 4) * 8).to(tl.uint32)[None, None, None, None, :]
-    return ((bytes[:, :, :, :, None] >> shift) & 255).to(tl.int32)
+    even = tl.join(bytes & 255, (bytes >> 16) & 255)
+    odd = tl.join((bytes >> 8) & 255, bytes >> 24)
+    return tl.reshape(tl.join(even, odd), (2, 4, 16, 8, 4)).to(tl.int32)
+
+
+@triton.jit
+def exchange(words, DISTANCE: tl.constexpr, KEPT: tl.constexpr):
+    """Exchange bits between words DISTANCE slices apart: a step of a transposition."""
+    pairs = tl.permute(tl.reshape(words, (2, 4, 16, 4 // DISTANCE, 2, DISTANCE)), (0, 1, 2, 3, 5, 4))
+    first, second = tl.split(pairs)
+    low = (first & KEPT) | ((second & KEPT) << DISTANCE)
+    high = ((first >> DISTANCE) & KEPT) | (second & (KEPT ^ 0xFFFFFFFF))
+    return tl.reshape(tl.permute(tl.join(low, high), (0, 1, 2, 3, 5, 4)), (2, 4, 16, 8))
+
+
+@triton.jit
+def transpose(words):
+    """Exchange slices and bits of bytes: bytes of eight slices become eight planes, and planes become bytes."""
+    return exchange(exchange(exchange(words, 4, 0x0F0F0F0F), 2, 0x33333333), 1, 0x55555555)
+
+
+@triton.jit
+def unstack(planes):
+    """Return eight planes, [half, word, block] each."""
+    even, odd = tl.split(tl.reshape(planes, (2, 4, 16, 2, 2, 2)))
+    even0, even2 = tl.split(even)
+    odd0, odd2 = tl.split(odd)
+    p0, p4 = tl.split(even0)
+    p2, p6 = tl.split(even2)
+    p1, p5 = tl.split(odd0)
+    p3, p7 = tl.split(odd2)
+    return p0, p1, p2, p3, p4, p5, p6, p7
+
+
+@triton.jit
+def stack(p0, p1, p2, p3, p4, p5, p6, p7):
+    """Return eight planes as one tensor."""
+    even = tl.join(tl.join(p0, p4), tl.join(p2, p6))
+    odd = tl.join(tl.join(p1, p5), tl.join(p3, p7))
+    return tl.reshape(tl.join(even, odd), (2, 4, 16, 8))
+
+
+@triton.jit
+def split_bits(word):
+    """Return the 32 bits of each thread that `join_bits` joined: a tile."""
+    bytes = stack(word, word >> 1, word >> 2, word >> 3, word >> 4, word >> 5, word >> 6, word >> 7)
+    return split_lanes(bytes & EVERY_BYTE)
 
 
 @triton.jit
 def next_move(left, mask, DISTANCE: tl.constexpr):
     """Return which bits under a mask move by DISTANCE when they are gathered, and the state for the next distance."""
-    odd = left ^ (left << 1)
-    odd ^= odd << 2
-    odd ^= odd << 4
-    odd ^= odd << 8
-    odd ^= odd << 16
+    odd = left ^ ((left << 1) & 0xFEFEFEFE)
+    odd ^= (odd << 2) & 0xFCFCFCFC
+    odd ^= (odd << 4) & 0xF0F0F0F0
     move = odd & mask
     return move, left & (odd ^ 0xFFFFFFFF), (mask ^ move) | (move >> DISTANCE)
 
 
 @triton.jit
 def moves_of(mask):
-    """Return which bits move by 1, 2, 4, 8 and 16 when the bits under a mask are gathered (Hacker's Delight 7-4)."""
-    left = (mask ^ 0xFFFFFFFF) << 1
+    """Return how bits move when those under a mask are gathered: by 1, 2 and 4 in bytes (Hacker's Delight 7-4), then
+    the second, third and fourth byte."""
+    left = ((mask ^ 0xFFFFFFFF) << 1) & 0xFEFEFEFE
     one, left, mask = next_move(left, mask, 1)
     two, left, mask = next_move(left, mask, 2)
     four, left, mask = next_move(left, mask, 4)
-    eight, left, mask = next_move(left, mask, 8)
-    sixteen, left, mask = next_move(left, mask, 16)
-    return one, two, four, eight, sixteen
+    second = (8 - count_ones(mask & 0xFF)).to(tl.uint32)
+    third = (16 - count_ones(mask & 0xFFFF)).to(tl.uint32)
+    fourth = (24 - count_ones(mask & 0xFFFFFF)).to(tl.uint32)
+    return one, two, four, second, third, fourth
 
 
 @triton.jit
-def gather(word, one, two, four, eight, sixteen):
+def gather(word, moves):
     """Move the bits of a word, none outside the mask of the moves, to the lowest places."""
+    one, two, four, second, third, fourth = moves
     word = (word ^ (word & one)) | ((word & one) >> 1)
     word = (word ^ (word & two)) | ((word & two) >> 2)
     word = (word ^ (word & four)) | ((word & four) >> 4)
-    word = (word ^ (word & eight)) | ((word & eight) >> 8)
-    return (word ^ (word & sixteen)) | ((word & sixteen) >> 16)
+    low = (word & 0xFF) | ((word & 0xFF00) >> second)
+    return low | ((word & 0xFF0000) >> third) | ((word & 0xFF000000) >> fourth)
 
 
 @triton.jit
-def spread(word, mask, one, two, four, eight, sixteen):
+def spread(word, mask, moves):
     """Move the lowest bits of a word to the places under the mask of the moves."""
-    word = (word & (sixteen ^ 0xFFFFFFFF)) | ((word << 16) & sixteen)
-    word = (word & (eight ^ 0xFFFFFFFF)) | ((word << 8) & eight)
+    one, two, four, second, third, fourth = moves
+    low = (word & 0xFF) | ((word << second) & 0xFF00)
+    word = low | ((word << third) & 0xFF0000) | ((word << fourth) & 0xFF000000)
     word = (word & (four ^ 0xFFFFFFFF)) | ((word << 4) & four)
     word = (word & (two ^ 0xFFFFFFFF)) | ((word << 2) & two)
     word = (word & (one ^ 0xFFFFFFFF)) | ((word << 1) & one)
@@ -181,19 +227,10 @@ def spread(word, mask, one, two, four, eight, sixteen):
 
 
 @triton.jit
-def places_of(count):
-    """Return how many bits of its block stand before those of each thread, and how many a block has.
-
-    Sums of the four words of a block travel as bytes of one number: none is larger than 64.
-    """
-    shift = (tl.arange(0, 4) * 8).to(tl.uint32)[None, :, None]
-    half = tl.sum(count.to(tl.uint32) << shift, 1)
-    both = tl.sum(half, 0)
-    before = both * 0x01010100
-    other = ((both[None, :] - half)[:, None, :] >> shift) & 255
-    first = (before[None, None, :] >> shift) & 255
-    place = first + tl.where(tl.arange(0, 2)[:, None, None] > 0, other, 0)
-    return place.to(tl.int32), ((before >> 24) + (both >> 24)).to(tl.int32)
+def bits_before(count):
+    """Return the sum of one number for each thread over the threads of its block that stand before it."""
+    ordered = tl.reshape(tl.permute(count, (1, 0, 2)), (8, 16))
+    return tl.permute(tl.reshape(tl.cumsum(ordered, 0), (4, 2, 16)), (1, 0, 2)) - count
 
 
 @triton.jit
