@@ -5,12 +5,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from encke.kernels.gpu.common import narrow, widen
+from encke.kernels.gpu.common import float_bits, narrow, widen
 from encke.kernels.gpu.tiles import (
     AS_IS,
+    EVERY_BYTE,
     REPEATED,
     bits_before,
     count_ones,
+    dither_of,
+    floats_of,
     moves_of,
     of_block,
     shrink,
@@ -22,7 +25,6 @@ from encke.kernels.gpu.tiles import (
     tile_index,
     transpose,
     valid_bits,
-    values_of,
     word_sum,
 )
 
@@ -66,16 +68,14 @@ def get_chunk(payload, bit, count, n, width, most, mask, moves):
 
 
 @triton.jit
-def get_high(payload, bit, count, n, width, most, mask, moves):
-    """Read what `width` planes say from the ninth on, as integers."""
-    number = tl.zeros((2, 4, 16, 8, 4), tl.int32)
-    first = 8
+def add_planes(number, payload, bit, count, n, width, shift, mask, moves):
+    """Add numbers of any width under the mask of the moves, shifted, to a tile."""
+    most = tl.max(width, 0)
+    first = 0
     while first < most:
-        p0, p1, p2, p3, p4, p5, p6, p7 = get_chunk(
-            payload, bit + (first * n)[None, None, :], count, n, width - first, most - first,
-            mask, moves,
-        )  # fmt: skip
-        number |= split_lanes(transpose(stack(p0, p1, p2, p3, p4, p5, p6, p7))) << first
+        at = bit + (first * n)[None, None, :]
+        planes = get_chunk(payload, at, count, n, width - first, most - first, mask, moves)
+        number += split_lanes(transpose(stack(*planes))) << of_block(shift + first)
         first += 8
     return number
 
@@ -101,64 +101,90 @@ def get_round(payload, at, alive):
 
 
 @triton.jit
-def get_numbers(payload, at, k, fixed, coded, wide):
-    """Read the numbers of the values that are coded, from bit `at` of each block; `wide`: if any is larger than 255."""
-    moves = moves_of(coded)
-    count = count_ones(coded)
-    n, before, most = word_sum(count), bits_before(count), tl.max(k, 0)
-    bit = at[None, None, :] + before
-    p0, p1, p2, p3, p4, p5, p6, p7 = get_chunk(
-        payload, bit, count, n, k, most, coded, moves
-    )
-    bytes = transpose(stack(p0, p1, p2, p3, p4, p5, p6, p7))
-    high = tl.zeros((2, 4, 16, 8, 4), tl.int32)
-    if wide:
-        high = get_high(payload, bit, count, n, k, most, coded, moves)
-
-    at += n * k
-    unary = fixed[None, None, :] == 0
-    word = get_words(payload, at[None, None, :] + before, tl.where(unary, count, 0))
-    more0 = spread(word, tl.where(unary, coded, 0), moves)
-    more1, at = get_round(payload, at + tl.where(fixed, 0, n), more0)
+def get_unary(payload, at, before, count, coded, fixed, moves):
+    """Read unary codes: which quotients are larger than 0, 1, 2 and 3, and where the codes end."""
+    alive = tl.where(fixed[None, None, :], 0, coded)
+    word = get_words(payload, at[None, None, :] + before, tl.where(fixed[None, None, :], 0, count))
+    more0 = spread(word, alive, moves)
+    more1, at = get_round(payload, at + word_sum(count_ones(alive)), more0)
     more2, at = get_round(payload, at, more1)
     more3, at = get_round(payload, at, more2)
-    q0, q1 = (more0 ^ more1) | (more2 ^ more3), more1 ^ more3
-    q2 = more3
+    return more0, more1, more2, more3, at
+
+
+@triton.jit
+def get_width(payload, at, some):
+    """Read the width of what is left of the quotients of blocks that have `some`."""
+    return (get_words(payload, at, tl.where(some > 0, 5, 0)) & 31).to(tl.int32)
+
+
+@triton.jit
+def get_bytes(payload, at, k, coded, fixed):
+    """Read numbers below 256 from bit `at` of each block: words of four bytes, [half, word, block, slice]."""
+    moves, count = moves_of(coded), count_ones(coded)
+    n, before = word_sum(count), bits_before(count)
+    planes = get_chunk(payload, at[None, None, :] + before, count, n, k, tl.max(k, 0), coded, moves)
+    low = transpose(stack(*planes))
+    more0, more1, more2, more3, at = get_unary(payload, at + n * k, before, count, coded, fixed, moves)
+    q0, q1, q2 = (more0 ^ more1) | (more2 ^ more3), more1 ^ more3, more3
     q3 = tl.zeros((2, 4, 16), tl.uint32)
     q4, q5, q6, q7 = q3, q3, q3, q3
     count = count_ones(more3)
-    n = word_sum(count)
-    far = high
-    if tl.max(n, 0) > 0:
-        width = (get_words(payload, at, tl.where(n > 0, 5, 0)) & 31).to(tl.int32)
-        bit, most = (at + 5)[None, None, :] + bits_before(count), tl.max(width, 0)
-        moves = moves_of(more3)
-        p0, p1, p2, p3, p4, p5, p6, p7 = get_chunk(
-            payload, bit, count, n, width, most, more3, moves
-        )
-        if wide:
-            far = get_high(payload, bit, count, n, width, most, more3, moves)
-            far += split_lanes(transpose(stack(p0, p1, p2, p3, p4, p5, p6, p7)))
-        else:
-            # Four more, plane by plane.
-            q0, q1, q2, carry = q0 | p0, q1 | p1, more3 ^ p2, more3 & p2
-            q3, carry = p3 ^ carry, p3 & carry
-            q4, carry = p4 ^ carry, p4 & carry
-            q5, carry = p5 ^ carry, p5 & carry
-            q6, q7 = p6 ^ carry, p7 ^ (p6 & carry)
-    quotients = transpose(stack(q0, q1, q2, q3, q4, q5, q6, q7))
+    n, before = word_sum(count), bits_before(count)
+    width = get_width(payload, at, n)
+    most = tl.max(width, 0)
+    if most > 0:
+        bit = (at + 5)[None, None, :] + before
+        p0, p1, p2, p3, p4, p5, p6, p7 = get_chunk(payload, bit, count, n, width, most, more3, moves_of(more3))
+        # Four more, plane by plane.
+        q0, q1, q2, carry = q0 | p0, q1 | p1, more3 ^ p2, more3 & p2
+        q3, carry = p3 ^ carry, p3 & carry
+        q4, carry = p4 ^ carry, p4 & carry
+        q5, carry = p5 ^ carry, p5 & carry
+        q6, q7 = p6 ^ carry, p7 ^ (p6 & carry)
+    return low | (transpose(stack(q0, q1, q2, q3, q4, q5, q6, q7)) << k.to(tl.uint32)[None, None, :, None])
+
+
+@triton.jit
+def get_numbers(payload, at, k, coded, fixed):
+    """Read numbers of any size from bit `at` of each block: a tile."""
+    moves, count = moves_of(coded), count_ones(coded)
+    n, before = word_sum(count), bits_before(count)
+    number = tl.zeros((2, 4, 16, 8, 4), tl.int32)
+    number = add_planes(number, payload, at[None, None, :] + before, count, n, k, tl.zeros_like(k), coded, moves)
+    more0, more1, more2, more3, at = get_unary(payload, at + n * k, before, count, coded, fixed, moves)
+    number -= (split_bits(more0) + split_bits(more1) + split_bits(more2) + split_bits(more3)) << of_block(k)
+    count = count_ones(more3)
+    n, bit = word_sum(count), (at + 5)[None, None, :] + bits_before(count)
+    return add_planes(number, payload, bit, count, n, get_width(payload, at, n), k, more3, moves_of(more3))
+
+
+@triton.jit
+def levels_of(payload, at, k, base, what, coded, wide, PLACE: tl.constexpr, WORK: tl.constexpr):
+    """Read the levels of the values that are coded, plus PLACE; `wide`: some numbers may be larger than 255."""
+    fixed, order = (what & 16) > 0, (what >> 5) & 3
+    sign = tl.where(order == 2, -1, 1)
+    bytes = get_bytes(payload, at, k, coded, fixed)
+    # Zigzag: 127 more than the distance from the base, which is -h for 2h and h + 1 for 2h + 1.
+    turned = ((bytes >> 1) & 0x7F7F7F7F) ^ 0x7F7F7F7F ^ ((bytes & EVERY_BYTE) * 255)
+    zigzag = order > 0
+    bytes = tl.where(zigzag[None, None, :, None], turned, bytes)
+    zero = (base - sign * tl.where(zigzag, 32768 + 127, 32768)).to(WORK) + PLACE
+    level = tl.fma(floats_of(bytes, WORK), of_block(sign.to(WORK)), of_block(zero))
+    # Read again rather than instead: what stands in a branch takes more registers and instructions.
     if wide:
-        number = split_lanes(bytes) | high | ((split_lanes(quotients) + far) << of_block(k))
-    else:
-        number = split_lanes(bytes | (quotients << k.to(tl.uint32)[None, None, :, None]))
-    return number
+        number = get_numbers(payload, at, k, coded, fixed)
+        half = (number + 1) >> 1
+        distance = tl.where((number & 1) > 0, half, -half) * of_block(sign)
+        level = (tl.where(of_block(order) == 0, number, distance) + of_block(base)).to(WORK) + PLACE
+    return level
 
 
 @triton.jit
 def put_values(out, value, nonzero, mask, DTYPE: tl.constexpr, MASK: tl.constexpr):
     """Write values as they are stored, or whether they are not zero."""
     if MASK:
-        tl.store(out, nonzero.to(tl.uint8), mask=mask)
+        tl.store(out, (nonzero != 0).to(tl.uint8), mask=mask)
     else:
         tl.store(out, value, mask=mask)
 
@@ -221,11 +247,10 @@ def decode_kernel(
     coded = tl.where(plain[None, None, :], get_flags(payload, at, sparse, left), 0)
     at += tl.where(sparse, inside, 0)
 
-    nonzero = split_bits(coded) > 0
     here = (i < left) & of_block(raw == 0)
     WORK: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
     if MASK:
-        put_values(out + i, nonzero, nonzero, here, DTYPE, MASK)
+        put_values(out + i, coded, split_bits(coded), here, DTYPE, MASK)
     else:
         eb = tl.load(meta.to(tl.pointer_type(tl.float64))).to(WORK)
         code = tl.load(meta + 16 + groups * 4 + group).to(tl.int32) & 15
@@ -233,14 +258,14 @@ def decode_kernel(
         base = tl.where(second > 127, second - 256, second)
         base = tl.where(wide, get_words(payload, start * 8, tl.where(wide, 32, 0)).to(tl.int32, bitcast=True), base)
         k = tl.where(plain, tl.where(wide, second >> 3, what & 7), 0)
-        number = get_numbers(payload, at, k, (what & 16) > 0, coded, (total >> 21) > 0)
-        turned = tl.where((number & 1) > 0, (number + 1) >> 1, -(number >> 1))
-        order = of_block((what >> 5) & 3)
-        level = of_block(base) + tl.where(order == 0, number, tl.where(order == 2, -turned, turned))
-        seed = (meta + 8).to(tl.pointer_type(tl.int32))
-        hash = tile_hash(group, tl.load(seed), tl.load(seed + 1))
-        zero = narrow(tl.zeros((2, 4, 16, 8, 4), WORK), DTYPE)
-        value = tl.where(nonzero, values_of(level.to(WORK), eb_c, hash, DTYPE, DITHERED), zero)
+        level = levels_of(payload, at, k, base, what, coded, (total >> 21) > 0, 0.0 if DITHERED else 0.5, WORK)
+        if DITHERED:
+            seed = (meta + 8).to(tl.pointer_type(tl.int32))
+            level += dither_of(tile_hash(group, tl.load(seed), tl.load(seed + 1)), WORK)
+        # Not earlier: 32 registers.
+        nonzero = split_bits(coded)
+        bits = float_bits(level * (eb_c * 2.0))
+        value = narrow((bits & nonzero.to(bits.dtype)).to(WORK, bitcast=True), DTYPE)
         put_values(out + i, value, nonzero, here, DTYPE, MASK)
 
     if ((total >> 16) & 31) > 0:

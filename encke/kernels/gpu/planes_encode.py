@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from encke.kernels.gpu.common import INTERPRETED, divide, exponent, float_bits, highest, widen
+from encke.kernels.gpu.common import INTERPRETED, divide, exponent, float_bits, highest, narrow, widen
 from encke.kernels.gpu.tiles import (
     ALL_ZERO,
     AS_IS,
@@ -20,6 +20,8 @@ from encke.kernels.gpu.tiles import (
     block_min,
     block_sum,
     count_ones,
+    dither_of,
+    first_thread,
     gather,
     join_bits,
     join_lanes,
@@ -32,7 +34,6 @@ from encke.kernels.gpu.tiles import (
     transpose,
     unstack,
     valid_bits,
-    values_of,
     word_sum,
 )
 
@@ -211,8 +212,23 @@ def put_words(payload, bit, word):
     moved = word.to(tl.uint64) << (bit & 31).to(tl.uint64)
     low, high = moved.to(tl.int32), (moved >> 32).to(tl.int32)
     # Words are shared by threads, and bits are not: the order does not matter.
-    tl.atomic_or(words, low, mask=low != 0, sem="relaxed")
-    tl.atomic_or(words + 1, high, mask=high != 0, sem="relaxed")
+    if INTERPRETED:
+        tl.atomic_or(words, low, mask=low != 0, sem="relaxed")
+        tl.atomic_or(words + 1, high, mask=high != 0, sem="relaxed")
+    else:
+        # Triton's own has a branch around each.
+        tl.inline_asm_elementwise(
+            "{.reg .pred p, q; setp.ne.b32 p, $2, 0; setp.ne.b32 q, $3, 0; mov.b32 $0, 0;"
+            "@p red.relaxed.gpu.global.or.b32 [$1], $2; @q red.relaxed.gpu.global.or.b32 [$1+4], $3;}",
+            "=r,l,r,r", [words.to(tl.int64), low, high], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def put_number(payload, bit, number):
+    """Write a number of each block."""
+    word = tl.where(first_thread(), number[None, None, :], 0)
+    put_words(payload, bit[None, None, :] + tl.zeros_like(word), word.to(tl.uint32, bitcast=True))
 
 
 @triton.jit
@@ -268,14 +284,16 @@ def put_raw(payload, start, x, count, SIZE: tl.constexpr):
 
 
 @triton.jit
-def put_tables(meta, group, groups, offset, code, first, second, what, inside):
+def put_tables(meta, group, groups, offset, code, head, inside):
     """Write the metadata of a group."""
     tl.store((meta + 16).to(tl.pointer_type(tl.int32)) + group, offset.to(tl.int32))
     tl.store(meta + 16 + groups * 4 + group, code.to(tl.uint8))
-    heads = meta + 16 + groups * 5 + (group * 16 + tl.arange(0, 16)) * 3
-    tl.store(heads, first.to(tl.uint8), mask=inside > 0)
-    tl.store(heads + 1, second.to(tl.uint8), mask=inside > 0)
-    tl.store(heads + 2, what.to(tl.uint8), mask=inside > 0)
+    # The first thread of a block writes its head: a tensor of one number for each block would go to other threads.
+    head = head[None, None, :] + tl.zeros((2, 4, 16), tl.int32)
+    heads = meta + 16 + groups * 5 + (group * 16 + tl.arange(0, 16)[None, None, :] + tl.zeros_like(head)) * 3
+    here = first_thread() & (inside > 0)[None, None, :]
+    for byte in tl.static_range(3):
+        tl.store(heads + byte, ((head >> (8 * byte)) & 255).to(tl.uint8), mask=here)
 
 
 @triton.jit
@@ -330,8 +348,9 @@ def encode_kernel(
     eb_c = shrink(safe, code, DTYPE)
     hash = tile_hash(group, seed_low, seed_high)
     whole, level = levels_of(usual, eb_c, hash, ROUNDING)
+    centre = whole + (dither_of(hash, eb_c.dtype) if ROUNDING == DITHERED else 0.5)
     # Zeros pass, and what is beyond the limit does not, as it is compared with a value near zero.
-    decoded = widen(values_of(whole, eb_c, hash, DTYPE, ROUNDING == DITHERED), DTYPE)
+    decoded = widen(narrow(centre * (eb_c * 2.0), DTYPE), DTYPE)
     error = block_highest(tl.abs(decoded - v))
     must_raw = (tl.where(eb == 0, float("inf"), error) <= allowed) == 0
     if ROUNDING != NEAREST:
@@ -385,9 +404,8 @@ def encode_kernel(
     flags = (sparse.to(tl.int32) << 3) | (fixed.to(tl.int32) << 4) | (order << 5)
     second = tl.where(wide, (size >> 8) | (k << 3), base)
     what = tl.where(plain, flags | tl.where(wide, 128, k), special)
-    put_tables(
-        meta, group, groups, reserved, code, tl.where(plain, size, 0), tl.where(plain, second, 0), what, inside
-    )  # fmt: skip
+    head = tl.where(plain, (size & 255) | ((second & 255) << 8), 0) | (what << 16)
+    put_tables(meta, group, groups, reserved, code, head, inside)
     if (reserved + units) * 4 > capacity:
         return
     payload += reserved * 4
@@ -395,7 +413,7 @@ def encode_kernel(
 
     written = plain[None, None, :]
     at = start * 8
-    put_words(payload, at, tl.where(wide & plain, base, 0).to(tl.uint32, bitcast=True))
+    put_number(payload, at, tl.where(wide & plain, base, 0))
     at += tl.where(wide, 32, 0)
     put_flags(payload, at, tl.where((sparse & plain)[None, None, :], mask, 0), left)
     at += tl.where(sparse, inside, 0)
@@ -418,7 +436,7 @@ def encode_kernel(
     put_round(payload, at[None, None, :] + (late & 1023), more2 & mask, more3 & mask)
     at += count2
     if (total >> 21) > 0:
-        put_words(payload, at, width.to(tl.uint32))
+        put_number(payload, at, width)
         bit, most = (at + 5)[None, None, :] + (late >> 10), tl.max(width, 0)
         more3 = more3 & mask
         moves = moves_of(more3)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from encke.kernels.gpu.common import INTERPRETED, exponent, float_bits, highest, narrow, power, random32, rotate_right
+from encke.kernels.gpu.common import INTERPRETED, exponent, float_bits, highest, power, random32, rotate_right
 
 ROUNDS = tl.constexpr(4)
 ALL_ZERO, AS_IS, REPEATED = tl.constexpr(0x60), tl.constexpr(0x61), tl.constexpr(0x62)
@@ -82,10 +82,9 @@ def tile_hash(group, seed_low, seed_high):
 
 
 @triton.jit
-def values_of(level, eb_c, hash, DTYPE: tl.constexpr, RANDOM: tl.constexpr):
-    """Return the values of levels, which are floats, as they are stored; RANDOM: levels were dithered with the hash."""
-    u = hash.to(eb_c.dtype) * 5.9604644775390625e-08 - 0.5 if RANDOM else 0.5
-    return narrow((level + u) * (eb_c * 2.0), DTYPE)
+def dither_of(hash, WORK: tl.constexpr):
+    """Return random numbers from -1/2 to 1/2."""
+    return hash.to(WORK) * 5.9604644775390625e-08 - 0.5
 
 
 @triton.jit
@@ -136,6 +135,21 @@ def split_lanes(bytes):
 
 
 @triton.jit
+def floats_of(bytes, WORK: tl.constexpr):
+    """Return 2^15 plus each byte of words: a tile. The byte is placed in the middle of the mantissa, not converted."""
+    if INTERPRETED:
+        return split_lanes(bytes).to(WORK) + 32768.0
+    else:
+        first, second, third, fourth = tl.inline_asm_elementwise(
+            "{.reg .b32 a; mov.b32 a, 0x47000000; prmt.b32 $0, $4, a, 0x7404; prmt.b32 $1, $4, a, 0x7414;"
+            "prmt.b32 $2, $4, a, 0x7424; prmt.b32 $3, $4, a, 0x7434;}",
+            "=&r,=&r,=&r,=&r,r", [bytes], dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+        tile = tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), (2, 4, 16, 8, 4))
+        return tile.to(WORK)
+
+
+@triton.jit
 def exchange(words, DISTANCE: tl.constexpr, KEPT: tl.constexpr):
     """Exchange bits between words DISTANCE slices apart: a step of a transposition."""
     pairs = tl.permute(tl.reshape(words, (2, 4, 16, 4 // DISTANCE, 2, DISTANCE)), (0, 1, 2, 3, 5, 4))
@@ -174,9 +188,18 @@ def stack(p0, p1, p2, p3, p4, p5, p6, p7):
 
 @triton.jit
 def split_bits(word):
-    """Return the 32 bits of each thread that `join_bits` joined: a tile."""
-    bytes = stack(word, word >> 1, word >> 2, word >> 3, word >> 4, word >> 5, word >> 6, word >> 7)
-    return split_lanes(bytes & EVERY_BYTE)
+    """Return -1 for each of the 32 bits of each thread that is set, as `join_bits` joined them, else 0: a tile."""
+    bytes = stack(word << 7, word << 6, word << 5, word << 4, word << 3, word << 2, word << 1, word)
+    if INTERPRETED:
+        return -split_lanes((bytes >> 7) & EVERY_BYTE)
+    else:
+        # One instruction repeats the highest bit of a byte 32 times.
+        first, second, third, fourth = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $4, $4, 0x8888; prmt.b32 $1, $4, $4, 0x9999;"
+            "prmt.b32 $2, $4, $4, 0xAAAA; prmt.b32 $3, $4, $4, 0xBBBB;",
+            "=&r,=&r,=&r,=&r,r", [bytes], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+        return tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), (2, 4, 16, 8, 4))
 
 
 @triton.jit
@@ -237,6 +260,13 @@ def bits_before(count):
 def word_sum(count):
     """Return the sum of one number for each thread over its block."""
     return tl.sum(tl.sum(count, 1), 0)
+
+
+@triton.jit
+def first_thread():
+    """Return which threads are the first of a block."""
+    index = tl.arange(0, 2)[:, None, None] + tl.arange(0, 4)[None, :, None] + tl.zeros((2, 4, 16), tl.int32)
+    return index == 0
 
 
 @triton.jit
