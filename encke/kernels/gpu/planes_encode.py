@@ -37,6 +37,7 @@ from encke.kernels.gpu.tiles import (
     word_sum,
 )
 
+ORIGIN = tl.constexpr(12582912.0)  # 1.5 * 2^23: a float that is larger by an integer has it in its last bits
 RANGE = tl.constexpr(4)  # where the keys of largest and smallest value stand among the sizes
 
 
@@ -112,37 +113,46 @@ def shrink_code(m, eb, DTYPE: tl.constexpr):
 
 @triton.jit
 def floor_of(v):
-    """Return the integers below values smaller than 2^22, as floats and as int32."""
+    """Return 1.5 * 2^23 plus the integers below values smaller than 2^22."""
     if INTERPRETED or v.dtype == tl.float64:
-        whole = tl.floor(v)
-        return whole, whole.to(tl.int32)
+        return tl.floor(v).to(tl.float32) + ORIGIN
     else:
-        # 1.5 * 2^23 plus a value, rounded down, has the integer in its last bits. A conversion is slower.
-        whole = tl.inline_asm_elementwise(
+        # The sum, rounded down.
+        return tl.inline_asm_elementwise(
             "add.rm.f32 $0, $1, 0f4B400000;", "=f,f", [v], dtype=tl.float32, is_pure=True, pack=1
         )
-        return whole - 12582912.0, whole.to(tl.int32, bitcast=True) - 0x4B400000
 
 
 @triton.jit
 def levels_of(v, eb_c, hash, ROUNDING: tl.constexpr):
-    """Return the levels of finite values that are not zero, as floats and as int32."""
+    """Return ORIGIN plus the levels of finite values, fp32: the last bits are the level, without a conversion."""
     inverse = divide(tl.full((), 0.5, eb_c.dtype), eb_c)
     shifted = v - eb_c if ROUNDING == STOCHASTIC else v
-    whole, level = floor_of(shifted * inverse)
+    level = floor_of(shifted * inverse)
     if ROUNDING != NEAREST:
-        rest = (shifted - whole * (eb_c * 2.0)) * inverse
-        up = hash < (rest * 16777216.0).to(tl.int32)
-        whole, level = tl.where(up, whole + 1.0, whole), level + up.to(tl.int32)
+        rest = (shifted - (level - ORIGIN).to(v.dtype) * (eb_c * 2.0)) * inverse
+        level = tl.where(hash < (rest * 16777216.0).to(tl.int32), level + 1.0, level)
     if ROUNDING == STOCHASTIC:
-        level = tl.where(v < 0, tl.minimum(level, -1), tl.maximum(level, 0))
-        whole = level.to(eb_c.dtype)
+        level = tl.where(v < 0, tl.minimum(level, ORIGIN - 1.0), tl.maximum(level, ORIGIN))
     if ROUNDING == NEAREST:
         # With smaller steps no product of a negative value is rounded to zero.
         if eb_c >= 1.0:
-            level = tl.where(v < 0, tl.minimum(level, -1), level)
-            whole = tl.where(v < 0, tl.minimum(whole, -1.0), whole)
-    return whole, level
+            level = tl.where(v < 0, tl.minimum(level, ORIGIN - 1.0), level)
+    return level if ROUNDING == NEAREST else tl.where(v != 0, level, ORIGIN)
+
+
+@triton.jit
+def decoded_of(level, eb_c, hash, DTYPE: tl.constexpr, ROUNDING: tl.constexpr):
+    """Return the values that levels decode to."""
+    level = level.to(eb_c.dtype)
+    if ROUNDING == DITHERED:
+        value = (level + dither_of(hash, eb_c.dtype)) * (eb_c * 2.0)
+    elif DTYPE == tl.float32:
+        # All digits fit: nothing is rounded, as in (level + 0.5) * 2 eb_c.
+        value = tl.fma(level, eb_c * 2.0, eb_c)
+    else:
+        value = (level + 0.5) * (eb_c * 2.0)
+    return widen(narrow(value, DTYPE), DTYPE)
 
 
 @triton.jit
@@ -170,25 +180,29 @@ def estimate(n, total, k):
 
 
 @triton.jit
-def larger_line(level, up, up_at, down, down_at):
-    """Return the larger of two linear functions of a level: distances of one kind, or zigzag."""
-    return tl.maximum(level * up + up_at, level * down + down_at)
+def number_of(level, slope, shift):
+    """Return the numbers of levels: distances from a base of one kind, or zigzag. All is exact in fp32."""
+    return tl.abs(level * slope + shift) - 0.5
 
 
 @triton.jit
-def choose_forms(level, n):
-    """Return the numbers to store and, for each block, their largest, base, order, low bits and whether that is all."""
-    low, high, total = block_min(level), block_max(level), block_sum(level)
+def tile_numbers(level, slope, shift):
+    """Return the numbers of a tile as int32 with 75 in the highest byte, without a conversion."""
+    return (tl.abs(tl.fma(level, of_block(slope), of_block(shift))) + 8388607.5).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def choose_forms(level, low, high, total, n):
+    """Return slope and shift of the numbers to store, their largest, base, order, low bits and whether that is all."""
     mean = divide(total.to(tl.float32), tl.maximum(n, 1).to(tl.float32))
     centre = tl.floor(mean + 0.5)
     down = mean < centre
     # Order 2 is order 1 of negated levels.
-    twice = tl.where(down, -2, 2)
-    centre = centre.to(tl.int32)
-    middle = centre * twice
-    turned = larger_line(level, of_block(twice), of_block(-middle - 1), of_block(-twice), of_block(middle))
-    of_zero = tl.maximum(-middle - 1, middle)
-    sum_turned = block_sum(turned.to(tl.uint32)) - ((256 - n) * of_zero).to(tl.uint32)
+    slope = tl.where(down, -2.0, 2.0)
+    shift = centre * -slope - 0.5
+    of_zero = number_of(0.0, slope, shift).to(tl.int32)
+    turned = tile_numbers(level, slope, shift) - 0x4B000000
+    sum_turned = (block_sum(turned) - (256 - n) * of_zero).to(tl.uint32)
     sum_plain = (total - n * low).to(tl.uint32)
     k_plain, k_turned = rice_parameter(n, sum_plain), rice_parameter(n, sum_turned)
     bits_plain, bits_turned = estimate(n, sum_plain, k_plain), estimate(n, sum_turned, k_turned)
@@ -196,13 +210,11 @@ def choose_forms(level, n):
     fixed = n * width <= tl.minimum(bits_plain, bits_turned)
     zigzag = (fixed == 0) & (bits_turned < bits_plain)
     k = tl.where(fixed, width, tl.where(zigzag, k_turned, k_plain))
-    base = tl.where(zigzag, centre, low)
+    base = tl.where(zigzag, centre.to(tl.int32), low)
     order = tl.where(zigzag, tl.where(down, 2, 1), 0)
-    up, up_at = tl.where(zigzag, twice, 1), tl.where(zigzag, -middle - 1, -low)
-    fall, fall_at = tl.where(zigzag, -twice, 0), tl.where(zigzag, middle, 0)
-    number = larger_line(level, of_block(up), of_block(up_at), of_block(fall), of_block(fall_at))
-    most = tl.maximum(larger_line(low, up, up_at, fall, fall_at), larger_line(high, up, up_at, fall, fall_at))
-    return number, most, base, order, k, fixed
+    slope, shift = tl.where(zigzag, slope, 1.0), tl.where(zigzag, shift, 0.5 - low.to(tl.float32))
+    ends = tl.maximum(number_of(low.to(tl.float32), slope, shift), number_of(high.to(tl.float32), slope, shift))
+    return slope, shift, ends.to(tl.int32), base, order, k, fixed
 
 
 @triton.jit
@@ -335,46 +347,48 @@ def encode_kernel(
     x += group * 4096
     stored = tl.load(x + i, mask=i < left, other=0)
     v, bits = widen(stored, DTYPE), wide_bits(stored)
-    MOST: tl.constexpr = 2**63 - 1 if SIZE == 8 else 2**31 - 1
-
-    safe = tl.where(eb == 0, 1.0, eb).to(eb.dtype)
-    limit = safe * 1048576.0
-    largest = highest(block_highest(tl.abs(v)), 0)
-    usual = v
-    if (largest < limit) == 0:
-        usual = tl.where(tl.abs(v) < limit, v, 0.0)
-        largest = highest(block_highest(tl.abs(usual)), 0)
-    code = tl.where(eb == 0, 0, shrink_code(largest, safe, DTYPE))
-    eb_c = shrink(safe, code, DTYPE)
-    hash = tile_hash(group, seed_low, seed_high)
-    whole, level = levels_of(usual, eb_c, hash, ROUNDING)
-    centre = whole + (dither_of(hash, eb_c.dtype) if ROUNDING == DITHERED else 0.5)
-    # Zeros pass, and what is beyond the limit does not, as it is compared with a value near zero.
-    decoded = widen(narrow(centre * (eb_c * 2.0), DTYPE), DTYPE)
-    error = block_highest(tl.abs(decoded - v))
-    must_raw = (tl.where(eb == 0, float("inf"), error) <= allowed) == 0
-    if ROUNDING != NEAREST:
-        level = tl.where(v != 0, level, 0)
     mask = join_bits(v != 0)
     if eb == 0:
         mask = join_bits(bits != 0)
-    n = word_sum(count_ones(mask))
+    ones = count_ones(mask)
+    n = word_sum(ones)
     least, greatest = block_min(bits), block_max(bits)
     if left < 4096:
         here = of_block(tl.where(inside > 0, inside, 1)) > (i & 255)
+        MOST: tl.constexpr = 2**63 - 1 if SIZE == 8 else 2**31 - 1
         least, greatest = block_min(tl.where(here, bits, MOST)), block_max(tl.where(here, bits, -MOST - 1))
-    same = least == greatest
 
-    number, most, base, order, k, fixed = choose_forms(level, n)
-    quotients = transpose(join_lanes(number >> of_block(k), True))
-    q0, q1, q2, q3, q4, q5, q6, q7 = unstack(quotients)
+    safe = tl.where(eb == 0, 1.0, eb).to(eb.dtype)
+    limit = safe * 1048576.0
+    top = block_highest(tl.abs(v))
+    beyond = (top < limit) == 0
+    largest = highest(top, 0)
+    if (largest < limit) == 0:
+        v = tl.where(tl.abs(v) < limit, v, 0.0)
+        largest = highest(block_highest(tl.abs(v)), 0)
+    code = tl.where(eb == 0, 0, shrink_code(largest, safe, DTYPE))
+    eb_c = shrink(safe, code, DTYPE)
+    hash = tile_hash(group, seed_low, seed_high)
+    level = levels_of(v, eb_c, hash, ROUNDING)
+    level_bits = level.to(tl.int32, bitcast=True)
+    low, high = block_min(level_bits) - 0x4B400000, block_max(level_bits) - 0x4B400000
+    level_sum = block_sum(level_bits - 0x4B400000)
+    level -= ORIGIN
+    # Zeros pass.
+    error = block_highest(tl.abs(decoded_of(level, eb_c, hash, DTYPE, ROUNDING) - v))
+    must_raw = beyond | ((tl.where(eb == 0, float("inf"), error) <= allowed) == 0)
+
+    slope, shift, most, base, order, k, fixed = choose_forms(level, low, high, level_sum, n)
+    number = tile_numbers(level, slope, shift)
+    planes = transpose(join_lanes(number, False))
+    quotients = (number << 9).to(tl.uint32, bitcast=True) >> of_block(k + 9).to(tl.uint32)
+    q0, q1, q2, q3, q4, q5, q6, q7 = unstack(transpose(join_lanes(quotients.to(tl.int32), True)))
     alive = tl.where(fixed[None, None, :], 0, mask)
     more3 = (q2 | q3 | q4 | q5 | q6 | q7) & alive
     more2 = more3 | (q0 & q1 & alive)
     more1 = more3 | (q1 & alive)
     more0 = more1 | (q0 & alive)
     # Counts travel together: none is larger than 256.
-    ones = count_ones(mask)
     early = ones | (count_ones(more0) << 10) | (count_ones(more1) << 20)
     late = count_ones(more2) | (count_ones(more3) << 10)
     all_early, all_late = word_sum(early), word_sum(late)
@@ -387,7 +401,7 @@ def encode_kernel(
     wide = (base < -128) | (base > 127) | (k > 7) | (most > 255) | (size > 255)
     size += tl.where(wide, 4, 0)
     use_raw = must_raw | (size >= inside * SIZE)
-    special = tl.where(n == 0, ALL_ZERO, tl.where(same, REPEATED, tl.where(use_raw, AS_IS, 0)))
+    special = tl.where(n == 0, ALL_ZERO, tl.where(least == greatest, REPEATED, tl.where(use_raw, AS_IS, 0)))
     plain = special == 0
     raw = tl.where(special == AS_IS, inside, tl.where(special == REPEATED, 1, 0))
     size = tl.where(plain, size, raw * SIZE)
@@ -419,38 +433,39 @@ def encode_kernel(
     at += tl.where(sparse, inside, 0)
 
     mask, early, late = tl.where(written, mask, 0), bits_before(early), bits_before(late)
-    bit = at[None, None, :] + (early & 1023)
+    more0, more1, more2, more3 = more0 & mask, more1 & mask, more2 & mask, more3 & mask
+    unary_at = at + n * k
+    last = unary_at + unary + 5
+    deepest, widest = tl.max(k, 0), tl.max(width, 0)
+    # Four less, plane by plane: bit 2 is inverted, and what lies above takes the borrow.
+    some3 = q2 | q3
+    some4 = some3 | q4
+    some5 = some4 | q5
+    none = 0xFFFFFFFF
+    rests = stack(q0, q1, q2 ^ none, q3 ^ q2 ^ none, q4 ^ some3 ^ none, q5 ^ some4 ^ none,
+                  q6 ^ some5 ^ none, q7 ^ (some5 | q6) ^ none)  # fmt: skip
+    # Rare, and first: these need the numbers, which then are no longer kept.
+    if deepest > 8:
+        bit = at[None, None, :] + (early & 1023)
+        put_planes(payload, bit, n, number & 0x7FFFFF, 8, k, deepest, mask, moves_of(mask))
+    if (total >> 26) > 0:
+        rest = ((number & 0x7FFFFF) >> of_block(tl.where(plain, k, 0))) - ROUNDS
+        bit = last[None, None, :] + (late >> 10)
+        put_planes(payload, bit, escapes, rest, 8, width, widest, more3, moves_of(more3))
+        rests = transpose(join_lanes(rest, False))
+
     moves = moves_of(mask)
-    most = tl.max(k, 0)
-    planes = transpose(join_lanes(number, False))
-    put_chunk(payload, bit, n, planes, k, most, mask, moves)
-    put_planes(payload, bit, n, number, 8, k, most, mask, moves)
-    at += n * k
     bit = at[None, None, :] + (early & 1023)
-    put_words(payload, bit, gather(more0 & mask, moves))
-    at += tl.where(fixed, 0, n)
-    put_round(payload, at[None, None, :] + ((early >> 10) & 1023), more0 & mask, more1 & mask)
-    at += count0
-    put_round(payload, at[None, None, :] + (early >> 20), more1 & mask, more2 & mask)
-    at += count1
-    put_round(payload, at[None, None, :] + (late & 1023), more2 & mask, more3 & mask)
-    at += count2
-    if (total >> 21) > 0:
-        put_number(payload, at, width)
-        bit, most = (at + 5)[None, None, :] + (late >> 10), tl.max(width, 0)
-        more3 = more3 & mask
-        moves = moves_of(more3)
-        if (total >> 26) > 0:
-            rest = (number >> of_block(k)) - ROUNDS
-            put_planes(payload, bit, escapes, rest, 0, width, most, more3, moves)
-        else:
-            # Four less, plane by plane: bit 2 is inverted, and what lies above takes the borrow.
-            some3 = q2 | q3
-            some4 = some3 | q4
-            some5 = some4 | q5
-            none = 0xFFFFFFFF
-            planes = stack(q0, q1, q2 ^ none, q3 ^ q2 ^ none, q4 ^ some3 ^ none, q5 ^ some4 ^ none,
-                           q6 ^ some5 ^ none, q7 ^ (some5 | q6) ^ none)  # fmt: skip
-            put_chunk(payload, bit, escapes, planes, width, most, more3, moves)
+    put_chunk(payload, bit, n, planes, k, deepest, mask, moves)
+    put_words(payload, bit + (n * k)[None, None, :], gather(more0, moves))
+    unary_at += tl.where(fixed, 0, n)
+    put_round(payload, unary_at[None, None, :] + ((early >> 10) & 1023), more0, more1)
+    unary_at += count0
+    put_round(payload, unary_at[None, None, :] + (early >> 20), more1, more2)
+    unary_at += count1
+    put_round(payload, unary_at[None, None, :] + (late & 1023), more2, more3)
+    if widest > 0:
+        put_number(payload, last - 5, width)
+        put_chunk(payload, last[None, None, :] + (late >> 10), escapes, rests, width, widest, more3, moves_of(more3))
     if ((total >> 16) & 31) > 0:
         put_raw(payload, start, x, raw, SIZE)
