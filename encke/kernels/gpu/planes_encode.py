@@ -21,6 +21,7 @@ from encke.kernels.gpu.tiles import (
     block_sum,
     count_ones,
     dither_of,
+    either,
     first_thread,
     gather,
     join_bits,
@@ -244,25 +245,27 @@ def put_number(payload, bit, number):
 
 
 @triton.jit
-def put_chunk(payload, bit, count, planes, width, most, mask, moves):
-    """Write the first `width` of eight planes under the mask of the moves, `count` bits apart."""
+def put_chunk(payload, bit, count, planes, width, some, mask, moves):
+    """Write the first `width` of eight planes under the mask of the moves, `count` bits apart.
+
+    `some` has a bit for each plane that any block has.
+    """
     each = unstack(planes)
     for p in tl.static_range(8):
-        if p < most:
+        if ((some >> p) & 1) > 0:
             word = tl.where((p < width)[None, None, :], each[p] & mask, 0)
             put_words(payload, bit + (p * count)[None, None, :], gather(word, moves))
 
 
 @triton.jit
-def put_planes(payload, bit, count, number, FIRST: tl.constexpr, width, most, mask, moves):
-    """Write bits FIRST to `width` of the numbers under the mask of the moves, one plane after the other."""
-    first = tl.full((), FIRST, tl.int32)
+def put_planes(payload, bit, count, number, width, mask, moves):
+    """Write bits 8 to `width` of the numbers under the mask of the moves, one plane after the other."""
+    most = tl.max(width, 0)
+    first = tl.full((), 8, tl.int32)
     while first < most:
         planes = transpose(join_lanes(number >> first, False))
         at = bit + (first * count)[None, None, :]
-        put_chunk(
-            payload, at, count, planes, width - first, most - first, mask, moves
-        )  # fmt: skip
+        put_chunk(payload, at, count, planes, width - first, 255, mask, moves)
         first += 8
 
 
@@ -407,13 +410,14 @@ def encode_kernel(
     size = tl.where(plain, size, raw * SIZE)
     k, width = tl.where(plain, k, 0), tl.where(plain, width, 0)
 
-    # The sum of the sizes, and how many blocks are raw, have escapes, have escapes with more than eight bits.
+    # Which planes any block has, more than eight, and whether any is raw.
     far = (width > 0) & (furthest > 255)
-    sums = size | ((raw > 0).to(tl.int32) << 16) | ((width > 0).to(tl.int32) << 21) | (far.to(tl.int32) << 26)
-    sums = tl.cumsum(sums, 0)
-    start = (sums & 65535) - size
-    total = tl.max(sums, 0)
-    units = ((total & 65535) + 3) >> 2
+    some = ((1 << tl.minimum(k, 9)) - 1) | (((1 << tl.minimum(width, 8)) - 1) << 9)
+    some |= (far.to(tl.int32) << 17) | ((raw > 0).to(tl.int32) << 18)
+    some = tl.reduce(some, 0, either)
+    ends = tl.cumsum(size, 0)
+    start = ends - size
+    units = (tl.max(ends, 0) + 3) >> 2
     reserved = tl.atomic_add(sizes + attempt, units.to(tl.int64), sem="relaxed")
     flags = (sparse.to(tl.int32) << 3) | (fixed.to(tl.int32) << 4) | (order << 5)
     second = tl.where(wide, (size >> 8) | (k << 3), base)
@@ -436,7 +440,6 @@ def encode_kernel(
     more0, more1, more2, more3 = more0 & mask, more1 & mask, more2 & mask, more3 & mask
     unary_at = at + n * k
     last = unary_at + unary + 5
-    deepest, widest = tl.max(k, 0), tl.max(width, 0)
     # Four less, plane by plane: bit 2 is inverted, and what lies above takes the borrow.
     some3 = q2 | q3
     some4 = some3 | q4
@@ -445,18 +448,18 @@ def encode_kernel(
     rests = stack(q0, q1, q2 ^ none, q3 ^ q2 ^ none, q4 ^ some3 ^ none, q5 ^ some4 ^ none,
                   q6 ^ some5 ^ none, q7 ^ (some5 | q6) ^ none)  # fmt: skip
     # Rare, and first: these need the numbers, which then are no longer kept.
-    if deepest > 8:
+    if (some & 256) > 0:
         bit = at[None, None, :] + (early & 1023)
-        put_planes(payload, bit, n, number & 0x7FFFFF, 8, k, deepest, mask, moves_of(mask))
-    if (total >> 26) > 0:
+        put_planes(payload, bit, n, number & 0x7FFFFF, k, mask, moves_of(mask))
+    if (some & (1 << 17)) > 0:
         rest = ((number & 0x7FFFFF) >> of_block(tl.where(plain, k, 0))) - ROUNDS
         bit = last[None, None, :] + (late >> 10)
-        put_planes(payload, bit, escapes, rest, 8, width, widest, more3, moves_of(more3))
+        put_planes(payload, bit, escapes, rest, width, more3, moves_of(more3))
         rests = transpose(join_lanes(rest, False))
 
     moves = moves_of(mask)
     bit = at[None, None, :] + (early & 1023)
-    put_chunk(payload, bit, n, planes, k, deepest, mask, moves)
+    put_chunk(payload, bit, n, planes, k, some, mask, moves)
     put_words(payload, bit + (n * k)[None, None, :], gather(more0, moves))
     unary_at += tl.where(fixed, 0, n)
     put_round(payload, unary_at[None, None, :] + ((early >> 10) & 1023), more0, more1)
@@ -464,8 +467,8 @@ def encode_kernel(
     put_round(payload, unary_at[None, None, :] + (early >> 20), more1, more2)
     unary_at += count1
     put_round(payload, unary_at[None, None, :] + (late & 1023), more2, more3)
-    if widest > 0:
+    if ((some >> 9) & 255) > 0:
         put_number(payload, last - 5, width)
-        put_chunk(payload, last[None, None, :] + (late >> 10), escapes, rests, width, widest, more3, moves_of(more3))
-    if ((total >> 16) & 31) > 0:
+        put_chunk(payload, last[None, None, :] + (late >> 10), escapes, rests, width, some >> 9, more3, moves_of(more3))
+    if (some & (1 << 18)) > 0:
         put_raw(payload, start, x, raw, SIZE)

@@ -272,7 +272,16 @@ def first_thread():
 @triton.jit
 def valid_bits(left):
     """Return which of the values that each thread would have there are, as a word; `left` remain in the group."""
-    valid = tl.full((2, 4, 16), 0xFFFFFFFF, tl.uint32)
-    if left < 4096:
-        valid = join_bits(tile_index() < left)
+    word = tl.arange(0, 4)[None, :, None] * 64 + tl.arange(0, 16)[None, None, :] * 256
+    left = left - (word + tl.arange(0, 2)[:, None, None] * 4)
+    valid = tl.zeros((2, 4, 16), tl.uint32)
+    for lane in tl.static_range(4):
+        slices = tl.minimum(tl.maximum((left - lane + 7) >> 3, 0), 8)
+        valid |= ((1 << slices) - 1).to(tl.uint32) << (8 * lane)
     return valid
+
+
+@triton.jit
+def either(a, b):
+    """Join two sets of flags."""
+    return a | b
