@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from encke.kernels.gpu.common import float_bits, narrow, widen
+from encke.kernels.gpu.common import INTERPRETED, float_bits, narrow, widen
 from encke.kernels.gpu.tiles import (
     AS_IS,
     EVERY_BYTE,
@@ -13,15 +13,14 @@ from encke.kernels.gpu.tiles import (
     bits_before,
     count_ones,
     dither_of,
-    floats_of,
+    lane_floats,
+    lane_masks,
     moves_of,
     of_block,
+    random_of,
     shrink,
-    split_bits,
-    split_lanes,
+    slice_index,
     spread,
-    stack,
-    tile_hash,
     tile_index,
     transpose,
     valid_bits,
@@ -30,7 +29,7 @@ from encke.kernels.gpu.tiles import (
 
 
 @triton.jit
-def get_words(payload, bit, count):
+def load_words(payload, bit, count):
     """Read `count` bits from a bit of the payload on; others come along."""
     words = payload.to(tl.pointer_type(tl.uint32)) + (bit >> 5)
     low = tl.load(words, mask=count > 0, other=0).to(tl.uint64)
@@ -39,19 +38,33 @@ def get_words(payload, bit, count):
 
 
 @triton.jit
-def get_plane(payload, bit, count, n, P: tl.constexpr, width, mask, moves):
-    """Read plane P of the blocks that have one."""
-    here = (P < width)[None, None, :]
-    word = get_words(payload, bit + (P * n)[None, None, :], tl.where(here, count, 0))
+def get_words(payload, bit, count):
+    """Read words as `load_words` does. Triton looks for the best layout of each of its own loads, for half a minute."""
+    if INTERPRETED:
+        return load_words(payload, bit, count)
+    else:
+        words = (payload.to(tl.pointer_type(tl.uint32)) + (bit >> 5)).to(tl.int64)
+        return tl.inline_asm_elementwise(
+            "{.reg .pred p, q; .reg .b32 l, h; setp.gt.s32 p, $3, 0; setp.gt.s32 q, $4, 32; mov.b32 l, 0; mov.b32 h, 0;"
+            "@p ld.global.nc.b32 l, [$1]; @q ld.global.nc.b32 h, [$1+4]; shf.r.wrap.b32 $0, l, h, $2;}",
+            "=r,l,r,r,r", [words, bit, count, (bit & 31) + count], dtype=tl.uint32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def get_plane(payload, bit, count, n, p, width, mask, moves):
+    """Read plane p of the blocks that have one; planes lie n bits apart."""
+    here = (p < width)[None, None, :]
+    word = get_words(payload, bit + (p * n)[None, None, :], tl.where(here, count, 0))
     return spread(word, tl.where(here, mask, 0), moves)
 
 
 @triton.jit
 def get_chunk(payload, bit, count, n, width, most, mask, moves):
-    """Read the first `width` of eight planes under the mask of the moves, n bits apart; others are zero."""
+    """Read the first `width` of eight planes under the mask of the moves; others are zero."""
     p0 = tl.zeros((2, 4, 16), tl.uint32)
     p1, p2, p3, p4, p5, p6, p7 = p0, p0, p0, p0, p0, p0, p0
-    # By twos: a branch less, and loads that wait for each other no longer.
+    # By twos: a branch less, and loads that do not wait for each other.
     if most > 0:
         p0 = get_plane(payload, bit, count, n, 0, width, mask, moves)
         p1 = get_plane(payload, bit, count, n, 1, width, mask, moves)
@@ -68,15 +81,21 @@ def get_chunk(payload, bit, count, n, width, most, mask, moves):
 
 
 @triton.jit
-def add_planes(number, payload, bit, count, n, width, shift, mask, moves):
-    """Add numbers of any width under the mask of the moves, shifted, to a tile."""
-    most = tl.max(width, 0)
-    first = 0
-    while first < most:
-        at = bit + (first * n)[None, None, :]
-        planes = get_chunk(payload, at, count, n, width - first, most - first, mask, moves)
-        number += split_lanes(transpose(stack(*planes))) << of_block(shift + first)
-        first += 8
+def tile_bits(word):
+    """Return the 32 bits of each thread: a tile."""
+    slice = tl.arange(0, 8).to(tl.uint32)[None, None, None, :, None]
+    lane = tl.arange(0, 4).to(tl.uint32)[None, None, None, None, :]
+    return ((word[:, :, :, None, None] >> (lane * 8 + slice)) & 1).to(tl.int32)
+
+
+@triton.jit
+def add_planes(number, payload, bit, count, n, width, shift, mask):
+    """Add numbers of any width under a mask, shifted, to a tile."""
+    moves, most = moves_of(mask), tl.max(width, 0)
+    p = 0
+    while p < most:
+        number += tile_bits(get_plane(payload, bit, count, n, p, width, mask, moves)) << of_block(shift + p)
+        p += 1
     return number
 
 
@@ -85,7 +104,8 @@ def get_flags(payload, at, sparse, left):
     """Read which values are not zero, of the `left` ones in the group: all where a block is not sparse."""
     valid, here = valid_bits(left), sparse[None, None, :]
     count = count_ones(valid)
-    flags = get_words(payload, at[None, None, :] + bits_before(count), tl.where(here, count, 0))
+    # Triton's own load: threads get the layout of the others from it.
+    flags = load_words(payload, at[None, None, :] + bits_before(count), tl.where(here, count, 0))
     if left < 4096:
         flags = spread(flags, valid, moves_of(valid))
     return tl.where(here, flags, valid)
@@ -120,11 +140,10 @@ def get_width(payload, at, some):
 
 @triton.jit
 def get_bytes(payload, at, k, coded, fixed):
-    """Read numbers below 256 from bit `at` of each block: words of four bytes, [half, word, block, slice]."""
+    """Read numbers below 256 from bit `at` of each block: four bytes in a word for each of eight slices."""
     moves, count = moves_of(coded), count_ones(coded)
     n, before = word_sum(count), bits_before(count)
-    planes = get_chunk(payload, at[None, None, :] + before, count, n, k, tl.max(k, 0), coded, moves)
-    low = transpose(stack(*planes))
+    low = transpose(get_chunk(payload, at[None, None, :] + before, count, n, k, tl.max(k, 0), coded, moves))
     more0, more1, more2, more3, at = get_unary(payload, at + n * k, before, count, coded, fixed, moves)
     q0, q1, q2 = (more0 ^ more1) | (more2 ^ more3), more1 ^ more3, more3
     q3 = tl.zeros((2, 4, 16), tl.uint32)
@@ -142,51 +161,59 @@ def get_bytes(payload, at, k, coded, fixed):
         q4, carry = p4 ^ carry, p4 & carry
         q5, carry = p5 ^ carry, p5 & carry
         q6, q7 = p6 ^ carry, p7 ^ (p6 & carry)
-    return low | (transpose(stack(q0, q1, q2, q3, q4, q5, q6, q7)) << k.to(tl.uint32)[None, None, :, None])
+    return low, transpose((q0, q1, q2, q3, q4, q5, q6, q7))
 
 
 @triton.jit
 def get_numbers(payload, at, k, coded, fixed):
     """Read numbers of any size from bit `at` of each block: a tile."""
-    moves, count = moves_of(coded), count_ones(coded)
+    count = count_ones(coded)
     n, before = word_sum(count), bits_before(count)
     number = tl.zeros((2, 4, 16, 8, 4), tl.int32)
-    number = add_planes(number, payload, at[None, None, :] + before, count, n, k, tl.zeros_like(k), coded, moves)
-    more0, more1, more2, more3, at = get_unary(payload, at + n * k, before, count, coded, fixed, moves)
-    number -= (split_bits(more0) + split_bits(more1) + split_bits(more2) + split_bits(more3)) << of_block(k)
+    number = add_planes(number, payload, at[None, None, :] + before, count, n, k, tl.zeros_like(k), coded)
+    more0, more1, more2, more3, at = get_unary(payload, at + n * k, before, count, coded, fixed, moves_of(coded))
+    number += (tile_bits(more0) + tile_bits(more1) + tile_bits(more2) + tile_bits(more3)) << of_block(k)
     count = count_ones(more3)
     n, bit = word_sum(count), (at + 5)[None, None, :] + bits_before(count)
-    return add_planes(number, payload, bit, count, n, get_width(payload, at, n), k, more3, moves_of(more3))
+    return add_planes(number, payload, bit, count, n, get_width(payload, at, n), k, more3)
 
 
 @triton.jit
-def levels_of(payload, at, k, base, what, coded, wide, PLACE: tl.constexpr, WORK: tl.constexpr):
-    """Read the levels of the values that are coded, plus PLACE; `wide`: some numbers may be larger than 255."""
-    fixed, order = (what & 16) > 0, (what >> 5) & 3
-    sign = tl.where(order == 2, -1, 1)
-    bytes = get_bytes(payload, at, k, coded, fixed)
-    # Zigzag: 127 more than the distance from the base, which is -h for 2h and h + 1 for 2h + 1.
-    turned = ((bytes >> 1) & 0x7F7F7F7F) ^ 0x7F7F7F7F ^ ((bytes & EVERY_BYTE) * 255)
-    zigzag = order > 0
-    bytes = tl.where(zigzag[None, None, :, None], turned, bytes)
-    zero = (base - sign * tl.where(zigzag, 32768 + 127, 32768)).to(WORK) + PLACE
-    level = tl.fma(floats_of(bytes, WORK), of_block(sign.to(WORK)), of_block(zero))
-    # Read again rather than instead: what stands in a branch takes more registers and instructions.
-    if wide:
-        number = get_numbers(payload, at, k, coded, fixed)
-        half = (number + 1) >> 1
-        distance = tl.where((number & 1) > 0, half, -half) * of_block(sign)
-        level = (tl.where(of_block(order) == 0, number, distance) + of_block(base)).to(WORK) + PLACE
-    return level
+def put_slices(out, payload, at, k, base, what, coded, eb_c, group, seed_low, seed_high, left, here,
+               DTYPE: tl.constexpr, DITHERED: tl.constexpr):  # fmt: skip
+    """Decode a group in which no number is larger than 255, slice by slice."""
+    order = (what >> 5) & 3
+    sign, zigzag = tl.where(order == 2, -1, 1), (order > 0)[None, None, :]
+    zero = (base - sign * tl.where(order > 0, 32768 + 127, 32768)).to(eb_c.dtype) + (0.0 if DITHERED else 0.5)
+    sign, zero = sign.to(eb_c.dtype)[None, None, :, None], zero[None, None, :, None]
+    low, quotients = get_bytes(payload, at, k, coded, (what & 16) > 0)
+    shift = k.to(tl.uint32)[None, None, :]
+    for slice in tl.static_range(8):
+        bytes = low[slice] | (quotients[slice] << shift)
+        # Zigzag: 127 more than the distance from the base, which is -h for 2h and h + 1 for 2h + 1.
+        turned = ((bytes >> 1) & 0x7F7F7F7F) ^ 0x7F7F7F7F ^ ((bytes & EVERY_BYTE) * 255)
+        level = tl.fma(lane_floats(tl.where(zigzag, turned, bytes)).to(eb_c.dtype), sign, zero)
+        i = slice_index(slice)
+        if DITHERED:
+            level += dither_of(random_of(group, i, seed_low, seed_high), eb_c.dtype)
+        bits = float_bits(level * (eb_c * 2.0))
+        bits &= lane_masks(coded << (7 - slice)).to(bits.dtype)
+        tl.store(out + i, narrow(bits.to(eb_c.dtype, bitcast=True), DTYPE), mask=(i < left) & here[None, None, :, None])
 
 
 @triton.jit
-def put_values(out, value, nonzero, mask, DTYPE: tl.constexpr, MASK: tl.constexpr):
-    """Write values as they are stored, or whether they are not zero."""
-    if MASK:
-        tl.store(out, (nonzero != 0).to(tl.uint8), mask=mask)
-    else:
-        tl.store(out, value, mask=mask)
+def put_tile(out, payload, at, k, base, what, coded, eb_c, group, seed_low, seed_high, left, here,
+             DTYPE: tl.constexpr, DITHERED: tl.constexpr):  # fmt: skip
+    """Decode a group with numbers of any size."""
+    order = (what >> 5) & 3
+    number = get_numbers(payload, at, k, coded, (what & 16) > 0)
+    half = (number + 1) >> 1
+    distance = tl.where((number & 1) > 0, half, -half) * of_block(tl.where(order == 2, -1, 1))
+    level = (tl.where(of_block(order) == 0, number, distance) + of_block(base)).to(eb_c.dtype)
+    i = tile_index()
+    level += dither_of(random_of(group, i, seed_low, seed_high), eb_c.dtype) if DITHERED else 0.5
+    value = tl.where(tile_bits(coded) > 0, level * (eb_c * 2.0), 0.0)
+    tl.store(out + i, narrow(value, DTYPE), mask=(i < left) & of_block(here))
 
 
 @triton.jit
@@ -200,10 +227,13 @@ def get_raw(payload, start, out, count, repeated, DTYPE: tl.constexpr, MASK: tl.
         here = i < count[:, None]
         at = start[:, None] + tl.where(repeated[:, None], 0, i) * SIZE
         bits = tl.zeros((16, 16), WHOLE)
-        for part in tl.static_range(SIZE):
-            bits |= tl.load(payload + at + part, mask=here, other=0).to(WHOLE) << (8 * part)
+        part = 0
+        while part < SIZE:
+            bits |= (tl.load(payload + at + part, mask=here, other=0).to(WHOLE) << (8 * part)).to(WHOLE)
+            part += 1
         value = bits if DTYPE == tl.bfloat16 else bits.to(DTYPE, bitcast=True)
-        put_values(out + (tl.arange(0, 16) * 256)[:, None] + i, value, widen(value, DTYPE) != 0, here, DTYPE, MASK)
+        place = out + (tl.arange(0, 16) * 256)[:, None] + i
+        tl.store(place, (widen(value, DTYPE) != 0).to(tl.uint8) if MASK else value, mask=here)
         first += 16
 
 
@@ -234,11 +264,11 @@ def decode_kernel(
     start = (sums & 65535) - size
     total = tl.max(sums, 0)
     offset = tl.load((meta + 16).to(tl.pointer_type(tl.uint32)) + group).to(tl.int64) * 4
-    i = tile_index()
     out += group * 4096
     if offset + (total & 65535) > capacity:
-        lost = tl.full((2, 4, 16, 8, 4), 0x7FC0 if DTYPE == tl.bfloat16 else float("nan"), STORED)
-        put_values(out + i, lost, i < 0, i < left, DTYPE, MASK)
+        i = tl.arange(0, 4096)
+        lost = tl.full((4096,), 0x7FC0 if DTYPE == tl.bfloat16 else float("nan"), STORED)
+        tl.store(out + i, tl.zeros((4096,), tl.uint8) if MASK else lost, mask=i < left)
         return
     payload += offset
 
@@ -247,26 +277,28 @@ def decode_kernel(
     coded = tl.where(plain[None, None, :], get_flags(payload, at, sparse, left), 0)
     at += tl.where(sparse, inside, 0)
 
-    here = (i < left) & of_block(raw == 0)
-    WORK: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
+    here = raw == 0
     if MASK:
-        put_values(out + i, coded, split_bits(coded), here, DTYPE, MASK)
+        for slice in tl.static_range(8):
+            i = slice_index(slice)
+            flags = lane_masks(coded << (7 - slice)) & 1
+            tl.store(out + i, flags.to(tl.uint8), mask=(i < left) & here[None, None, :, None])
     else:
-        eb = tl.load(meta.to(tl.pointer_type(tl.float64))).to(WORK)
+        eb = tl.load(meta.to(tl.pointer_type(tl.float64))).to(tl.float64 if DTYPE == tl.float64 else tl.float32)
         code = tl.load(meta + 16 + groups * 4 + group).to(tl.int32) & 15
         eb_c = shrink(eb, code, DTYPE)
         base = tl.where(second > 127, second - 256, second)
         base = tl.where(wide, get_words(payload, start * 8, tl.where(wide, 32, 0)).to(tl.int32, bitcast=True), base)
         k = tl.where(plain, tl.where(wide, second >> 3, what & 7), 0)
-        level = levels_of(payload, at, k, base, what, coded, (total >> 21) > 0, 0.0 if DITHERED else 0.5, WORK)
-        if DITHERED:
-            seed = (meta + 8).to(tl.pointer_type(tl.int32))
-            level += dither_of(tile_hash(group, tl.load(seed), tl.load(seed + 1)), WORK)
-        # Not earlier: 32 registers.
-        nonzero = split_bits(coded)
-        bits = float_bits(level * (eb_c * 2.0))
-        value = narrow((bits & nonzero.to(bits.dtype)).to(WORK, bitcast=True), DTYPE)
-        put_values(out + i, value, nonzero, here, DTYPE, MASK)
+        seed = (meta + 8).to(tl.pointer_type(tl.int32))
+        seed_low, seed_high = tl.load(seed), tl.load(seed + 1)
+        any_wide = (total >> 21) > 0
+        # Not in a branch, where it would take more registers and instructions.
+        put_slices(out, payload, at, k, base, what, coded, eb_c, group, seed_low, seed_high, left,
+                   here & (any_wide == 0), DTYPE, DITHERED)  # fmt: skip
+        if any_wide:
+            put_tile(out, payload, at, k, base, what, coded, eb_c, group, seed_low, seed_high, left, here,
+                     DTYPE, DITHERED)  # fmt: skip
 
     if ((total >> 16) & 31) > 0:
         get_raw(payload, start, out, raw, what == REPEATED, DTYPE, MASK)

@@ -28,12 +28,11 @@ from encke.kernels.gpu.tiles import (
     join_lanes,
     moves_of,
     of_block,
+    random_of,
     shrink,
-    stack,
-    tile_hash,
+    split_slices,
     tile_index,
     transpose,
-    unstack,
     valid_bits,
     word_sum,
 )
@@ -250,23 +249,20 @@ def put_chunk(payload, bit, count, planes, width, some, mask, moves):
 
     `some` has a bit for each plane that any block has.
     """
-    each = unstack(planes)
     for p in tl.static_range(8):
         if ((some >> p) & 1) > 0:
-            word = tl.where((p < width)[None, None, :], each[p] & mask, 0)
+            word = tl.where((p < width)[None, None, :], planes[p] & mask, 0)
             put_words(payload, bit + (p * count)[None, None, :], gather(word, moves))
 
 
 @triton.jit
-def put_planes(payload, bit, count, number, width, mask, moves):
-    """Write bits 8 to `width` of the numbers under the mask of the moves, one plane after the other."""
-    most = tl.max(width, 0)
-    first = tl.full((), 8, tl.int32)
+def put_planes(payload, bit, count, number, first, width, mask):
+    """Write bits `first` to `width` of the numbers under the mask, one plane after the other."""
+    moves, most = moves_of(mask), tl.max(width, 0)
     while first < most:
-        planes = transpose(join_lanes(number >> first, False))
-        at = bit + (first * count)[None, None, :]
-        put_chunk(payload, at, count, planes, width - first, 255, mask, moves)
-        first += 8
+        word = tl.where((first < width)[None, None, :], join_bits((number >> first) & 1) & mask, 0)
+        put_words(payload, bit + (first * count)[None, None, :], gather(word, moves))
+        first += 1
 
 
 @triton.jit
@@ -293,8 +289,10 @@ def put_raw(payload, start, x, count, SIZE: tl.constexpr):
         i = (first + tl.arange(0, 16))[None, :]
         here = i < count[:, None]
         bits = float_bits(tl.load(x + (tl.arange(0, 16) * 256)[:, None] + i, mask=here, other=0))
-        for part in tl.static_range(SIZE):
+        part = 0
+        while part < SIZE:
             tl.store(payload + start[:, None] + i * SIZE + part, ((bits >> (8 * part)) & 255).to(tl.uint8), mask=here)
+            part += 1
         first += 16
 
 
@@ -307,8 +305,10 @@ def put_tables(meta, group, groups, offset, code, head, inside):
     head = head[None, None, :] + tl.zeros((2, 4, 16), tl.int32)
     heads = meta + 16 + groups * 5 + (group * 16 + tl.arange(0, 16)[None, None, :] + tl.zeros_like(head)) * 3
     here = first_thread() & (inside > 0)[None, None, :]
-    for byte in tl.static_range(3):
+    byte = 0
+    while byte < 3:
         tl.store(heads + byte, ((head >> (8 * byte)) & 255).to(tl.uint8), mask=here)
+        byte += 1
 
 
 @triton.jit
@@ -371,7 +371,7 @@ def encode_kernel(
         largest = highest(block_highest(tl.abs(v)), 0)
     code = tl.where(eb == 0, 0, shrink_code(largest, safe, DTYPE))
     eb_c = shrink(safe, code, DTYPE)
-    hash = tile_hash(group, seed_low, seed_high)
+    hash = random_of(group, i, seed_low, seed_high)
     level = levels_of(v, eb_c, hash, ROUNDING)
     level_bits = level.to(tl.int32, bitcast=True)
     low, high = block_min(level_bits) - 0x4B400000, block_max(level_bits) - 0x4B400000
@@ -383,9 +383,9 @@ def encode_kernel(
 
     slope, shift, most, base, order, k, fixed = choose_forms(level, low, high, level_sum, n)
     number = tile_numbers(level, slope, shift)
-    planes = transpose(join_lanes(number, False))
+    planes = transpose(split_slices(join_lanes(number, False)))
     quotients = (number << 9).to(tl.uint32, bitcast=True) >> of_block(k + 9).to(tl.uint32)
-    q0, q1, q2, q3, q4, q5, q6, q7 = unstack(transpose(join_lanes(quotients.to(tl.int32), True)))
+    q0, q1, q2, q3, q4, q5, q6, q7 = transpose(split_slices(join_lanes(quotients.to(tl.int32), True)))
     alive = tl.where(fixed[None, None, :], 0, mask)
     more3 = (q2 | q3 | q4 | q5 | q6 | q7) & alive
     more2 = more3 | (q0 & q1 & alive)
@@ -440,25 +440,15 @@ def encode_kernel(
     more0, more1, more2, more3 = more0 & mask, more1 & mask, more2 & mask, more3 & mask
     unary_at = at + n * k
     last = unary_at + unary + 5
-    # Four less, plane by plane: bit 2 is inverted, and what lies above takes the borrow.
-    some3 = q2 | q3
-    some4 = some3 | q4
-    some5 = some4 | q5
-    none = 0xFFFFFFFF
-    rests = stack(q0, q1, q2 ^ none, q3 ^ q2 ^ none, q4 ^ some3 ^ none, q5 ^ some4 ^ none,
-                  q6 ^ some5 ^ none, q7 ^ (some5 | q6) ^ none)  # fmt: skip
+    bit, escaped_bit = at[None, None, :] + (early & 1023), last[None, None, :] + (late >> 10)
     # Rare, and first: these need the numbers, which then are no longer kept.
     if (some & 256) > 0:
-        bit = at[None, None, :] + (early & 1023)
-        put_planes(payload, bit, n, number & 0x7FFFFF, k, mask, moves_of(mask))
+        put_planes(payload, bit, n, number & 0x7FFFFF, tl.full((), 8, tl.int32), k, mask)
     if (some & (1 << 17)) > 0:
-        rest = ((number & 0x7FFFFF) >> of_block(tl.where(plain, k, 0))) - ROUNDS
-        bit = last[None, None, :] + (late >> 10)
-        put_planes(payload, bit, escapes, rest, width, more3, moves_of(more3))
-        rests = transpose(join_lanes(rest, False))
+        rest = ((number & 0x7FFFFF) >> of_block(k)) - ROUNDS
+        put_planes(payload, escaped_bit, escapes, rest, tl.full((), 0, tl.int32), width, more3)
 
     moves = moves_of(mask)
-    bit = at[None, None, :] + (early & 1023)
     put_chunk(payload, bit, n, planes, k, some, mask, moves)
     put_words(payload, bit + (n * k)[None, None, :], gather(more0, moves))
     unary_at += tl.where(fixed, 0, n)
@@ -467,8 +457,14 @@ def encode_kernel(
     put_round(payload, unary_at[None, None, :] + (early >> 20), more1, more2)
     unary_at += count1
     put_round(payload, unary_at[None, None, :] + (late & 1023), more2, more3)
-    if ((some >> 9) & 255) > 0:
-        put_number(payload, last - 5, width)
-        put_chunk(payload, last[None, None, :] + (late >> 10), escapes, rests, width, some >> 9, more3, moves_of(more3))
+    put_number(payload, last - 5, width)
+    if (((some >> 9) & 255) > 0) & ((some & (1 << 17)) == 0):
+        # Four less, plane by plane: bit 2 is inverted, and what lies above takes the borrow.
+        some3, none = q2 | q3, 0xFFFFFFFF
+        some4 = some3 | q4
+        some5 = some4 | q5
+        rests = (q0, q1, q2 ^ none, q3 ^ q2 ^ none, q4 ^ some3 ^ none, q5 ^ some4 ^ none,
+                 q6 ^ some5 ^ none, q7 ^ (some5 | q6) ^ none)  # fmt: skip
+        put_chunk(payload, escaped_bit, escapes, rests, width, some >> 9, more3, moves_of(more3))
     if (some & (1 << 18)) > 0:
         put_raw(payload, start, x, raw, SIZE)

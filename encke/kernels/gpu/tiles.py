@@ -29,6 +29,15 @@ def tile_index():
 
 
 @triton.jit
+def slice_index(slice):
+    """Return the place of each value of a slice in its group: [half, word, block, lane]."""
+    half = tl.arange(0, 2)[:, None, None, None]
+    word = tl.arange(0, 4)[None, :, None, None]
+    block = tl.arange(0, 16)[None, None, :, None]
+    return block * 256 + word * 64 + slice * 8 + half * 4 + tl.arange(0, 4)[None, None, None, :]
+
+
+@triton.jit
 def of_block(v):
     """Spread one number for each block over a tile."""
     return v[None, None, :, None, None]
@@ -73,12 +82,11 @@ def shrink(eb, code, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def tile_hash(group, seed_low, seed_high):
-    """Return the 24 random bits of each value. Values 16 apart share a hash, which the compiler computes once."""
-    i = tile_index()
-    slice = tl.arange(0, 8).to(tl.uint32)[None, None, None, :, None]
+def random_of(group, i, seed_low, seed_high):
+    """Return the 24 random bits of value i of a group. Values 16 apart share a hash, which the compiler computes once."""
     word = group.to(tl.uint32) * 1024 + ((i >> 6) * 16 + (i & 15)).to(tl.uint32)
-    return (rotate_right(random32(word, seed_low, seed_high), (slice >> 1) * 8) >> 8).to(tl.int32)
+    count = ((i >> 4) & 3).to(tl.uint32) * 8
+    return (rotate_right(random32(word, seed_low, seed_high), count) >> 8).to(tl.int32)
 
 
 @triton.jit
@@ -127,79 +135,68 @@ def join_lanes(v, SATURATED: tl.constexpr):
 
 
 @triton.jit
-def split_lanes(bytes):
-    """Return the bytes of words as integers: a tile."""
-    even = tl.join(bytes & 255, (bytes >> 16) & 255)
-    odd = tl.join((bytes >> 8) & 255, bytes >> 24)
-    return tl.reshape(tl.join(even, odd), (2, 4, 16, 8, 4)).to(tl.int32)
+def split_slices(bytes):
+    """Return the words of eight slices, [half, word, block] each."""
+    even, odd = tl.split(tl.reshape(bytes, (2, 4, 16, 2, 2, 2)))
+    even0, even2 = tl.split(even)
+    odd0, odd2 = tl.split(odd)
+    w0, w4 = tl.split(even0)
+    w2, w6 = tl.split(even2)
+    w1, w5 = tl.split(odd0)
+    w3, w7 = tl.split(odd2)
+    return w0, w1, w2, w3, w4, w5, w6, w7
 
 
 @triton.jit
-def floats_of(bytes, WORK: tl.constexpr):
-    """Return 2^15 plus each byte of words: a tile. The byte is placed in the middle of the mantissa, not converted."""
-    if INTERPRETED:
-        return split_lanes(bytes).to(WORK) + 32768.0
-    else:
-        first, second, third, fourth = tl.inline_asm_elementwise(
-            "{.reg .b32 a; mov.b32 a, 0x47000000; prmt.b32 $0, $4, a, 0x7404; prmt.b32 $1, $4, a, 0x7414;"
-            "prmt.b32 $2, $4, a, 0x7424; prmt.b32 $3, $4, a, 0x7434;}",
-            "=&r,=&r,=&r,=&r,r", [bytes], dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
-        )  # fmt: skip
-        tile = tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), (2, 4, 16, 8, 4))
-        return tile.to(WORK)
-
-
-@triton.jit
-def exchange(words, DISTANCE: tl.constexpr, KEPT: tl.constexpr):
+def exchange(first, second, DISTANCE: tl.constexpr, KEPT: tl.constexpr):
     """Exchange bits between words DISTANCE slices apart: a step of a transposition."""
-    pairs = tl.permute(tl.reshape(words, (2, 4, 16, 4 // DISTANCE, 2, DISTANCE)), (0, 1, 2, 3, 5, 4))
-    first, second = tl.split(pairs)
     low = (first & KEPT) | ((second & KEPT) << DISTANCE)
-    high = ((first >> DISTANCE) & KEPT) | (second & (KEPT ^ 0xFFFFFFFF))
-    return tl.reshape(tl.permute(tl.join(low, high), (0, 1, 2, 3, 5, 4)), (2, 4, 16, 8))
+    return low, ((first >> DISTANCE) & KEPT) | (second & (KEPT ^ 0xFFFFFFFF))
 
 
 @triton.jit
 def transpose(words):
     """Exchange slices and bits of bytes: bytes of eight slices become eight planes, and planes become bytes."""
-    return exchange(exchange(exchange(words, 4, 0x0F0F0F0F), 2, 0x33333333), 1, 0x55555555)
+    w0, w1, w2, w3, w4, w5, w6, w7 = words
+    w0, w4 = exchange(w0, w4, 4, 0x0F0F0F0F)
+    w1, w5 = exchange(w1, w5, 4, 0x0F0F0F0F)
+    w2, w6 = exchange(w2, w6, 4, 0x0F0F0F0F)
+    w3, w7 = exchange(w3, w7, 4, 0x0F0F0F0F)
+    w0, w2 = exchange(w0, w2, 2, 0x33333333)
+    w1, w3 = exchange(w1, w3, 2, 0x33333333)
+    w4, w6 = exchange(w4, w6, 2, 0x33333333)
+    w5, w7 = exchange(w5, w7, 2, 0x33333333)
+    w0, w1 = exchange(w0, w1, 1, 0x55555555)
+    w2, w3 = exchange(w2, w3, 1, 0x55555555)
+    w4, w5 = exchange(w4, w5, 1, 0x55555555)
+    w6, w7 = exchange(w6, w7, 1, 0x55555555)
+    return w0, w1, w2, w3, w4, w5, w6, w7
 
 
 @triton.jit
-def unstack(planes):
-    """Return eight planes, [half, word, block] each."""
-    even, odd = tl.split(tl.reshape(planes, (2, 4, 16, 2, 2, 2)))
-    even0, even2 = tl.split(even)
-    odd0, odd2 = tl.split(odd)
-    p0, p4 = tl.split(even0)
-    p2, p6 = tl.split(even2)
-    p1, p5 = tl.split(odd0)
-    p3, p7 = tl.split(odd2)
-    return p0, p1, p2, p3, p4, p5, p6, p7
-
-
-@triton.jit
-def stack(p0, p1, p2, p3, p4, p5, p6, p7):
-    """Return eight planes as one tensor."""
-    even = tl.join(tl.join(p0, p4), tl.join(p2, p6))
-    odd = tl.join(tl.join(p1, p5), tl.join(p3, p7))
-    return tl.reshape(tl.join(even, odd), (2, 4, 16, 8))
-
-
-@triton.jit
-def split_bits(word):
-    """Return -1 for each of the 32 bits of each thread that is set, as `join_bits` joined them, else 0: a tile."""
-    bytes = stack(word << 7, word << 6, word << 5, word << 4, word << 3, word << 2, word << 1, word)
+def lane_floats(bytes):
+    """Return 2^15 plus each byte of words: [half, word, block, lane]. A byte is placed in a mantissa, not converted."""
+    lane = tl.arange(0, 4)[None, None, None, :]
     if INTERPRETED:
-        return -split_lanes((bytes >> 7) & EVERY_BYTE)
+        return ((bytes[:, :, :, None] >> (lane * 8).to(tl.uint32)) & 255).to(tl.float32) + 32768.0
     else:
-        # One instruction repeats the highest bit of a byte 32 times.
-        first, second, third, fourth = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $4, $4, 0x8888; prmt.b32 $1, $4, $4, 0x9999;"
-            "prmt.b32 $2, $4, $4, 0xAAAA; prmt.b32 $3, $4, $4, 0xBBBB;",
-            "=&r,=&r,=&r,=&r,r", [bytes], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0x47000000, $2;", "=r,r,r", [bytes[:, :, :, None], 0x7404 + lane * 0x10],
+            dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
-        return tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), (2, 4, 16, 8, 4))
+
+
+@triton.jit
+def lane_masks(bytes):
+    """Return -1 for each byte of words whose highest bit is set, else 0: [half, word, block, lane]."""
+    lane = tl.arange(0, 4)[None, None, None, :]
+    if INTERPRETED:
+        return -((bytes[:, :, :, None] >> (lane * 8 + 7).to(tl.uint32)) & 1).to(tl.int32)
+    else:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $1, $2;", "=r,r,r", [bytes[:, :, :, None], 0x8888 + lane * 0x1111],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
