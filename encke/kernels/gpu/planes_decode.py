@@ -10,13 +10,13 @@ from encke.kernels.gpu.tiles import (
     AS_IS,
     EVERY_BYTE,
     REPEATED,
-    bits_before,
     count_ones,
     dither_of,
     lane_floats,
     lane_masks,
     moves_of,
     of_block,
+    places_of,
     random_of,
     shrink,
     slice_index,
@@ -24,7 +24,6 @@ from encke.kernels.gpu.tiles import (
     tile_index,
     transpose,
     valid_bits,
-    word_sum,
 )
 
 
@@ -104,8 +103,9 @@ def get_flags(payload, at, sparse, left):
     """Read which values are not zero, of the `left` ones in the group: all where a block is not sparse."""
     valid, here = valid_bits(left), sparse[None, None, :]
     count = count_ones(valid)
+    place, _ = places_of(count)
     # Triton's own load: threads get the layout of the others from it.
-    flags = load_words(payload, at[None, None, :] + bits_before(count), tl.where(here, count, 0))
+    flags = load_words(payload, at[None, None, :] + place, tl.where(here, count, 0))
     if left < 4096:
         flags = spread(flags, valid, moves_of(valid))
     return tl.where(here, flags, valid)
@@ -114,19 +114,19 @@ def get_flags(payload, at, sparse, left):
 @triton.jit
 def get_round(payload, at, alive):
     """Read a bit of the unary codes that have not ended, and return where it ends."""
-    moves = moves_of(alive)
     count = count_ones(alive)
-    word = get_words(payload, at[None, None, :] + bits_before(count), count)
-    return spread(word, alive, moves), at + word_sum(count)
+    place, total = places_of(count)
+    word = get_words(payload, at[None, None, :] + place, count)
+    return spread(word, alive, moves_of(alive)), at + total
 
 
 @triton.jit
-def get_unary(payload, at, before, count, coded, fixed, moves):
+def get_unary(payload, at, place, count, n, coded, fixed, moves):
     """Read unary codes: which quotients are larger than 0, 1, 2 and 3, and where the codes end."""
     alive = tl.where(fixed[None, None, :], 0, coded)
-    word = get_words(payload, at[None, None, :] + before, tl.where(fixed[None, None, :], 0, count))
+    word = get_words(payload, at[None, None, :] + place, tl.where(fixed[None, None, :], 0, count))
     more0 = spread(word, alive, moves)
-    more1, at = get_round(payload, at + word_sum(count_ones(alive)), more0)
+    more1, at = get_round(payload, at + tl.where(fixed, 0, n), more0)
     more2, at = get_round(payload, at, more1)
     more3, at = get_round(payload, at, more2)
     return more0, more1, more2, more3, at
@@ -142,18 +142,18 @@ def get_width(payload, at, some):
 def get_bytes(payload, at, k, coded, fixed):
     """Read numbers below 256 from bit `at` of each block: four bytes in a word for each of eight slices."""
     moves, count = moves_of(coded), count_ones(coded)
-    n, before = word_sum(count), bits_before(count)
-    low = transpose(get_chunk(payload, at[None, None, :] + before, count, n, k, tl.max(k, 0), coded, moves))
-    more0, more1, more2, more3, at = get_unary(payload, at + n * k, before, count, coded, fixed, moves)
+    place, n = places_of(count)
+    low = transpose(get_chunk(payload, at[None, None, :] + place, count, n, k, tl.max(k, 0), coded, moves))
+    more0, more1, more2, more3, at = get_unary(payload, at + n * k, place, count, n, coded, fixed, moves)
     q0, q1, q2 = (more0 ^ more1) | (more2 ^ more3), more1 ^ more3, more3
     q3 = tl.zeros((2, 4, 16), tl.uint32)
     q4, q5, q6, q7 = q3, q3, q3, q3
     count = count_ones(more3)
-    n, before = word_sum(count), bits_before(count)
+    place, n = places_of(count)
     width = get_width(payload, at, n)
     most = tl.max(width, 0)
     if most > 0:
-        bit = (at + 5)[None, None, :] + before
+        bit = (at + 5)[None, None, :] + place
         p0, p1, p2, p3, p4, p5, p6, p7 = get_chunk(payload, bit, count, n, width, most, more3, moves_of(more3))
         # Four more, plane by plane.
         q0, q1, q2, carry = q0 | p0, q1 | p1, more3 ^ p2, more3 & p2
@@ -168,14 +168,30 @@ def get_bytes(payload, at, k, coded, fixed):
 def get_numbers(payload, at, k, coded, fixed):
     """Read numbers of any size from bit `at` of each block: a tile."""
     count = count_ones(coded)
-    n, before = word_sum(count), bits_before(count)
+    place, n = places_of(count)
     number = tl.zeros((2, 4, 16, 8, 4), tl.int32)
-    number = add_planes(number, payload, at[None, None, :] + before, count, n, k, tl.zeros_like(k), coded)
-    more0, more1, more2, more3, at = get_unary(payload, at + n * k, before, count, coded, fixed, moves_of(coded))
+    number = add_planes(number, payload, at[None, None, :] + place, count, n, k, tl.zeros_like(k), coded)
+    more0, more1, more2, more3, at = get_unary(
+        payload, at + n * k, place, count, n, coded, fixed, moves_of(coded)
+    )
     number += (tile_bits(more0) + tile_bits(more1) + tile_bits(more2) + tile_bits(more3)) << of_block(k)
     count = count_ones(more3)
-    n, bit = word_sum(count), (at + 5)[None, None, :] + bits_before(count)
-    return add_planes(number, payload, bit, count, n, get_width(payload, at, n), k, more3)
+    place, n = places_of(count)
+    return add_planes(number, payload, (at + 5)[None, None, :] + place, count, n, get_width(payload, at, n), k, more3)
+
+
+@triton.jit
+def slice_values(bytes, coded, sign, zero, zigzag, eb_c, group, seed_low, seed_high, SLICE: tl.constexpr,
+                 DTYPE: tl.constexpr, DITHERED: tl.constexpr):  # fmt: skip
+    """Decode the numbers of a slice."""
+    # Zigzag: 127 more than the distance from the base, which is -h for 2h and h + 1 for 2h + 1.
+    turned = ((bytes >> 1) & 0x7F7F7F7F) ^ 0x7F7F7F7F ^ ((bytes & EVERY_BYTE) * 255)
+    level = tl.fma(lane_floats(tl.where(zigzag, turned, bytes)).to(eb_c.dtype), sign, zero)
+    if DITHERED:
+        level += dither_of(random_of(group, slice_index(SLICE), seed_low, seed_high), eb_c.dtype)
+    bits = float_bits(level * (eb_c * 2.0))
+    bits &= lane_masks(coded << (7 - SLICE)).to(bits.dtype)
+    return narrow(bits.to(eb_c.dtype, bitcast=True), DTYPE)
 
 
 @triton.jit
@@ -188,17 +204,15 @@ def put_slices(out, payload, at, k, base, what, coded, eb_c, group, seed_low, se
     sign, zero = sign.to(eb_c.dtype)[None, None, :, None], zero[None, None, :, None]
     low, quotients = get_bytes(payload, at, k, coded, (what & 16) > 0)
     shift = k.to(tl.uint32)[None, None, :]
+    values = ()
     for slice in tl.static_range(8):
-        bytes = low[slice] | (quotients[slice] << shift)
-        # Zigzag: 127 more than the distance from the base, which is -h for 2h and h + 1 for 2h + 1.
-        turned = ((bytes >> 1) & 0x7F7F7F7F) ^ 0x7F7F7F7F ^ ((bytes & EVERY_BYTE) * 255)
-        level = tl.fma(lane_floats(tl.where(zigzag, turned, bytes)).to(eb_c.dtype), sign, zero)
-        i = slice_index(slice)
-        if DITHERED:
-            level += dither_of(random_of(group, i, seed_low, seed_high), eb_c.dtype)
-        bits = float_bits(level * (eb_c * 2.0))
-        bits &= lane_masks(coded << (7 - slice)).to(bits.dtype)
-        tl.store(out + i, narrow(bits.to(eb_c.dtype, bitcast=True), DTYPE), mask=(i < left) & here[None, None, :, None])
+        values += (slice_values(low[slice] | (quotients[slice] << shift), coded, sign, zero, zigzag, eb_c, group, seed_low, seed_high, slice, DTYPE, DITHERED),)
+    even = tl.join(tl.join(values[0], values[4]), tl.join(values[2], values[6]))
+    odd = tl.join(tl.join(values[1], values[5]), tl.join(values[3], values[7]))
+    # One store: Triton looks for the best layout of each.
+    tile = tl.reshape(tl.permute(tl.join(even, odd), (0, 1, 2, 4, 5, 6, 3)), (2, 4, 16, 8, 4))
+    i = tile_index()
+    tl.store(out + i, tile, mask=(i < left) & of_block(here))
 
 
 @triton.jit

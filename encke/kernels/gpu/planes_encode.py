@@ -14,7 +14,6 @@ from encke.kernels.gpu.tiles import (
     REPEATED,
     ROUNDS,
     STOCHASTIC,
-    bits_before,
     block_highest,
     block_max,
     block_min,
@@ -28,13 +27,13 @@ from encke.kernels.gpu.tiles import (
     join_lanes,
     moves_of,
     of_block,
+    places_of,
     random_of,
     shrink,
     split_slices,
     tile_index,
     transpose,
     valid_bits,
-    word_sum,
 )
 
 ORIGIN = tl.constexpr(12582912.0)  # 1.5 * 2^23: a float that is larger by an integer has it in its last bits
@@ -278,7 +277,8 @@ def put_flags(payload, at, mask, left):
     valid = valid_bits(left)
     if left < 4096:
         mask = gather(mask & valid, moves_of(valid))
-    put_words(payload, at[None, None, :] + bits_before(count_ones(valid)), mask)
+    place, _ = places_of(count_ones(valid))
+    put_words(payload, at[None, None, :] + place, mask)
 
 
 @triton.jit
@@ -353,8 +353,7 @@ def encode_kernel(
     mask = join_bits(v != 0)
     if eb == 0:
         mask = join_bits(bits != 0)
-    ones = count_ones(mask)
-    n = word_sum(ones)
+    place, n = places_of(count_ones(mask))
     least, greatest = block_min(bits), block_max(bits)
     if left < 4096:
         here = of_block(tl.where(inside > 0, inside, 1)) > (i & 255)
@@ -391,11 +390,10 @@ def encode_kernel(
     more2 = more3 | (q0 & q1 & alive)
     more1 = more3 | (q1 & alive)
     more0 = more1 | (q0 & alive)
-    # Counts travel together: none is larger than 256.
-    early = ones | (count_ones(more0) << 10) | (count_ones(more1) << 20)
-    late = count_ones(more2) | (count_ones(more3) << 10)
-    all_early, all_late = word_sum(early), word_sum(late)
-    count0, count1, count2, escapes = (all_early >> 10) & 1023, all_early >> 20, all_late & 1023, all_late >> 10
+    place0, count0 = places_of(count_ones(more0))
+    place1, count1 = places_of(count_ones(more1))
+    place2, count2 = places_of(count_ones(more2))
+    place3, escapes = places_of(count_ones(more3))
     unary = tl.where(fixed, 0, n) + count0 + count1 + count2
     furthest = most >> k
     width = tl.where(escapes > 0, bit_width(tl.maximum(furthest - ROUNDS, 0)), 0)
@@ -436,11 +434,11 @@ def encode_kernel(
     put_flags(payload, at, tl.where((sparse & plain)[None, None, :], mask, 0), left)
     at += tl.where(sparse, inside, 0)
 
-    mask, early, late = tl.where(written, mask, 0), bits_before(early), bits_before(late)
+    mask = tl.where(written, mask, 0)
     more0, more1, more2, more3 = more0 & mask, more1 & mask, more2 & mask, more3 & mask
     unary_at = at + n * k
     last = unary_at + unary + 5
-    bit, escaped_bit = at[None, None, :] + (early & 1023), last[None, None, :] + (late >> 10)
+    bit, escaped_bit = at[None, None, :] + place, last[None, None, :] + place3
     # Rare, and first: these need the numbers, which then are no longer kept.
     if (some & 256) > 0:
         put_planes(payload, bit, n, number & 0x7FFFFF, tl.full((), 8, tl.int32), k, mask)
@@ -452,11 +450,11 @@ def encode_kernel(
     put_chunk(payload, bit, n, planes, k, some, mask, moves)
     put_words(payload, bit + (n * k)[None, None, :], gather(more0, moves))
     unary_at += tl.where(fixed, 0, n)
-    put_round(payload, unary_at[None, None, :] + ((early >> 10) & 1023), more0, more1)
+    put_round(payload, unary_at[None, None, :] + place0, more0, more1)
     unary_at += count0
-    put_round(payload, unary_at[None, None, :] + (early >> 20), more1, more2)
+    put_round(payload, unary_at[None, None, :] + place1, more1, more2)
     unary_at += count1
-    put_round(payload, unary_at[None, None, :] + (late & 1023), more2, more3)
+    put_round(payload, unary_at[None, None, :] + place2, more2, more3)
     put_number(payload, last - 5, width)
     if (((some >> 9) & 255) > 0) & ((some & (1 << 17)) == 0):
         # Four less, plane by plane: bit 2 is inverted, and what lies above takes the borrow.

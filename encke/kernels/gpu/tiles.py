@@ -247,16 +247,19 @@ def spread(word, mask, moves):
 
 
 @triton.jit
-def bits_before(count):
-    """Return the sum of one number for each thread over the threads of its block that stand before it."""
-    ordered = tl.reshape(tl.permute(count, (1, 0, 2)), (8, 16))
-    return tl.permute(tl.reshape(tl.cumsum(ordered, 0), (4, 2, 16)), (1, 0, 2)) - count
+def places_of(count):
+    """Return how many bits of its block stand before those of each thread, and how many a block has.
 
-
-@triton.jit
-def word_sum(count):
-    """Return the sum of one number for each thread over its block."""
-    return tl.sum(tl.sum(count, 1), 0)
+    Sums of the four words of a block travel as bytes of one number: none is larger than 64.
+    """
+    shift = (tl.arange(0, 4) * 8).to(tl.uint32)[None, :, None]
+    half = tl.sum(count.to(tl.uint32) << shift, 1)
+    both = tl.sum(half, 0)
+    before = both * 0x01010100
+    other = ((both[None, :] - half)[:, None, :] >> shift) & 255
+    first = (before[None, None, :] >> shift) & 255
+    place = first + tl.where(tl.arange(0, 2)[:, None, None] > 0, other, 0)
+    return place.to(tl.int32), ((before >> 24) + (both >> 24)).to(tl.int32)
 
 
 @triton.jit
