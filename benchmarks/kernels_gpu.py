@@ -262,7 +262,8 @@ def main() -> None:
         "\n".join(["differs from the reference:", *wrong]) if wrong else f"as the reference: {args.check}", flush=True
     )
     rows = []
-    for source in [*(measure(size, args.only) for size in args.sizes), host_rows() if args.sizes and not args.only else ()]:
+    host = host_rows() if args.sizes and not args.only else ()
+    for source in [*(measure(size, args.only) for size in args.sizes), host]:
         for row in source:
             show(row)
             rows.append(row)

@@ -171,9 +171,7 @@ def get_numbers(payload, at, k, coded, fixed):
     place, n = places_of(count)
     number = tl.zeros((2, 4, 16, 8, 4), tl.int32)
     number = add_planes(number, payload, at[None, None, :] + place, count, n, k, tl.zeros_like(k), coded)
-    more0, more1, more2, more3, at = get_unary(
-        payload, at + n * k, place, count, n, coded, fixed, moves_of(coded)
-    )
+    more0, more1, more2, more3, at = get_unary(payload, at + n * k, place, count, n, coded, fixed, moves_of(coded))
     number += (tile_bits(more0) + tile_bits(more1) + tile_bits(more2) + tile_bits(more3)) << of_block(k)
     count = count_ones(more3)
     place, n = places_of(count)
@@ -181,9 +179,10 @@ def get_numbers(payload, at, k, coded, fixed):
 
 
 @triton.jit
-def slice_values(bytes, coded, sign, zero, zigzag, eb_c, group, seed_low, seed_high, SLICE: tl.constexpr,
-                 DTYPE: tl.constexpr, DITHERED: tl.constexpr):  # fmt: skip
+def slice_values(bytes, coded, form, step, SLICE: tl.constexpr, DTYPE: tl.constexpr, DITHERED: tl.constexpr):
     """Decode the numbers of a slice."""
+    sign, zero, zigzag = form
+    eb_c, group, seed_low, seed_high = step
     # Zigzag: 127 more than the distance from the base, which is -h for 2h and h + 1 for 2h + 1.
     turned = ((bytes >> 1) & 0x7F7F7F7F) ^ 0x7F7F7F7F ^ ((bytes & EVERY_BYTE) * 255)
     level = tl.fma(lane_floats(tl.where(zigzag, turned, bytes)).to(eb_c.dtype), sign, zero)
@@ -195,39 +194,36 @@ def slice_values(bytes, coded, sign, zero, zigzag, eb_c, group, seed_low, seed_h
 
 
 @triton.jit
-def put_slices(out, payload, at, k, base, what, coded, eb_c, group, seed_low, seed_high, left, here,
-               DTYPE: tl.constexpr, DITHERED: tl.constexpr):  # fmt: skip
-    """Decode a group in which no number is larger than 255, slice by slice."""
+def narrow_values(payload, at, k, base, what, coded, step, DTYPE: tl.constexpr, DITHERED: tl.constexpr):
+    """Decode a group in which no number is larger than 255."""
+    dtype = step[0].dtype
     order = (what >> 5) & 3
     sign, zigzag = tl.where(order == 2, -1, 1), (order > 0)[None, None, :]
-    zero = (base - sign * tl.where(order > 0, 32768 + 127, 32768)).to(eb_c.dtype) + (0.0 if DITHERED else 0.5)
-    sign, zero = sign.to(eb_c.dtype)[None, None, :, None], zero[None, None, :, None]
+    zero = (base - sign * tl.where(order > 0, 32768 + 127, 32768)).to(dtype) + (0.0 if DITHERED else 0.5)
+    form = (sign.to(dtype)[None, None, :, None], zero[None, None, :, None], zigzag)
     low, quotients = get_bytes(payload, at, k, coded, (what & 16) > 0)
     shift = k.to(tl.uint32)[None, None, :]
     values = ()
     for slice in tl.static_range(8):
-        values += (slice_values(low[slice] | (quotients[slice] << shift), coded, sign, zero, zigzag, eb_c, group, seed_low, seed_high, slice, DTYPE, DITHERED),)
+        bytes = low[slice] | (quotients[slice] << shift)
+        values += (slice_values(bytes, coded, form, step, slice, DTYPE, DITHERED),)
+    # One tile for one store: Triton looks for the best layout of each.
     even = tl.join(tl.join(values[0], values[4]), tl.join(values[2], values[6]))
     odd = tl.join(tl.join(values[1], values[5]), tl.join(values[3], values[7]))
-    # One store: Triton looks for the best layout of each.
-    tile = tl.reshape(tl.permute(tl.join(even, odd), (0, 1, 2, 4, 5, 6, 3)), (2, 4, 16, 8, 4))
-    i = tile_index()
-    tl.store(out + i, tile, mask=(i < left) & of_block(here))
+    return tl.reshape(tl.permute(tl.join(even, odd), (0, 1, 2, 4, 5, 6, 3)), (2, 4, 16, 8, 4))
 
 
 @triton.jit
-def put_tile(out, payload, at, k, base, what, coded, eb_c, group, seed_low, seed_high, left, here,
-             DTYPE: tl.constexpr, DITHERED: tl.constexpr):  # fmt: skip
+def wide_values(payload, at, k, base, what, coded, step, DTYPE: tl.constexpr, DITHERED: tl.constexpr):
     """Decode a group with numbers of any size."""
+    eb_c, group, seed_low, seed_high = step
     order = (what >> 5) & 3
     number = get_numbers(payload, at, k, coded, (what & 16) > 0)
     half = (number + 1) >> 1
     distance = tl.where((number & 1) > 0, half, -half) * of_block(tl.where(order == 2, -1, 1))
     level = (tl.where(of_block(order) == 0, number, distance) + of_block(base)).to(eb_c.dtype)
-    i = tile_index()
-    level += dither_of(random_of(group, i, seed_low, seed_high), eb_c.dtype) if DITHERED else 0.5
-    value = tl.where(tile_bits(coded) > 0, level * (eb_c * 2.0), 0.0)
-    tl.store(out + i, narrow(value, DTYPE), mask=(i < left) & of_block(here))
+    level += dither_of(random_of(group, tile_index(), seed_low, seed_high), eb_c.dtype) if DITHERED else 0.5
+    return narrow(tl.where(tile_bits(coded) > 0, level * (eb_c * 2.0), 0.0), DTYPE)
 
 
 @triton.jit
@@ -291,28 +287,25 @@ def decode_kernel(
     coded = tl.where(plain[None, None, :], get_flags(payload, at, sparse, left), 0)
     at += tl.where(sparse, inside, 0)
 
-    here = raw == 0
+    i = tile_index()
+    here = (i < left) & of_block(raw == 0)
     if MASK:
-        for slice in tl.static_range(8):
-            i = slice_index(slice)
-            flags = lane_masks(coded << (7 - slice)) & 1
-            tl.store(out + i, flags.to(tl.uint8), mask=(i < left) & here[None, None, :, None])
+        tl.store(out + i, tile_bits(coded).to(tl.uint8), mask=here)
     else:
         eb = tl.load(meta.to(tl.pointer_type(tl.float64))).to(tl.float64 if DTYPE == tl.float64 else tl.float32)
         code = tl.load(meta + 16 + groups * 4 + group).to(tl.int32) & 15
-        eb_c = shrink(eb, code, DTYPE)
         base = tl.where(second > 127, second - 256, second)
         base = tl.where(wide, get_words(payload, start * 8, tl.where(wide, 32, 0)).to(tl.int32, bitcast=True), base)
         k = tl.where(plain, tl.where(wide, second >> 3, what & 7), 0)
         seed = (meta + 8).to(tl.pointer_type(tl.int32))
-        seed_low, seed_high = tl.load(seed), tl.load(seed + 1)
+        step = (shrink(eb, code, DTYPE), group, tl.load(seed), tl.load(seed + 1))
         any_wide = (total >> 21) > 0
         # Not in a branch, where it would take more registers and instructions.
-        put_slices(out, payload, at, k, base, what, coded, eb_c, group, seed_low, seed_high, left,
-                   here & (any_wide == 0), DTYPE, DITHERED)  # fmt: skip
+        values = narrow_values(payload, at, k, base, what, coded, step, DTYPE, DITHERED)
+        tl.store(out + i, values, mask=here & (any_wide == 0))
         if any_wide:
-            put_tile(out, payload, at, k, base, what, coded, eb_c, group, seed_low, seed_high, left, here,
-                     DTYPE, DITHERED)  # fmt: skip
+            values = wide_values(payload, at, k, base, what, coded, step, DTYPE, DITHERED)
+            tl.store(out + i, values, mask=here)
 
     if ((total >> 16) & 31) > 0:
         get_raw(payload, start, out, raw, what == REPEATED, DTYPE, MASK)

@@ -217,6 +217,18 @@ def choose_forms(level, low, high, total, n):
 
 
 @triton.jit
+def less_four(planes):
+    """Return planes of numbers from 4 on, less four: bit 2 is inverted, and what lies above takes the borrow."""
+    p0, p1, p2, p3, p4, p5, p6, p7 = planes
+    some3, none = p2 | p3, 0xFFFFFFFF
+    some4 = some3 | p4
+    some5 = some4 | p5
+    some6 = some5 | p6
+    p7, p6, p5 = p7 ^ some6 ^ none, p6 ^ some5 ^ none, p5 ^ some4 ^ none
+    return p0, p1, p2 ^ none, p3 ^ p2 ^ none, p4 ^ some3 ^ none, p5, p6, p7
+
+
+@triton.jit
 def put_words(payload, bit, word):
     """Write words that end with their highest bit that is set, from a bit of the payload on."""
     words = payload.to(tl.pointer_type(tl.int32)) + (bit >> 5)
@@ -227,7 +239,7 @@ def put_words(payload, bit, word):
         tl.atomic_or(words, low, mask=low != 0, sem="relaxed")
         tl.atomic_or(words + 1, high, mask=high != 0, sem="relaxed")
     else:
-        # Triton's own has a branch around each.
+        # Triton looks for a layout of each of its own.
         tl.inline_asm_elementwise(
             "{.reg .pred p, q; setp.ne.b32 p, $2, 0; setp.ne.b32 q, $3, 0; mov.b32 $0, 0;"
             "@p red.relaxed.gpu.global.or.b32 [$1], $2; @q red.relaxed.gpu.global.or.b32 [$1+4], $3;}",
@@ -255,20 +267,20 @@ def put_chunk(payload, bit, count, planes, width, some, mask, moves):
 
 
 @triton.jit
-def put_planes(payload, bit, count, number, first, width, mask):
-    """Write bits `first` to `width` of the numbers under the mask, one plane after the other."""
+def put_planes(payload, bit, count, number, FIRST: tl.constexpr, width, mask):
+    """Write bits FIRST to `width` of the numbers under the mask, one plane after the other."""
     moves, most = moves_of(mask), tl.max(width, 0)
-    while first < most:
-        word = tl.where((first < width)[None, None, :], join_bits((number >> first) & 1) & mask, 0)
-        put_words(payload, bit + (first * count)[None, None, :], gather(word, moves))
-        first += 1
+    p = tl.full((), FIRST, tl.int32)
+    while p < most:
+        word = tl.where((p < width)[None, None, :], join_bits((number >> p) & 1) & mask, 0)
+        put_words(payload, bit + (p * count)[None, None, :], gather(word, moves))
+        p += 1
 
 
 @triton.jit
 def put_round(payload, bit, alive, more):
     """Write a bit of the unary codes that have not ended."""
-    moves = moves_of(alive)
-    put_words(payload, bit, gather(more, moves))
+    put_words(payload, bit, gather(more, moves_of(alive)))
 
 
 @triton.jit
@@ -383,8 +395,9 @@ def encode_kernel(
     slope, shift, most, base, order, k, fixed = choose_forms(level, low, high, level_sum, n)
     number = tile_numbers(level, slope, shift)
     planes = transpose(split_slices(join_lanes(number, False)))
-    quotients = (number << 9).to(tl.uint32, bitcast=True) >> of_block(k + 9).to(tl.uint32)
-    q0, q1, q2, q3, q4, q5, q6, q7 = transpose(split_slices(join_lanes(quotients.to(tl.int32), True)))
+    quotient = (number << 9).to(tl.uint32, bitcast=True) >> of_block(k + 9).to(tl.uint32)
+    quotients = transpose(split_slices(join_lanes(quotient.to(tl.int32), True)))
+    q0, q1, q2, q3, q4, q5, q6, q7 = quotients
     alive = tl.where(fixed[None, None, :], 0, mask)
     more3 = (q2 | q3 | q4 | q5 | q6 | q7) & alive
     more2 = more3 | (q0 & q1 & alive)
@@ -427,42 +440,34 @@ def encode_kernel(
     payload += reserved * 4
     put_zeros(payload, units)
 
-    written = plain[None, None, :]
     at = start * 8
     put_number(payload, at, tl.where(wide & plain, base, 0))
     at += tl.where(wide, 32, 0)
     put_flags(payload, at, tl.where((sparse & plain)[None, None, :], mask, 0), left)
     at += tl.where(sparse, inside, 0)
-
-    mask = tl.where(written, mask, 0)
-    more0, more1, more2, more3 = more0 & mask, more1 & mask, more2 & mask, more3 & mask
-    unary_at = at + n * k
-    last = unary_at + unary + 5
-    bit, escaped_bit = at[None, None, :] + place, last[None, None, :] + place3
+    mask = tl.where(plain[None, None, :], mask, 0)
+    more = (more0 & mask, more1 & mask, more2 & mask, more3 & mask)
+    last = at + n * k + unary + 5
     # Rare, and first: these need the numbers, which then are no longer kept.
-    if (some & 256) > 0:
-        put_planes(payload, bit, n, number & 0x7FFFFF, tl.full((), 8, tl.int32), k, mask)
+    if (some & (1 << 8)) > 0:
+        put_planes(payload, at[None, None, :] + place, n, number & 0x7FFFFF, 8, k, mask)
     if (some & (1 << 17)) > 0:
         rest = ((number & 0x7FFFFF) >> of_block(k)) - ROUNDS
-        put_planes(payload, escaped_bit, escapes, rest, tl.full((), 0, tl.int32), width, more3)
+        put_planes(payload, last[None, None, :] + place3, escapes, rest, 0, width, more[3])
 
     moves = moves_of(mask)
-    put_chunk(payload, bit, n, planes, k, some, mask, moves)
-    put_words(payload, bit + (n * k)[None, None, :], gather(more0, moves))
-    unary_at += tl.where(fixed, 0, n)
-    put_round(payload, unary_at[None, None, :] + place0, more0, more1)
-    unary_at += count0
-    put_round(payload, unary_at[None, None, :] + place1, more1, more2)
-    unary_at += count1
-    put_round(payload, unary_at[None, None, :] + place2, more2, more3)
+    put_chunk(payload, at[None, None, :] + place, n, planes, k, some, mask, moves)
+    at += n * k
+    put_words(payload, at[None, None, :] + place, gather(more[0], moves))
+    at += tl.where(fixed, 0, n)
+    put_round(payload, at[None, None, :] + place0, more[0], more[1])
+    at += count0
+    put_round(payload, at[None, None, :] + place1, more[1], more[2])
+    at += count1
+    put_round(payload, at[None, None, :] + place2, more[2], more[3])
     put_number(payload, last - 5, width)
     if (((some >> 9) & 255) > 0) & ((some & (1 << 17)) == 0):
-        # Four less, plane by plane: bit 2 is inverted, and what lies above takes the borrow.
-        some3, none = q2 | q3, 0xFFFFFFFF
-        some4 = some3 | q4
-        some5 = some4 | q5
-        rests = (q0, q1, q2 ^ none, q3 ^ q2 ^ none, q4 ^ some3 ^ none, q5 ^ some4 ^ none,
-                 q6 ^ some5 ^ none, q7 ^ (some5 | q6) ^ none)  # fmt: skip
-        put_chunk(payload, escaped_bit, escapes, rests, width, some >> 9, more3, moves_of(more3))
+        rests = less_four(quotients)
+        put_chunk(payload, last[None, None, :] + place3, escapes, rests, width, some >> 9, more[3], moves_of(more[3]))
     if (some & (1 << 18)) > 0:
         put_raw(payload, start, x, raw, SIZE)

@@ -16,6 +16,12 @@ ROUNDS = tl.constexpr(4)
 ALL_ZERO, AS_IS, REPEATED = tl.constexpr(0x60), tl.constexpr(0x61), tl.constexpr(0x62)
 NEAREST, STOCHASTIC, DITHERED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 EVERY_BYTE = tl.constexpr(0x01010101)
+PICK_BYTES = tl.constexpr(
+    "{.reg .b32 a, b; prmt.b32 a, $1, $2, 0x0040; prmt.b32 b, $3, $4, 0x0040; prmt.b32 $0, a, b, 0x5410;}"
+)
+SATURATE_BYTES = tl.constexpr(
+    "{.reg .b32 a; cvt.pack.sat.u8.s32.b32 a, $4, $3, 0; cvt.pack.sat.u8.s32.b32 $0, $2, $1, a;}"
+)
 
 
 @triton.jit
@@ -83,7 +89,7 @@ def shrink(eb, code, DTYPE: tl.constexpr):
 
 @triton.jit
 def random_of(group, i, seed_low, seed_high):
-    """Return the 24 random bits of value i of a group. Values 16 apart share a hash, which the compiler computes once."""
+    """Return the 24 random bits of value i of a group. Values 16 apart share a hash: the compiler computes it once."""
     word = group.to(tl.uint32) * 1024 + ((i >> 6) * 16 + (i & 15)).to(tl.uint32)
     count = ((i >> 4) & 3).to(tl.uint32) * 8
     return (rotate_right(random32(word, seed_low, seed_high), count) >> 8).to(tl.int32)
@@ -126,10 +132,8 @@ def join_lanes(v, SATURATED: tl.constexpr):
         first, third = tl.split(even)
         second, fourth = tl.split(odd)
         # Two or three instructions; minima, masks, shifts and sums would take more.
-        PICK: tl.constexpr = "{.reg .b32 a, b; prmt.b32 a, $1, $2, 0x0040; prmt.b32 b, $3, $4, 0x0040; prmt.b32 $0, a, b, 0x5410;}"
-        PACK: tl.constexpr = "{.reg .b32 a; cvt.pack.sat.u8.s32.b32 a, $4, $3, 0; cvt.pack.sat.u8.s32.b32 $0, $2, $1, a;}"
         return tl.inline_asm_elementwise(
-            PACK if SATURATED else PICK, "=r,r,r,r,r", [first, second, third, fourth],
+            SATURATE_BYTES if SATURATED else PICK_BYTES, "=r,r,r,r,r", [first, second, third, fourth],
             dtype=tl.uint32, is_pure=True, pack=1,
         )  # fmt: skip
 
@@ -211,8 +215,10 @@ def next_move(left, mask, DISTANCE: tl.constexpr):
 
 @triton.jit
 def moves_of(mask):
-    """Return how bits move when those under a mask are gathered: by 1, 2 and 4 in bytes (Hacker's Delight 7-4), then
-    the second, third and fourth byte."""
+    """Return how bits move when those under a mask are gathered: within bytes, then the second to fourth byte.
+
+    Which bits of bytes move by 1, 2 and 4 is found as in Hacker's Delight 7-4.
+    """
     left = ((mask ^ 0xFFFFFFFF) << 1) & 0xFEFEFEFE
     one, left, mask = next_move(left, mask, 1)
     two, left, mask = next_move(left, mask, 2)
