@@ -2,6 +2,7 @@
 
 python3 benchmarks/kernels_gpu.py --csv FILE
 python3 benchmarks/kernels_gpu.py --only planes --sizes 512    planes of a ResNet-50 in NCHW memory, beside a copy
+python3 benchmarks/kernels_gpu.py --only "eb nearest rel" --check float32 bfloat16 --sizes 512    one setting, quickly
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ SEED = 0x1234567890ABCDEF
 MIB = 1 << 20
 PLANES = (56 * 56, 28 * 28, 14 * 14, 7 * 7)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+EB_SETTINGS = [
+    ("nearest", "abs", 0.01), ("nearest", "rel", 0.01), ("nearest", "abs", 0.05), ("nearest", "abs", 0.001),
+    ("stochastic", "abs", 0.01), ("dithered", "abs", 0.01), ("dithered", "abs", 0.05),
+]  # fmt: skip
+"""Rounding, kind of bound, and the bound as a share of the range; the bounds that COMET chooses are about 0.01."""
 Row = dict[str, str | float]
 
 
@@ -48,12 +54,16 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def check(dtype: torch.dtype) -> Iterator[str]:
+def eb_name(rounding: str, mode: str, share: float) -> str:
+    return f"eb {rounding} {mode} {share:g}"
+
+
+def check(dtype: torch.dtype, only: str) -> Iterator[str]:
     """Return the differences from the reference on about a million values; none if all is well."""
     numel = MIB + 321
     x = noise("hard", numel, dtype)
-    for rounding in ROUNDINGS:
-        for bound, rel in ((0.02, INF), (INF, 1e-4), (0.0, INF)):
+    for rounding, mode in dict.fromkeys(setting[:2] for setting in EB_SETTINGS if only in eb_name(*setting)):
+        for bound, rel in ((INF, 1e-4), (0.02, 0.1)) if mode == "rel" else ((0.02, INF), (0.0, INF)):
             format = BoundedFormat(bound, rel, ROUNDINGS[rounding], dtype)
             theirs, ours = (each.bounded_encode(x, format, SEED) for each in (reference, gpu))
             for flag in (False, True):
@@ -62,6 +72,8 @@ def check(dtype: torch.dtype) -> Iterator[str]:
                     yield f"eb {dtype} {rounding} bound={bound} rel={rel} mask={flag}"
             if len(theirs[1]) != len(ours[1]):
                 yield f"eb {dtype} {rounding} bound={bound} rel={rel}: {len(ours[1])} bytes, not {len(theirs[1])}"
+    if only.startswith("eb"):
+        return
     formats = [GroupFormat(b, 128, dtype, s) for b in (2, 4, 8) for s in (1, 3, 24, 192)]
     formats += [GroupFormat(3, 128, dtype, 1), GroupFormat(3, 128, dtype, 24), GroupFormat(3, 128, dtype, 6, row=49)]
     formats += [GroupFormat(b, 128, dtype, row=r) for b in (2, 3, 4) for r in (3136, 3137, 49)]
@@ -89,18 +101,18 @@ def counters(x: torch.Tensor) -> torch.Tensor:
     return torch.zeros(8, dtype=torch.int64, device=x.device)
 
 
-def eb_rows(x: torch.Tensor) -> Iterator[tuple[str, float, int, Callable, Callable]]:
-    """Name, ratio, bytes moved, encode and decode, with bounds of 1 and 5 % of the range."""
+def eb_rows(x: torch.Tensor, only: str) -> Iterator[tuple[str, float, int, Callable, Callable]]:
+    """Name, ratio, bytes moved, encode and decode."""
     spread = (x.max() - x.min()).item()
-    settings = [("nearest", "abs", 0.01), ("nearest", "rel", 0.01), ("nearest", "abs", 0.05)]
-    settings += [("stochastic", "abs", 0.01), ("dithered", "abs", 0.01), ("dithered", "abs", 0.05)]
-    for rounding, mode, share in settings:
+    for rounding, mode, share in EB_SETTINGS:
+        if only not in eb_name(rounding, mode, share):
+            continue
         bounds = (share * spread, INF) if mode == "abs" else (INF, share)
         format = BoundedFormat(*bounds, ROUNDINGS[rounding], x.dtype)
         meta, payload = gpu.bounded_encode(x, format, SEED)
         capacity, size = len(payload) + 1024, len(meta) + len(payload)
         yield (
-            f"eb {rounding} {mode} {share:g}",
+            eb_name(rounding, mode, share),
             x.nbytes / size,
             x.nbytes + size,
             lambda f=format, c=capacity: gpu.bounded_encode_within(x, f, SEED, c, counters(x)),
@@ -185,12 +197,12 @@ def measure(mib: int, only: str) -> Iterator[Row]:
     for dtype in ("float32", "bfloat16"):
         for kind in ("relu", "normal"):
             x = noise(kind, size // DTYPES[dtype].itemsize, DTYPES[dtype])
-            cases.append(("eb", dtype, kind, eb_rows(x)))
+            cases.append(("eb", dtype, kind, eb_rows(x, only)))
             if kind == "relu":
                 cases += [("gq", dtype, kind, gq_rows(x)), ("planes", dtype, kind, planes_rows(x))]
     families = {case[0] for case in cases}
     for family, dtype, kind, rows in cases:
-        if only in families - {family}:
+        if only.split(" ")[0] in families - {family}:
             continue
         for what, ratio, moved, encode, decode in rows:
             if only not in what:
@@ -245,12 +257,13 @@ def main() -> None:
     parser.add_argument("--only", default="", help="measure only what has this in its name")
     parser.add_argument("--sizes", nargs="*", type=int, default=[512, 16], help="MiB of input to measure")
     args = parser.parse_args()
-    wrong = [message for dtype in args.check for message in check(DTYPES[dtype])]
+    wrong = [message for dtype in args.check for message in check(DTYPES[dtype], args.only)]
     print(
         "\n".join(["differs from the reference:", *wrong]) if wrong else f"as the reference: {args.check}", flush=True
     )
     rows = []
-    for source in [*(measure(size, args.only) for size in args.sizes), host_rows()] if args.sizes else []:
+    host = host_rows() if args.sizes and not args.only else ()
+    for source in [*(measure(size, args.only) for size in args.sizes), host]:
         for row in source:
             show(row)
             rows.append(row)

@@ -14,6 +14,7 @@ from encke.kernels.gpu.planes_decode import decode_kernel
 from encke.kernels.gpu.planes_encode import encode_kernel, range_kernel
 
 WARPS = 4  # of a group: 32 values a thread, whose bits are one word
+ENCODE_REGISTERS, DECODE_REGISTERS = 128, 80  # of a thread: what is spilled belongs to rare paths
 RANGE_SIZE = 16384  # values that a program of the range kernel reads
 FIRST_SHARE = 0.3  # of the source's bytes: capacity of a payload about which nothing is known
 SIZES = 8  # words that encoding counts in: sizes of up to 4 attempts, largest and smallest value
@@ -69,7 +70,7 @@ def bounded_encode_within(
     for attempt, factor in enumerate(factors):
         bound = format.bound * factor if relative else usable_bound(format.bound * factor, dtype)
         numbers = (numel, capacity, attempt, bound, format.relative * factor, *halves)
-        launch_kernel(encode_kernel, groups, tensors, numbers, constants, WARPS, specialised=1)
+        launch_kernel(encode_kernel, groups, tensors, numbers, constants, WARPS, ENCODE_REGISTERS, specialised=1)
     return meta, payload
 
 
@@ -79,5 +80,5 @@ def bounded_decode(meta: Tensor, payload: Tensor, format: BoundedFormat, numel: 
     if numel:
         buffers, numbers = (meta, payload, out), (numel, payload.numel())
         constants = (TYPES[format.dtype], mask, format.rounding == DITHERED)
-        launch_kernel(decode_kernel, -(-numel // PLANE_GROUP), buffers, numbers, constants, WARPS, specialised=1)
+        launch_kernel(decode_kernel, -(-numel // PLANE_GROUP), buffers, numbers, constants, WARPS, DECODE_REGISTERS, 1)
     return out

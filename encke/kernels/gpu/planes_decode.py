@@ -5,111 +5,246 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from encke.kernels.gpu.common import narrow, widen
+from encke.kernels.gpu.common import INTERPRETED, float_bits, narrow, widen
 from encke.kernels.gpu.tiles import (
     AS_IS,
+    EVERY_BYTE,
     REPEATED,
-    ROUNDS,
     count_ones,
+    dither_of,
+    lane_floats,
+    lane_masks,
     moves_of,
     of_block,
     places_of,
+    random_of,
     shrink,
-    split_lanes,
-    split_slices,
+    slice_index,
     spread,
-    tile_hash,
     tile_index,
+    transpose,
     valid_bits,
-    values_of,
 )
 
 
 @triton.jit
-def get_words(payload, at, count):
-    """Read `count` bits for each thread, one after the other from bit `at` of each block; others come along."""
-    before, total = places_of(count)
-    bit = at[None, None, :] + before
+def load_words(payload, bit, count):
+    """Read `count` bits from a bit of the payload on; others come along."""
     words = payload.to(tl.pointer_type(tl.uint32)) + (bit >> 5)
-    shift = (bit & 31).to(tl.uint32)
-    low = tl.load(words, mask=count > 0, other=0)
-    high = tl.load(words + 1, mask=(bit & 31) + count > 32, other=0)
-    return (low >> shift) | ((high << 1) << (31 - shift)), at + total
+    low = tl.load(words, mask=count > 0, other=0).to(tl.uint64)
+    high = tl.load(words + 1, mask=(bit & 31) + count > 32, other=0).to(tl.uint64)
+    return ((low | (high << 32)) >> (bit & 31).to(tl.uint64)).to(tl.uint32)
 
 
 @triton.jit
-def get_planes(payload, at, width, mask):
-    """Read numbers of `width` bits for the values under the mask, and return where they end."""
-    one, two, four, eight, sixteen = moves_of(mask)
-    count = count_ones(mask)
-    most = tl.max(width, 0)
-    number = tl.zeros((2, 4, 16, 8, 4), tl.int32)
-    first = 0
-    while first < most:
-        bytes = tl.zeros((2, 4, 16, 8), tl.uint32)
-        p = first
-        end = tl.minimum(first + 8, most)
-        while p < end:
-            word, at = get_words(payload, at, tl.where((p < width)[None, None, :], count, 0))
-            word = tl.where((p < width)[None, None, :], spread(word, mask, one, two, four, eight, sixteen), 0)
-            bytes |= split_slices(word) << (p - first).to(tl.uint32)  # type: ignore[attr-defined]
-            p += 1
-        number |= split_lanes(bytes) << first
-        first += 8
-    return number, at
-
-
-@triton.jit
-def get_quotients(payload, at, alive):
-    """Read unary codes of the values that are alive; return also which are escaped, and where the codes end."""
-    bytes = tl.zeros((2, 4, 16, 8), tl.uint32)
-    left = 1
-    j = 0
-    while (j < ROUNDS) & (left > 0):
-        one, two, four, eight, sixteen = moves_of(alive)
-        word, at = get_words(payload, at, count_ones(alive))
-        alive = spread(word, alive, one, two, four, eight, sixteen)
-        bytes += split_slices(alive)
-        left = tl.max(tl.max(tl.max((alive != 0).to(tl.int32), 0), 0), 0)
-        j += 1
-    return split_lanes(bytes), alive, at
-
-
-@triton.jit
-def levels_of(payload, at, k, fixed, coded):
-    """Read the numbers of the values that are coded, from bit `at` of each block."""
-    number, at = get_planes(payload, at, k, coded)
-    quotient, escaped, at = get_quotients(payload, at, tl.where(fixed[None, None, :], 0, coded))
-    some = tl.max(tl.max((escaped != 0).to(tl.int32), 0), 0)
-    if tl.max(some, 0) > 0:
-        words = payload.to(tl.pointer_type(tl.uint32)) + (at >> 5)
-        low = tl.load(words, mask=some > 0, other=0)
-        high = tl.load(words + 1, mask=(some > 0) & ((at & 31) > 27), other=0)
-        shift = (at & 31).to(tl.uint32)
-        width = (((low >> shift) | ((high << 1) << (31 - shift))) & 31).to(tl.int32)
-        rest, at = get_planes(payload, at + some * 5, width * some, escaped)
-        quotient += rest
-    return number | (quotient << of_block(k))
-
-
-@triton.jit
-def get_raw(payload, start, mask, STEP: tl.constexpr, SIZE: tl.constexpr):
-    """Read stored values as integers, STEP values apart: 0 for one value that is repeated."""
-    WHOLE: tl.constexpr = tl.int64 if SIZE == 8 else (tl.int32 if SIZE == 4 else tl.int16)
-    bits = tl.zeros((2, 4, 16, 8, 4), WHOLE)
-    at = of_block(start) + (tile_index() & 255) * (SIZE * STEP)
-    for part in tl.static_range(SIZE):
-        bits |= tl.load(payload + at + part, mask=mask, other=0).to(WHOLE) << (8 * part)
-    return bits
-
-
-@triton.jit
-def put_values(out, value, nonzero, mask, DTYPE: tl.constexpr, MASK: tl.constexpr):
-    """Write values as they are stored, or whether they are not zero."""
-    if MASK:
-        tl.store(out, nonzero.to(tl.uint8), mask=mask)
+def get_words(payload, bit, count):
+    """Read words as `load_words` does. Triton looks for the best layout of each of its own loads, for half a minute."""
+    if INTERPRETED:
+        return load_words(payload, bit, count)
     else:
-        tl.store(out, value, mask=mask)
+        words = (payload.to(tl.pointer_type(tl.uint32)) + (bit >> 5)).to(tl.int64)
+        return tl.inline_asm_elementwise(
+            "{.reg .pred p, q; .reg .b32 l, h; setp.gt.s32 p, $3, 0; setp.gt.s32 q, $4, 32; mov.b32 l, 0; mov.b32 h, 0;"
+            "@p ld.global.nc.b32 l, [$1]; @q ld.global.nc.b32 h, [$1+4]; shf.r.wrap.b32 $0, l, h, $2;}",
+            "=r,l,r,r,r", [words, bit, count, (bit & 31) + count], dtype=tl.uint32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def get_plane(payload, bit, count, n, p, width, mask, moves):
+    """Read plane p of the blocks that have one; planes lie n bits apart."""
+    here = (p < width)[None, None, :]
+    word = get_words(payload, bit + (p * n)[None, None, :], tl.where(here, count, 0))
+    return spread(word, tl.where(here, mask, 0), moves)
+
+
+@triton.jit
+def get_chunk(payload, bit, count, n, width, most, mask, moves):
+    """Read the first `width` of eight planes under the mask of the moves; others are zero."""
+    p0 = tl.zeros((2, 4, 16), tl.uint32)
+    p1, p2, p3, p4, p5, p6, p7 = p0, p0, p0, p0, p0, p0, p0
+    # By twos: a branch less, and loads that do not wait for each other.
+    if most > 0:
+        p0 = get_plane(payload, bit, count, n, 0, width, mask, moves)
+        p1 = get_plane(payload, bit, count, n, 1, width, mask, moves)
+    if most > 2:
+        p2 = get_plane(payload, bit, count, n, 2, width, mask, moves)
+        p3 = get_plane(payload, bit, count, n, 3, width, mask, moves)
+    if most > 4:
+        p4 = get_plane(payload, bit, count, n, 4, width, mask, moves)
+        p5 = get_plane(payload, bit, count, n, 5, width, mask, moves)
+    if most > 6:
+        p6 = get_plane(payload, bit, count, n, 6, width, mask, moves)
+        p7 = get_plane(payload, bit, count, n, 7, width, mask, moves)
+    return p0, p1, p2, p3, p4, p5, p6, p7
+
+
+@triton.jit
+def tile_bits(word):
+    """Return the 32 bits of each thread: a tile."""
+    slice = tl.arange(0, 8).to(tl.uint32)[None, None, None, :, None]
+    lane = tl.arange(0, 4).to(tl.uint32)[None, None, None, None, :]
+    return ((word[:, :, :, None, None] >> (lane * 8 + slice)) & 1).to(tl.int32)
+
+
+@triton.jit
+def add_planes(number, payload, bit, count, n, width, shift, mask):
+    """Add numbers of any width under a mask, shifted, to a tile."""
+    moves, most = moves_of(mask), tl.max(width, 0)
+    p = 0
+    while p < most:
+        number += tile_bits(get_plane(payload, bit, count, n, p, width, mask, moves)) << of_block(shift + p)
+        p += 1
+    return number
+
+
+@triton.jit
+def get_flags(payload, at, sparse, left):
+    """Read which values are not zero, of the `left` ones in the group: all where a block is not sparse."""
+    valid, here = valid_bits(left), sparse[None, None, :]
+    count = count_ones(valid)
+    place, _ = places_of(count)
+    # Triton's own load: threads get the layout of the others from it.
+    flags = load_words(payload, at[None, None, :] + place, tl.where(here, count, 0))
+    if left < 4096:
+        flags = spread(flags, valid, moves_of(valid))
+    return tl.where(here, flags, valid)
+
+
+@triton.jit
+def get_round(payload, at, alive):
+    """Read a bit of the unary codes that have not ended, and return where it ends."""
+    count = count_ones(alive)
+    place, total = places_of(count)
+    word = get_words(payload, at[None, None, :] + place, count)
+    return spread(word, alive, moves_of(alive)), at + total
+
+
+@triton.jit
+def get_unary(payload, at, place, count, n, coded, fixed, moves):
+    """Read unary codes: which quotients are larger than 0, 1, 2 and 3, and where the codes end."""
+    alive = tl.where(fixed[None, None, :], 0, coded)
+    word = get_words(payload, at[None, None, :] + place, tl.where(fixed[None, None, :], 0, count))
+    more0 = spread(word, alive, moves)
+    more1, at = get_round(payload, at + tl.where(fixed, 0, n), more0)
+    more2, at = get_round(payload, at, more1)
+    more3, at = get_round(payload, at, more2)
+    return more0, more1, more2, more3, at
+
+
+@triton.jit
+def get_width(payload, at, some):
+    """Read the width of what is left of the quotients of blocks that have `some`."""
+    return (get_words(payload, at, tl.where(some > 0, 5, 0)) & 31).to(tl.int32)
+
+
+@triton.jit
+def get_bytes(payload, at, k, coded, fixed):
+    """Read numbers below 256 from bit `at` of each block: four bytes in a word for each of eight slices."""
+    moves, count = moves_of(coded), count_ones(coded)
+    place, n = places_of(count)
+    low = transpose(get_chunk(payload, at[None, None, :] + place, count, n, k, tl.max(k, 0), coded, moves))
+    more0, more1, more2, more3, at = get_unary(payload, at + n * k, place, count, n, coded, fixed, moves)
+    q0, q1, q2 = (more0 ^ more1) | (more2 ^ more3), more1 ^ more3, more3
+    q3 = tl.zeros((2, 4, 16), tl.uint32)
+    q4, q5, q6, q7 = q3, q3, q3, q3
+    count = count_ones(more3)
+    place, n = places_of(count)
+    width = get_width(payload, at, n)
+    most = tl.max(width, 0)
+    if most > 0:
+        bit = (at + 5)[None, None, :] + place
+        p0, p1, p2, p3, p4, p5, p6, p7 = get_chunk(payload, bit, count, n, width, most, more3, moves_of(more3))
+        # Four more, plane by plane.
+        q0, q1, q2, carry = q0 | p0, q1 | p1, more3 ^ p2, more3 & p2
+        q3, carry = p3 ^ carry, p3 & carry
+        q4, carry = p4 ^ carry, p4 & carry
+        q5, carry = p5 ^ carry, p5 & carry
+        q6, q7 = p6 ^ carry, p7 ^ (p6 & carry)
+    return low, transpose((q0, q1, q2, q3, q4, q5, q6, q7))
+
+
+@triton.jit
+def get_numbers(payload, at, k, coded, fixed):
+    """Read numbers of any size from bit `at` of each block: a tile."""
+    count = count_ones(coded)
+    place, n = places_of(count)
+    number = tl.zeros((2, 4, 16, 8, 4), tl.int32)
+    number = add_planes(number, payload, at[None, None, :] + place, count, n, k, tl.zeros_like(k), coded)
+    more0, more1, more2, more3, at = get_unary(payload, at + n * k, place, count, n, coded, fixed, moves_of(coded))
+    number += (tile_bits(more0) + tile_bits(more1) + tile_bits(more2) + tile_bits(more3)) << of_block(k)
+    count = count_ones(more3)
+    place, n = places_of(count)
+    return add_planes(number, payload, (at + 5)[None, None, :] + place, count, n, get_width(payload, at, n), k, more3)
+
+
+@triton.jit
+def slice_values(bytes, coded, form, step, SLICE: tl.constexpr, DTYPE: tl.constexpr, DITHERED: tl.constexpr):
+    """Decode the numbers of a slice."""
+    sign, zero, zigzag = form
+    eb_c, group, seed_low, seed_high = step
+    # Zigzag: 127 more than the distance from the base, which is -h for 2h and h + 1 for 2h + 1.
+    turned = ((bytes >> 1) & 0x7F7F7F7F) ^ 0x7F7F7F7F ^ ((bytes & EVERY_BYTE) * 255)
+    level = tl.fma(lane_floats(tl.where(zigzag, turned, bytes)).to(eb_c.dtype), sign, zero)
+    if DITHERED:
+        level += dither_of(random_of(group, slice_index(SLICE), seed_low, seed_high), eb_c.dtype)
+    bits = float_bits(level * (eb_c * 2.0))
+    bits &= lane_masks(coded << (7 - SLICE)).to(bits.dtype)
+    return narrow(bits.to(eb_c.dtype, bitcast=True), DTYPE)
+
+
+@triton.jit
+def narrow_values(payload, at, k, base, what, coded, step, DTYPE: tl.constexpr, DITHERED: tl.constexpr):
+    """Decode a group in which no number is larger than 255."""
+    dtype = step[0].dtype
+    order = (what >> 5) & 3
+    sign, zigzag = tl.where(order == 2, -1, 1), (order > 0)[None, None, :]
+    zero = (base - sign * tl.where(order > 0, 32768 + 127, 32768)).to(dtype) + (0.0 if DITHERED else 0.5)
+    form = (sign.to(dtype)[None, None, :, None], zero[None, None, :, None], zigzag)
+    low, quotients = get_bytes(payload, at, k, coded, (what & 16) > 0)
+    shift = k.to(tl.uint32)[None, None, :]
+    values = ()
+    for slice in tl.static_range(8):
+        bytes = low[slice] | (quotients[slice] << shift)
+        values += (slice_values(bytes, coded, form, step, slice, DTYPE, DITHERED),)
+    # One tile for one store: Triton looks for the best layout of each.
+    even = tl.join(tl.join(values[0], values[4]), tl.join(values[2], values[6]))
+    odd = tl.join(tl.join(values[1], values[5]), tl.join(values[3], values[7]))
+    return tl.reshape(tl.permute(tl.join(even, odd), (0, 1, 2, 4, 5, 6, 3)), (2, 4, 16, 8, 4))
+
+
+@triton.jit
+def wide_values(payload, at, k, base, what, coded, step, DTYPE: tl.constexpr, DITHERED: tl.constexpr):
+    """Decode a group with numbers of any size."""
+    eb_c, group, seed_low, seed_high = step
+    order = (what >> 5) & 3
+    number = get_numbers(payload, at, k, coded, (what & 16) > 0)
+    half = (number + 1) >> 1
+    distance = tl.where((number & 1) > 0, half, -half) * of_block(tl.where(order == 2, -1, 1))
+    level = (tl.where(of_block(order) == 0, number, distance) + of_block(base)).to(eb_c.dtype)
+    level += dither_of(random_of(group, tile_index(), seed_low, seed_high), eb_c.dtype) if DITHERED else 0.5
+    return narrow(tl.where(tile_bits(coded) > 0, level * (eb_c * 2.0), 0.0), DTYPE)
+
+
+@triton.jit
+def get_raw(payload, start, out, count, repeated, DTYPE: tl.constexpr, MASK: tl.constexpr):
+    """Copy `count` stored values of each block from byte `start`, or one value so many times."""
+    SIZE: tl.constexpr = 8 if DTYPE == tl.float64 else (4 if DTYPE == tl.float32 else 2)
+    WHOLE: tl.constexpr = tl.int64 if SIZE == 8 else (tl.int32 if SIZE == 4 else tl.int16)
+    first = 0
+    while first < 256:
+        i = (first + tl.arange(0, 16))[None, :]
+        here = i < count[:, None]
+        at = start[:, None] + tl.where(repeated[:, None], 0, i) * SIZE
+        bits = tl.zeros((16, 16), WHOLE)
+        part = 0
+        while part < SIZE:
+            bits |= (tl.load(payload + at + part, mask=here, other=0).to(WHOLE) << (8 * part)).to(WHOLE)
+            part += 1
+        value = bits if DTYPE == tl.bfloat16 else bits.to(DTYPE, bitcast=True)
+        place = out + (tl.arange(0, 16) * 256)[:, None] + i
+        tl.store(place, (widen(value, DTYPE) != 0).to(tl.uint8) if MASK else value, mask=here)
+        first += 16
 
 
 @triton.jit(do_not_specialize=["capacity"])
@@ -133,50 +268,44 @@ def decode_kernel(
     wide = plain & (what >= 128)
     size = tl.where(wide, first | ((second & 7) << 8), first)
     size = tl.where(what == AS_IS, inside * SIZE, tl.where(what == REPEATED, SIZE, tl.where(plain, size, 0)))
-    start = tl.cumsum(size, 0) - size
+    raw = tl.where((what == AS_IS) | (what == REPEATED), inside, 0)
+    # The sum of the sizes, and how many blocks are raw or wide.
+    sums = tl.cumsum(size | ((raw > 0).to(tl.int32) << 16) | (wide.to(tl.int32) << 21), 0)
+    start = (sums & 65535) - size
+    total = tl.max(sums, 0)
     offset = tl.load((meta + 16).to(tl.pointer_type(tl.uint32)) + group).to(tl.int64) * 4
-    i = tile_index()
-    out += group * 4096 + i
-    if offset + tl.sum(size, 0) > capacity:
-        lost = tl.full((2, 4, 16, 8, 4), 0x7FC0 if DTYPE == tl.bfloat16 else float("nan"), STORED)
-        put_values(out, lost, i < 0, i < left, DTYPE, MASK)
+    out += group * 4096
+    if offset + (total & 65535) > capacity:
+        i = tl.arange(0, 4096)
+        lost = tl.full((4096,), 0x7FC0 if DTYPE == tl.bfloat16 else float("nan"), STORED)
+        tl.store(out + i, tl.zeros((4096,), tl.uint8) if MASK else lost, mask=i < left)
         return
     payload += offset
 
     at = start * 8 + tl.where(wide, 32, 0)
     sparse = plain & ((what & 8) > 0)
-    coded = tl.where(plain[None, None, :], valid_bits(left), 0)
-    if tl.max(sparse.to(tl.int32), 0) > 0:
-        one, two, four, eight, sixteen = moves_of(coded)
-        flags, at = get_words(payload, at, tl.where(sparse[None, None, :], count_ones(coded), 0))
-        coded = tl.where(sparse[None, None, :], spread(flags, coded, one, two, four, eight, sixteen), coded)
+    coded = tl.where(plain[None, None, :], get_flags(payload, at, sparse, left), 0)
+    at += tl.where(sparse, inside, 0)
 
-    nonzero = split_lanes(split_slices(coded)) > 0
-    here = (i < left) & of_block((what != AS_IS) & (what != REPEATED))
-    WORK: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
+    i = tile_index()
+    here = (i < left) & of_block(raw == 0)
     if MASK:
-        put_values(out, nonzero, nonzero, here, DTYPE, MASK)
+        tl.store(out + i, tile_bits(coded).to(tl.uint8), mask=here)
     else:
-        eb = tl.load(meta.to(tl.pointer_type(tl.float64))).to(WORK)
+        eb = tl.load(meta.to(tl.pointer_type(tl.float64))).to(tl.float64 if DTYPE == tl.float64 else tl.float32)
         code = tl.load(meta + 16 + groups * 4 + group).to(tl.int32) & 15
-        eb_c = shrink(eb, code, DTYPE)
         base = tl.where(second > 127, second - 256, second)
-        for byte in tl.static_range(4):
-            part = tl.load(payload + start + byte, mask=wide, other=0).to(tl.int32) << (8 * byte)
-            base = tl.where(wide, part if byte == 0 else base | part, base)
+        base = tl.where(wide, get_words(payload, start * 8, tl.where(wide, 32, 0)).to(tl.int32, bitcast=True), base)
         k = tl.where(plain, tl.where(wide, second >> 3, what & 7), 0)
-        number = levels_of(payload, at, k, (what & 16) > 0, coded)
-        turned = tl.where((number & 1) > 0, (number + 1) >> 1, -(number >> 1))
-        order = of_block((what >> 5) & 3)
-        level = of_block(base) + tl.where(order == 0, number, tl.where(order == 2, -turned, turned))
         seed = (meta + 8).to(tl.pointer_type(tl.int32))
-        hash = tile_hash(group, tl.load(seed), tl.load(seed + 1))
-        zero = narrow(tl.zeros((2, 4, 16, 8, 4), WORK), DTYPE)
-        value = tl.where(nonzero, values_of(level, eb_c, hash, DTYPE, DITHERED), zero)
-        put_values(out, value, nonzero, here, DTYPE, MASK)
+        step = (shrink(eb, code, DTYPE), group, tl.load(seed), tl.load(seed + 1))
+        any_wide = (total >> 21) > 0
+        # Not in a branch, where it would take more registers and instructions.
+        values = narrow_values(payload, at, k, base, what, coded, step, DTYPE, DITHERED)
+        tl.store(out + i, values, mask=here & (any_wide == 0))
+        if any_wide:
+            values = wide_values(payload, at, k, base, what, coded, step, DTYPE, DITHERED)
+            tl.store(out + i, values, mask=here)
 
-    if tl.max(((what == AS_IS) | (what == REPEATED)).to(tl.int32), 0) > 0:
-        raw, constant = (i < left) & of_block(what == AS_IS), (i < left) & of_block(what == REPEATED)
-        bits = get_raw(payload, start, raw, 1, SIZE) | get_raw(payload, start, constant, 0, SIZE)
-        value = bits.to(STORED, bitcast=True)
-        put_values(out, value, widen(value, DTYPE) != 0, raw | constant, DTYPE, MASK)
+    if ((total >> 16) & 31) > 0:
+        get_raw(payload, start, out, raw, what == REPEATED, DTYPE, MASK)

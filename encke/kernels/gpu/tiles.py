@@ -10,12 +10,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from encke.kernels.gpu.common import INTERPRETED, exponent, float_bits, highest, narrow, power, random32, rotate_right
+from encke.kernels.gpu.common import INTERPRETED, exponent, float_bits, highest, power, random32, rotate_right
 
 ROUNDS = tl.constexpr(4)
 ALL_ZERO, AS_IS, REPEATED = tl.constexpr(0x60), tl.constexpr(0x61), tl.constexpr(0x62)
 NEAREST, STOCHASTIC, DITHERED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 EVERY_BYTE = tl.constexpr(0x01010101)
+PICK_BYTES = tl.constexpr(
+    "{.reg .b32 a, b; prmt.b32 a, $1, $2, 0x0040; prmt.b32 b, $3, $4, 0x0040; prmt.b32 $0, a, b, 0x5410;}"
+)
+SATURATE_BYTES = tl.constexpr(
+    "{.reg .b32 a; cvt.pack.sat.u8.s32.b32 a, $4, $3, 0; cvt.pack.sat.u8.s32.b32 $0, $2, $1, a;}"
+)
 
 
 @triton.jit
@@ -26,6 +32,15 @@ def tile_index():
     block = tl.arange(0, 16)[None, None, :, None, None]
     slice = tl.arange(0, 8)[None, None, None, :, None]
     return block * 256 + word * 64 + slice * 8 + half * 4 + tl.arange(0, 4)[None, None, None, None, :]
+
+
+@triton.jit
+def slice_index(slice):
+    """Return the place of each value of a slice in its group: [half, word, block, lane]."""
+    half = tl.arange(0, 2)[:, None, None, None]
+    word = tl.arange(0, 4)[None, :, None, None]
+    block = tl.arange(0, 16)[None, None, :, None]
+    return block * 256 + word * 64 + slice * 8 + half * 4 + tl.arange(0, 4)[None, None, None, :]
 
 
 @triton.jit
@@ -73,19 +88,17 @@ def shrink(eb, code, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def tile_hash(group, seed_low, seed_high):
-    """Return the 24 random bits of each value. Values 16 apart share a hash, which the compiler computes once."""
-    i = tile_index()
-    slice = tl.arange(0, 8).to(tl.uint32)[None, None, None, :, None]
+def random_of(group, i, seed_low, seed_high):
+    """Return the 24 random bits of value i of a group. Values 16 apart share a hash: the compiler computes it once."""
     word = group.to(tl.uint32) * 1024 + ((i >> 6) * 16 + (i & 15)).to(tl.uint32)
-    return (rotate_right(random32(word, seed_low, seed_high), (slice >> 1) * 8) >> 8).to(tl.int32)
+    count = ((i >> 4) & 3).to(tl.uint32) * 8
+    return (rotate_right(random32(word, seed_low, seed_high), count) >> 8).to(tl.int32)
 
 
 @triton.jit
-def values_of(level, eb_c, hash, DTYPE: tl.constexpr, RANDOM: tl.constexpr):
-    """Return the values of levels, as they are stored; RANDOM: levels were dithered with the hash."""
-    u = hash.to(eb_c.dtype) * 5.9604644775390625e-08 - 0.5 if RANDOM else 0.5
-    return narrow((level.to(eb_c.dtype) + u) * (eb_c * 2.0), DTYPE)
+def dither_of(hash, WORK: tl.constexpr):
+    """Return random numbers from -1/2 to 1/2."""
+    return hash.to(WORK) * 5.9604644775390625e-08 - 0.5
 
 
 @triton.jit
@@ -109,71 +122,130 @@ def join_bits(flags):
 
 
 @triton.jit
-def join_lanes(v):
-    """Join four lanes of a byte each to one word: [half, word, block, slice]."""
-    return tl.sum(v.to(tl.uint32) << (tl.arange(0, 4) * 8).to(tl.uint32)[None, None, None, None, :], 4)
+def join_lanes(v, SATURATED: tl.constexpr):
+    """Join four lanes, their lowest bytes or at most 255 of each, to one word: [half, word, block, slice]."""
+    if INTERPRETED:
+        v = tl.minimum(v, 255) if SATURATED else v & 255
+        return tl.sum(v.to(tl.uint32) << (tl.arange(0, 4) * 8).to(tl.uint32)[None, None, None, None, :], 4)
+    else:
+        even, odd = tl.split(tl.reshape(v, (2, 4, 16, 8, 2, 2)))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        # Two or three instructions; minima, masks, shifts and sums would take more.
+        return tl.inline_asm_elementwise(
+            SATURATE_BYTES if SATURATED else PICK_BYTES, "=r,r,r,r,r", [first, second, third, fourth],
+            dtype=tl.uint32, is_pure=True, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
-def join_slices(bytes):
-    """Return the lowest bit of each byte of eight words as one word: [half, word, block]."""
-    slice = tl.arange(0, 8).to(tl.uint32)[None, None, None, :]
-    return tl.sum((bytes & EVERY_BYTE) << slice, 3)
+def split_slices(bytes):
+    """Return the words of eight slices, [half, word, block] each."""
+    even, odd = tl.split(tl.reshape(bytes, (2, 4, 16, 2, 2, 2)))
+    even0, even2 = tl.split(even)
+    odd0, odd2 = tl.split(odd)
+    w0, w4 = tl.split(even0)
+    w2, w6 = tl.split(even2)
+    w1, w5 = tl.split(odd0)
+    w3, w7 = tl.split(odd2)
+    return w0, w1, w2, w3, w4, w5, w6, w7
 
 
 @triton.jit
-def split_slices(word):
-    """Return the bits of a word as the bytes of eight words: [half, word, block, slice]."""
-    slice = tl.arange(0, 8).to(tl.uint32)[None, None, None, :]
-    return (word[:, :, :, None] >> slice) & EVERY_BYTE
+def exchange(first, second, DISTANCE: tl.constexpr, KEPT: tl.constexpr):
+    """Exchange bits between words DISTANCE slices apart: a step of a transposition."""
+    low = (first & KEPT) | ((second & KEPT) << DISTANCE)
+    return low, ((first >> DISTANCE) & KEPT) | (second & (KEPT ^ 0xFFFFFFFF))
 
 
 @triton.jit
-def split_lanes(bytes):
-    """Return the bytes of words as integers: a tile."""
-    shift = (tl.arange(0, 4) * 8).to(tl.uint32)[None, None, None, None, :]
-    return ((bytes[:, :, :, :, None] >> shift) & 255).to(tl.int32)
+def transpose(words):
+    """Exchange slices and bits of bytes: bytes of eight slices become eight planes, and planes become bytes."""
+    w0, w1, w2, w3, w4, w5, w6, w7 = words
+    w0, w4 = exchange(w0, w4, 4, 0x0F0F0F0F)
+    w1, w5 = exchange(w1, w5, 4, 0x0F0F0F0F)
+    w2, w6 = exchange(w2, w6, 4, 0x0F0F0F0F)
+    w3, w7 = exchange(w3, w7, 4, 0x0F0F0F0F)
+    w0, w2 = exchange(w0, w2, 2, 0x33333333)
+    w1, w3 = exchange(w1, w3, 2, 0x33333333)
+    w4, w6 = exchange(w4, w6, 2, 0x33333333)
+    w5, w7 = exchange(w5, w7, 2, 0x33333333)
+    w0, w1 = exchange(w0, w1, 1, 0x55555555)
+    w2, w3 = exchange(w2, w3, 1, 0x55555555)
+    w4, w5 = exchange(w4, w5, 1, 0x55555555)
+    w6, w7 = exchange(w6, w7, 1, 0x55555555)
+    return w0, w1, w2, w3, w4, w5, w6, w7
+
+
+@triton.jit
+def lane_floats(bytes):
+    """Return 2^15 plus each byte of words: [half, word, block, lane]. A byte is placed in a mantissa, not converted."""
+    lane = tl.arange(0, 4)[None, None, None, :]
+    if INTERPRETED:
+        return ((bytes[:, :, :, None] >> (lane * 8).to(tl.uint32)) & 255).to(tl.float32) + 32768.0
+    else:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0x47000000, $2;", "=r,r,r", [bytes[:, :, :, None], 0x7404 + lane * 0x10],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def lane_masks(bytes):
+    """Return -1 for each byte of words whose highest bit is set, else 0: [half, word, block, lane]."""
+    lane = tl.arange(0, 4)[None, None, None, :]
+    if INTERPRETED:
+        return -((bytes[:, :, :, None] >> (lane * 8 + 7).to(tl.uint32)) & 1).to(tl.int32)
+    else:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $1, $2;", "=r,r,r", [bytes[:, :, :, None], 0x8888 + lane * 0x1111],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
 def next_move(left, mask, DISTANCE: tl.constexpr):
     """Return which bits under a mask move by DISTANCE when they are gathered, and the state for the next distance."""
-    odd = left ^ (left << 1)
-    odd ^= odd << 2
-    odd ^= odd << 4
-    odd ^= odd << 8
-    odd ^= odd << 16
+    odd = left ^ ((left << 1) & 0xFEFEFEFE)
+    odd ^= (odd << 2) & 0xFCFCFCFC
+    odd ^= (odd << 4) & 0xF0F0F0F0
     move = odd & mask
     return move, left & (odd ^ 0xFFFFFFFF), (mask ^ move) | (move >> DISTANCE)
 
 
 @triton.jit
 def moves_of(mask):
-    """Return which bits move by 1, 2, 4, 8 and 16 when the bits under a mask are gathered (Hacker's Delight 7-4)."""
-    left = (mask ^ 0xFFFFFFFF) << 1
+    """Return how bits move when those under a mask are gathered: within bytes, then the second to fourth byte.
+
+    Which bits of bytes move by 1, 2 and 4 is found as in Hacker's Delight 7-4.
+    """
+    left = ((mask ^ 0xFFFFFFFF) << 1) & 0xFEFEFEFE
     one, left, mask = next_move(left, mask, 1)
     two, left, mask = next_move(left, mask, 2)
     four, left, mask = next_move(left, mask, 4)
-    eight, left, mask = next_move(left, mask, 8)
-    sixteen, left, mask = next_move(left, mask, 16)
-    return one, two, four, eight, sixteen
+    second = (8 - count_ones(mask & 0xFF)).to(tl.uint32)
+    third = (16 - count_ones(mask & 0xFFFF)).to(tl.uint32)
+    fourth = (24 - count_ones(mask & 0xFFFFFF)).to(tl.uint32)
+    return one, two, four, second, third, fourth
 
 
 @triton.jit
-def gather(word, one, two, four, eight, sixteen):
+def gather(word, moves):
     """Move the bits of a word, none outside the mask of the moves, to the lowest places."""
+    one, two, four, second, third, fourth = moves
     word = (word ^ (word & one)) | ((word & one) >> 1)
     word = (word ^ (word & two)) | ((word & two) >> 2)
     word = (word ^ (word & four)) | ((word & four) >> 4)
-    word = (word ^ (word & eight)) | ((word & eight) >> 8)
-    return (word ^ (word & sixteen)) | ((word & sixteen) >> 16)
+    low = (word & 0xFF) | ((word & 0xFF00) >> second)
+    return low | ((word & 0xFF0000) >> third) | ((word & 0xFF000000) >> fourth)
 
 
 @triton.jit
-def spread(word, mask, one, two, four, eight, sixteen):
+def spread(word, mask, moves):
     """Move the lowest bits of a word to the places under the mask of the moves."""
-    word = (word & (sixteen ^ 0xFFFFFFFF)) | ((word << 16) & sixteen)
-    word = (word & (eight ^ 0xFFFFFFFF)) | ((word << 8) & eight)
+    one, two, four, second, third, fourth = moves
+    low = (word & 0xFF) | ((word << second) & 0xFF00)
+    word = low | ((word << third) & 0xFF0000) | ((word << fourth) & 0xFF000000)
     word = (word & (four ^ 0xFFFFFFFF)) | ((word << 4) & four)
     word = (word & (two ^ 0xFFFFFFFF)) | ((word << 2) & two)
     word = (word & (one ^ 0xFFFFFFFF)) | ((word << 1) & one)
@@ -197,15 +269,25 @@ def places_of(count):
 
 
 @triton.jit
-def word_sum(count):
-    """Return the sum of one number for each thread over its block."""
-    return tl.sum(tl.sum(count, 1), 0)
+def first_thread():
+    """Return which threads are the first of a block."""
+    index = tl.arange(0, 2)[:, None, None] + tl.arange(0, 4)[None, :, None] + tl.zeros((2, 4, 16), tl.int32)
+    return index == 0
 
 
 @triton.jit
 def valid_bits(left):
     """Return which of the values that each thread would have there are, as a word; `left` remain in the group."""
-    valid = tl.full((2, 4, 16), 0xFFFFFFFF, tl.uint32)
-    if left < 4096:
-        valid = join_bits(tile_index() < left)
+    word = tl.arange(0, 4)[None, :, None] * 64 + tl.arange(0, 16)[None, None, :] * 256
+    left = left - (word + tl.arange(0, 2)[:, None, None] * 4)
+    valid = tl.zeros((2, 4, 16), tl.uint32)
+    for lane in tl.static_range(4):
+        slices = tl.minimum(tl.maximum((left - lane + 7) >> 3, 0), 8)
+        valid |= ((1 << slices) - 1).to(tl.uint32) << (8 * lane)
     return valid
+
+
+@triton.jit
+def either(a, b):
+    """Join two sets of flags."""
+    return a | b

@@ -52,6 +52,16 @@ def test_bounds(dtype, bound):
         check(content("special", 1000, dtype), bound, INF, rounding)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("rounding", [NEAREST, DITHERED])
+def test_numbers_of_more_than_a_byte(dtype, rounding):
+    """More than eight low bits, quotients above 255, and the largest levels that there are."""
+    many, few = content("normal", 300, dtype) * 300, content("relu", 700, dtype) + 0.1
+    few[5::256] = 1330.0
+    largest = torch.tensor([9000.0, -9000.0], dtype=dtype, device=DEVICE).repeat(140)
+    check(torch.cat([many, few, largest]), 1e-2, INF, rounding)
+
+
 @pytest.mark.parametrize("numel", [0, 1, 63, 65, 4097])
 def test_sizes(numel):
     check(content("relu", numel, torch.float32), 1e-2, INF, NEAREST)
