@@ -74,7 +74,7 @@ class GroupPlan(ABC):
 
     def decode(self, data: Tensor, seed: Seed) -> Tensor:
         """Return the values, flat."""
-        out = torch.empty(self.numel, dtype=self.format.dtype, device=self.device)
+        out = self._new_values(self.format.dtype)
         self.decode_into(data, seed, out)
         return out
 
@@ -84,7 +84,7 @@ class GroupPlan(ABC):
 
     def mask(self, data: Tensor) -> Tensor:
         """Return whether each value is not zero, flat."""
-        out = torch.empty(self.numel, dtype=torch.bool, device=self.device)
+        out = self._new_values(torch.bool)
         self.mask_into(data, out)
         return out
 
@@ -116,18 +116,8 @@ class GroupPlan(ABC):
         """Write the ReLU of a normalised `x` to `out` and return the codes of it."""
         raise NotImplementedError(f"{type(self).__name__} has no kernel for batch norm; see fuses_norm_relu")
 
-    def _seed_number(self, seed: Seed) -> int:
-        """Return a seed as a number, for kernels that do not read it on the device."""
-        if not isinstance(seed, tuple):
-            return seed
-        seeds, row = seed
-        if seeds.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"encke: GroupQuant(bits={self.format.bits}, group={self.format.group}) has no kernel on the GPU, and "
-                "without one nothing can be packed in a CUDA graph. Take group=128, or compile with another mode than "
-                "'reduce-overhead'."
-            )
-        return int(seeds[row])
+    def _new_values(self, dtype: torch.dtype) -> Tensor:
+        return torch.empty(self.numel, dtype=dtype, device=self.device)
 
 
 Gate = tuple[Tensor, GroupPlan]
@@ -137,3 +127,17 @@ Gate = tuple[Tensor, GroupPlan]
 def flat_memory(x: Tensor) -> Tensor:
     """Return the memory of a tensor without gaps as one flat tensor."""
     return x if x.dim() == 1 else x.as_strided((x.numel(),), (1,))
+
+
+def seed_number(seed: Seed, format: GroupFormat) -> int:
+    """Return a seed as a number, for kernels that do not read it on the device."""
+    if not isinstance(seed, tuple):
+        return seed
+    seeds, row = seed
+    if seeds.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"encke: GroupQuant(bits={format.bits}, group={format.group}) has no kernel on the GPU, and without one "
+            "nothing can be packed in a CUDA graph. Take group=128, or compile with another mode than "
+            "'reduce-overhead'."
+        )
+    return int(seeds[row])

@@ -47,7 +47,7 @@ from encke.kernels.cpu.scalars import (
     widen,
 )
 from encke.kernels.formats import GroupFormat, Seed
-from encke.kernels.plans import GroupPlan, flat_memory
+from encke.kernels.plans import GroupPlan, flat_memory, seed_number
 
 
 @inline
@@ -311,11 +311,11 @@ class CpuPlan(GroupPlan):
 
     def encode_into(self, x: Tensor, seed: Seed, data: Tensor) -> None:
         if self.numel:
-            self._run(self.kernels[0], elements(flat_memory(x)), data, *seed_halves(self._seed_number(seed)))
+            self._run(self.kernels[0], elements(flat_memory(x)), data, *seed_halves(seed_number(seed, self.format)))
 
     def decode_into(self, data: Tensor, seed: Seed, out: Tensor) -> None:
         if self.numel:
-            halves, ends = seed_halves(self._seed_number(seed)), nan_and_limit(self.format.dtype)
+            halves, ends = seed_halves(seed_number(seed, self.format)), nan_and_limit(self.format.dtype)
             self._run(self.kernels[1], elements(flat_memory(out)), data, *halves, ends=ends)
 
     def mask_into(self, data: Tensor, out: Tensor) -> None:

@@ -46,6 +46,8 @@ class NormPlan:
         self, size: tuple[int, ...], format: GroupFormat, channels_last: bool, weight_dtype: torch.dtype | None,
         device: torch.device, seed_table: bool, gate_bits: int = 0,
     ) -> None:  # fmt: skip
+        self.gate_bits = gate_bits
+        """Bits of a ReLU's codes that gradients are gated by; 0 if there are none."""
         self.format, self.channels_last, self.device, self.channels = format, channels_last, device, size[1]
         numel = math.prod(size)
         plan = self._plan_channels_last if channels_last else self._plan_planes
@@ -122,12 +124,13 @@ class NormPlan:
 @functools.lru_cache(maxsize=4096)
 def norm_plan(
     size: tuple[int, ...], format: GroupFormat, channels_last: bool, weight_dtype: torch.dtype | None,
-    device: torch.device, seed_table: bool = False, gate_bits: int = 0,
+    device: torch.device, seed_table: bool = False, gate: GroupFormat | None = None,
 ) -> NormPlan | None:  # fmt: skip
     """Return the plan for gradients of that size; None where the kernels do not take them.
 
     The packed input, in `format`, has the size and the memory format of the gradient: channels_last or contiguous. With
-    `seed_table` seeds come as a tensor and a row. `gate_bits` are those of a ReLU's codes, 0 without a ReLU.
+    `seed_table` seeds come as a tensor and a row. `gate` is the format of a ReLU's codes; where the kernels do not read
+    it, the plan has no `gate_bits`.
     """
     numel, channels = math.prod(size), size[1]
     if format.bits not in (2, 3, 4, 8) or format.group != NORM_GROUP or format.signs or not numel:
@@ -141,7 +144,8 @@ def norm_plan(
     plane = numel // (size[0] * channels)
     if format.row if channels_last else plane < SMALLEST_PLANE or format.row != (plane if plane % NORM_GROUP else 0):
         return None
-    return NormPlan(size, format, channels_last, weight_dtype, device, seed_table, gate_bits)
+    bits = gate.bits if gate is not None and channels_last and replace(gate, bits=format.bits) == format else 0
+    return NormPlan(size, format, channels_last, weight_dtype, device, seed_table, bits)
 
 
 def norm_backward(
@@ -199,11 +203,11 @@ def _plan_of(
     grad: Tensor, plan: GroupPlan, weight_dtype: torch.dtype, seed: Seed, gate: Gate | None
 ) -> tuple[Tensor, Tensor | None, NormPlan | None]:
     """Return the gradient, a ReLU's codes that it is still to be gated by, and the plan."""
-    format, codes, bits = plan.format, None, 0
-    if gate is not None:
-        if format.stride > 1 and replace(gate[1].format, bits=format.bits) == format:
-            codes, bits = gate[0], gate[1].format.bits
-        else:
-            grad = gate[1].gate(gate[0], grad)
-    table = type(seed) is tuple
-    return grad, codes, norm_plan(grad.shape, format, format.stride > 1, weight_dtype, grad.device, table, bits)
+    format, table = plan.format, type(seed) is tuple
+    gate_format = None if gate is None else gate[1].format
+    norm = norm_plan(grad.shape, format, format.stride > 1, weight_dtype, grad.device, table, gate_format)
+    if gate is None:
+        return grad, None, norm
+    if norm is None or not norm.gate_bits:
+        return gate[1].gate(gate[0], grad), None, norm
+    return grad, gate[0], norm

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from encke.kernels.formats import GroupFormat, Seed, compute_dtype
-from encke.kernels.plans import GroupPlan, flat_memory
+from encke.kernels.plans import GroupPlan, flat_memory, seed_number
 from encke.kernels.reference.fields import hash24, pack_fields, step_up, unpack_fields
 from encke.kernels.reference.slow import warn_if_large
 
@@ -21,11 +21,11 @@ class ReferencePlan(GroupPlan):
     def encode_into(self, x: Tensor, seed: Seed, data: Tensor) -> None:
         warn_if_large(x)
         if self.numel:
-            data.copy_(encode(flat_memory(x), self.format, self._seed_number(seed)))
+            data.copy_(encode(flat_memory(x), self.format, seed_number(seed, self.format)))
 
     def decode_into(self, data: Tensor, seed: Seed, out: Tensor) -> None:
         if self.numel:
-            flat_memory(out).copy_(decode(data, self.format, self.numel, self._seed_number(seed)))
+            flat_memory(out).copy_(decode(data, self.format, self.numel, seed_number(seed, self.format)))
 
     def mask_into(self, data: Tensor, out: Tensor) -> None:
         if self.numel:
