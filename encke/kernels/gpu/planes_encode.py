@@ -395,7 +395,7 @@ def encode_kernel(
     slope, shift, most, base, order, k, fixed = choose_forms(level, low, high, level_sum, n)
     number = tile_numbers(level, slope, shift)
     planes = transpose(split_slices(join_lanes(number, False)))
-    quotient = (number << 9).to(tl.uint32, bitcast=True) >> of_block(k + 9).to(tl.uint32)
+    quotient = (number << 9).to(tl.uint32, bitcast=True) >> of_block(tl.minimum(k + 9, 31)).to(tl.uint32)
     quotients = transpose(split_slices(join_lanes(quotient.to(tl.int32), True)))
     q0, q1, q2, q3, q4, q5, q6, q7 = quotients
     alive = tl.where(fixed[None, None, :], 0, mask)
