@@ -2,8 +2,9 @@
 
 The real capture and the real functions of batch norm, ReLU and convolutions run on CPU tensors of a few values; what
 a GPU would compute is left out: kernels are not launched, so values are meaningless and times are those of Python and
-of PyTorch's own dispatch. What is attached minus what is plain is the host's share of Encke. Times are the processor's
-for this thread, the least of many steps; the numbers of calls do not depend on the machine.
+of PyTorch's own dispatch. What is attached minus what is plain is the host's share of Encke; "single layers" are
+attached without blocks. Times are the processor's for this thread, the least of many steps; the numbers of calls do not
+depend on the machine.
 
 python3 benchmarks/host_steps.py [--steps N] [--profile]
 """
@@ -29,7 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import encke  # noqa: E402
 from encke import kernels  # noqa: E402
 from encke.capture.readers import Readers  # noqa: E402
+from encke.fused import registry  # noqa: E402
 from encke.fused.base import LayerForward  # noqa: E402
+from encke.fused.block import BlockForward  # noqa: E402
 from encke.fused.conv import ConvForward  # noqa: E402
 from encke.kernels import gpu, reference  # noqa: E402
 from encke.kernels.gpu import launch  # noqa: E402
@@ -86,14 +89,19 @@ def settled_state(dtype: torch.dtype) -> dict[str, Any]:
     return state
 
 
-def attached(model: nn.Module, state: dict[str, Any]) -> None:
+def attached(model: nn.Module, state: dict[str, Any], blocks: bool) -> None:
     """Attach the default policy as it is between two collection steps, with layers fused as on a GPU.
+
+    Without `blocks` layers run one by one.
 
     Every second convolution is left unfused, in place of those whose inputs are not large.
     """
     LayerForward.device_type = "cpu"
     LayerForward.min_bytes = ConvForward.min_bytes = 1
+    every = registry.FORWARDS
+    registry.FORWARDS = tuple(each for each in every if blocks or each is not BlockForward)
     handle = encke.attach(model, optimizer=torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), min_bytes=SMALLEST)
+    registry.FORWARDS = every
     handle.load_state_dict(state)
     # Gradients are meaningless here. A collection step that finds values that are not finite is repeated.
     handle.policy.schedule.begin_pass = lambda: None  # type: ignore[union-attr]
@@ -163,9 +171,11 @@ def collections_of(step: Callable[[], None], steps: int) -> tuple[float, float]:
 
 def measure(dtype: torch.dtype, state: dict[str, Any], count: int, profiled: bool) -> None:
     """Print the host time of a plain and an attached step, with activations of that dtype."""
-    x, model = images(), slim_resnet50()
-    attached(model, state)
-    steps = {"plain": step_of(slim_resnet50(), x, dtype), "attached": step_of(model, x, dtype)}
+    x, model, single = images(), slim_resnet50(), slim_resnet50()
+    attached(single, state, blocks=False)
+    attached(model, state, blocks=True)
+    models = {"plain": slim_resnet50(), "single layers": single, "attached": model}
+    steps = {name: step_of(each, x, dtype) for name, each in models.items()}
     for step in steps.values():
         for _ in range(5):
             step()
@@ -183,7 +193,7 @@ def measure(dtype: torch.dtype, state: dict[str, Any], count: int, profiled: boo
         python, builtin = calls_of(step)
         often, long = collections_of(step, 20)
         print(
-            f"{name:9} {least[name]:6.2f} ms, {python} calls of Python functions, {builtin} of built-in ones, "
+            f"{name:13} {least[name]:6.2f} ms, {python} calls of Python functions, {builtin} of built-in ones, "
             f"{often:.1f} garbage collections of {long:.2f} ms together"
         )
     print(f"Encke's share {least['attached'] - least['plain']:.2f} ms", flush=True)
