@@ -206,10 +206,10 @@ def narrow_values(payload, at, k, base, what, coded, step, DTYPE: tl.constexpr, 
     values = ()
     for slice in tl.static_range(8):
         bytes = low[slice] | (quotients[slice] << shift)
-        values += (slice_values(bytes, coded, form, step, slice, DTYPE, DITHERED),)
+        values += (slice_values(bytes, coded, form, step, slice, DTYPE, DITHERED),)  # type: ignore[assignment]
     # One tile for one store: Triton looks for the best layout of each.
-    even = tl.join(tl.join(values[0], values[4]), tl.join(values[2], values[6]))
-    odd = tl.join(tl.join(values[1], values[5]), tl.join(values[3], values[7]))
+    even = tl.join(tl.join(values[0], values[4]), tl.join(values[2], values[6]))  # type: ignore[misc]
+    odd = tl.join(tl.join(values[1], values[5]), tl.join(values[3], values[7]))  # type: ignore[misc]
     return tl.reshape(tl.permute(tl.join(even, odd), (0, 1, 2, 4, 5, 6, 3)), (2, 4, 16, 8, 4))
 
 
