@@ -1,9 +1,9 @@
-"""README's table: time and memory of a ResNet-50 training step, plain, with the default policy and an error bound.
+"""README's table: time and memory of a training step, plain, with the default policy and an error bound.
 
 python3 benchmarks/readme_table.py [--rounds 3] [--csv benchmarks/results/readme_h200.csv]
 python3 benchmarks/readme_table.py --models efficientnet_b0 convnext_tiny densenet121 swin_t unet3d vit_b_16
 
-With --models it measures those instead, plain and default with bf16 at their usual batch, by default into
+ResNet-50, and a compiled Llama whose logits and loss are computed in chunks. With --models it measures those instead, plain and default with bf16 at their usual batch, by default into
 benchmarks/results/models_h200.csv. The methods of a table take turns, round by round, each in a process of its own that
 stays alive. Prints a Markdown table of medians over the rounds; the CSV has every round. An interrupted call goes on
 when it is given again.
@@ -17,10 +17,11 @@ from step_table import Case, parser_for, run
 
 RESULTS = Path("benchmarks/results")
 CASES = (
-    Case("resnet50", ("plain", "default", "bounded"), "fp32", 256),
     Case("resnet50", batch=256),
     Case("resnet50", batch=64),
     Case("resnet50", batch=256, compile=True),
+    Case("resnet50", ("plain", "default", "bounded"), "fp32", 256),
+    Case("llama", compile=True, chunked=True, tokens=4096),
 )
 
 

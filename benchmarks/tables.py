@@ -69,10 +69,11 @@ def span(found: Sequence[float], digits: int = 1) -> str:
 
 STEPS = "readme_h200.csv"
 CASES = {
-    "batch 256, fp32": {"precision": "fp32", "batch": 256, "compile": False},
-    "batch 256, bf16": {"precision": "bf16", "batch": 256, "compile": False},
-    "batch 64, bf16": {"precision": "bf16", "batch": 64, "compile": False},
-    "batch 256, bf16, compiled": {"precision": "bf16", "batch": 256, "compile": True},
+    "ResNet-50, batch 256, fp32": {"model": "resnet50", "precision": "fp32", "batch": 256, "compile": False},
+    "ResNet-50, batch 256": {"model": "resnet50", "precision": "bf16", "batch": 256, "compile": False},
+    "ResNet-50, batch 64": {"model": "resnet50", "precision": "bf16", "batch": 64, "compile": False},
+    "ResNet-50, batch 256, compiled": {"model": "resnet50", "precision": "bf16", "batch": 256, "compile": True},
+    "Llama, 4 x 4096 tokens, compiled": {"model": "llama", "precision": "bf16", "batch": 4, "compile": True},
 }
 WIDE = 0.1
 """README shows the range of the rounds where it is wider than this part of the median."""
@@ -84,7 +85,7 @@ def measured(method: str) -> dict[str, dict[str, object]]:
 
 
 def readme() -> str:
-    """Steps and peaks of ResNet-50, plain beside the default policy."""
+    """Steps and peaks, plain beside the default policy."""
     rows = []
     for name, case in measured("default").items():
         found = [values(STEPS, "pipelined_ms", method=method, **case) for method in ("plain", "default")]
@@ -98,7 +99,7 @@ def readme() -> str:
             if float(pair[1].split()[0]) < float(pair[0].split()[0]):
                 cells[first + 1] = f"**{pair[1]}**"
         rows.append([name, *cells])
-    return markdown(["ResNet-50", "step, plain", "step, Encke", "peak, plain", "peak, Encke"], rows)
+    return markdown(["", "step, plain", "step, Encke", "peak, plain", "peak, Encke"], rows)
 
 
 def steps() -> str:
@@ -122,7 +123,7 @@ def steps() -> str:
                     collection,
                 ]
             )
-    return markdown(["ResNet-50", "method", "step", "peak", "first two steps", "collection step"], rows)
+    return markdown(["", "method", "step", "peak", "first two steps", "collection step"], rows)
 
 
 TRANSFORMERS = "transformer_h200.csv"
