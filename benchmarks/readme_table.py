@@ -3,10 +3,10 @@
 python3 benchmarks/readme_table.py [--rounds 3] [--csv benchmarks/results/readme_h200.csv]
 python3 benchmarks/readme_table.py --models efficientnet_b0 convnext_tiny densenet121 swin_t unet3d vit_b_16
 
-ResNet-50, and a compiled Llama whose logits and loss are computed in chunks. With --models it measures those instead, plain and default with bf16 at their usual batch, by default into
-benchmarks/results/models_h200.csv. The methods of a table take turns, round by round, each in a process of its own that
-stays alive. Prints a Markdown table of medians over the rounds; the CSV has every round. An interrupted call goes on
-when it is given again.
+ResNet-50, and a compiled Llama whose logits and loss are computed in chunks. With --models it measures those instead,
+plain and default with bf16 at their usual batch, by default into benchmarks/results/models_h200.csv. The methods of a
+table take turns, round by round, each in a process of its own that stays alive. Prints a Markdown table of medians over
+the rounds; the CSV has every round. An interrupted call goes on when it is given again.
 """
 
 from __future__ import annotations
