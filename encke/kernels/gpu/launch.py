@@ -82,13 +82,15 @@ def waited_for() -> Iterator[None]:
     """Add to the time that this process waits for kernels; in a terminal, a status line tells when it gets long."""
     global _waited
     line, started = StatusLine(), time.monotonic()
-    if line.live and _waited > PATIENCE:
+    shown = line.live and _waited > PATIENCE
+    if shown:
         line.show(f"encke: compiling GPU kernels, {len(_compiled)} so far in {duration(_waited)}; kept for later runs")
     try:
         yield
     finally:
         _waited += time.monotonic() - started
-        line.clear()
+        if shown:  # otherwise the line is the program's own
+            line.clear()
 
 
 def compile_options(warps: int, registers: int) -> dict[str, Any]:

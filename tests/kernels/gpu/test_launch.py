@@ -33,4 +33,4 @@ def test_short_waits_and_output_that_is_no_terminal_get_no_line(waited, capsys, 
     with pytest.raises(RuntimeError), launch.waited_for():
         raise RuntimeError("a compiler may fail")
     shown = capsys.readouterr()
-    assert "compiling" not in shown.err and not shown.out and launch._waited >= seconds
+    assert not shown.err and not shown.out and launch._waited >= seconds
