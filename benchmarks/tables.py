@@ -13,7 +13,7 @@ import csv
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -318,6 +318,19 @@ def evidence(file: str, method: str, label: str, left_out: Sequence[str] = ()) -
     return markdown(heads, rows)
 
 
+def evidence_together(file: str, methods: Mapping[str, str]) -> str:
+    """Several methods against plain, a row each; `methods` has their labels."""
+    rows = []
+    for summary in summarise(read(file)):
+        if summary.method in methods:
+            cells = {column: summary.of(column).cells() for column in ("accuracy", "train_loss")}
+            differences = [f"{found[3]} ({found[4]})" for found in cells.values()]
+            kept = [summary.of(column).cells()[2] for column in ("ratio_fp32", "gradient_error", "peak_bytes")]
+            rows.append([methods[summary.method], str(summary.pairs), *differences, *kept, summary.verdict])
+    heads = ["method", "pairs", "accuracy, points", "training loss", "ratio fp32", "gradient error", "peak, GB"]
+    return markdown([*heads, "verdict"], rows)
+
+
 def scaling() -> str:
     """Ranks of a data-parallel training: the broadcast of the decisions beside a step."""
     rows = []
@@ -367,6 +380,12 @@ class Table:
 
 
 CIFAR = "accuracy_cifar_bf16_h200.csv"
+OTHERS = {
+    "careful": "`careful`, sigma 0.05",
+    "comet": "`comet`, COMET as published",
+    "group4": "`Fixed(GroupQuant(bits=4))`",
+}
+"""Labels of settings that were measured in three pairs."""
 STUDIES = tuple(f"study_{model}" for model in STUDIED)
 TABLES = {
     "readme": Table((STEPS,), readme),
@@ -382,6 +401,7 @@ TABLES = {
     ),
     "evidence-cifar": Table((CIFAR,), lambda: evidence(CIFAR, "default", "default", ("seconds",))),
     "evidence-cifar-aggressive": Table((CIFAR,), lambda: evidence(CIFAR, "aggressive", "aggressive", ("seconds",))),
+    "evidence-cifar-others": Table((CIFAR,), lambda: evidence_together(CIFAR, OTHERS)),
     "evidence-cifar-earlier": Table(
         ("accuracy_cifar_h200.csv",), lambda: evidence("accuracy_cifar_h200.csv", "default", "`Comet(sigma=0.3)`")
     ),
