@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from encke.capture.deferred import DeferredForward
 from encke.capture.facts import SiteFacts, SteadySave
 from encke.capture.ledger import Record
+from encke.capture.needs import COPY_SLICES
 from encke.capture.nodes import expand_window
 from encke.capture.passes import ForwardPass, Frame
 from encke.capture.recompute import PASSED, Recomputations, all_dependents, cast_origin, recompute
@@ -114,6 +115,9 @@ def steady_save(policy: Policy, cell: SharedCell, saved: Saved, length: int, def
     facts, first, packed, layout = saved.facts, cell.record.facts, cell.packed, saved.layout
     need, codec = facts.site.need, cell.wanted
     if need not in ("lossy", "mask") or facts.sources is not None or facts.changed or facts.signature[3] in PASSED:
+        return None
+    # What the layer tells is asked for in each pass.
+    if facts.reader == COPY_SLICES:
         return None
     if cell.waiting or packed is None or codec is None or packed.plan is None or not cell.settled or not layout.dense:
         return None

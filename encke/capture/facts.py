@@ -23,6 +23,8 @@ class SiteState(enum.Enum):
     UNSTABLE = "unstable"
     """Every pass learns the reader anew: another one than that learnt has read from this call of the layer, or the need
     goes by numbers that only the reader's node tells."""
+    HIDDEN = "hidden"
+    """The graph does not show who reads: what is saved is kept as it is (encke/capture/hidden.py)."""
 
 
 class SteadySave:

@@ -25,9 +25,10 @@ from encke.capture.encoding import (
     steady_save,
 )
 from encke.capture.facts import SiteFacts, SiteState, SteadySave
+from encke.capture.hidden import site_of_result, still_hidden
 from encke.capture.ledger import CAST_AGAIN, CASTS, COMPUTED, LEFT_OUT, UNUSUAL, Ledger, Record
 from encke.capture.modules import Layer
-from encke.capture.needs import CHECKPOINT
+from encke.capture.needs import CHECKPOINT, COPY_SLICES
 from encke.capture.nodes import (
     KNOWN,
     Origin,
@@ -171,8 +172,12 @@ class Capture:
             self.readers.read_graph(t.grad_fn)
         if deferred is not None:
             return self._save(t, deferred.facts, frame, forward, deferred)
+        if known is not None and known.state is SiteState.HIDDEN and matches(known, t):
+            return self._keep(t, known)
         if known is not None and known.state is SiteState.KNOWN:
-            if matches(known, t):
+            if known.reader == COPY_SLICES and not still_hidden(known, t, frame):
+                known.distrust()
+            elif matches(known, t):
                 need = known.site.need
                 if need == "weight":
                     return self._cast_again(t, known, frame) or self._keep(t, COMPUTED)
@@ -185,7 +190,11 @@ class Capture:
                 known.distrust()
         if called_by_checkpoint(0):
             return self._save(t, self.readers.learn_checkpoint(t, frame, index), frame, forward)
-        return self._hold(t, frame, index)
+        site = None if known is not None else site_of_result(t, frame, index)
+        if site is None:
+            return self._hold(t, frame, index)
+        facts = self.readers.know(SiteFacts(site, index, signature(t)), COPY_SLICES, frame)
+        return self._save(t, facts, frame, forward)
 
     def _keep(self, t: Tensor, facts: SiteFacts) -> Kept:
         """Keep `t` itself, and count it at a site; a sparse one has no single storage to count."""
@@ -349,7 +358,7 @@ def unpack(saved: Saved | Kept | CastWeight) -> Tensor:
         if node is None:
             pass
         elif saved.pending is not None:
-            saved.owner.learn_in_backward(node)
+            saved.owner.learn_in_backward(node, saved)
         elif facts.reader == CHECKPOINT[0]:
             if not called_by_checkpoint(0):
                 saved.owner.mismatch(saved, node)
