@@ -20,11 +20,11 @@ from encke.capture.encoding import (
     codec_for,
     encode,
     encode_alone,
-    pack_again,
+    save_again,
     shared_cell,
     steady_save,
 )
-from encke.capture.facts import SiteFacts, SiteState, SteadySave
+from encke.capture.facts import SiteFacts, SiteState
 from encke.capture.hidden import site_of_result, still_hidden
 from encke.capture.ledger import CAST_AGAIN, CASTS, COMPUTED, LEFT_OUT, UNUSUAL, Ledger, Record
 from encke.capture.modules import Layer
@@ -149,9 +149,9 @@ class Capture:
             # What is pending is settled first, from the graph behind this tensor.
             usual = known.state is SiteState.KNOWN and not forward.pending and type(t) is Tensor
             if usual and (announced or matches(known, t)):
-                saved = self.save_again(t, known, known.steady, forward, deferred)
-                if saved is not None:
-                    return saved
+                cell = save_again(t, known, frame, forward, self.recomputations, deferred)
+                if cell is not None:
+                    return Saved(self.readers, known, t, known.steady.layout, cell)
         if forward.collection is not None:
             forward.nodes.append(t.grad_fn)
         if type(t) is not Tensor and isinstance(t, nn.Parameter):
@@ -289,38 +289,10 @@ class Capture:
         if not cell.settled or forward.collection is not None:
             if not cell.waiting:
                 encode(cell, saved, forward, t, length, deferred)
-        facts.steady = steady_save(self.policy, cell, saved, length, deferred is not None) if forward.steady else None
+        facts.steady = None
+        if forward.steady:
+            facts.steady = steady_save(self.scores, self.recomputations, cell, saved, length, deferred is not None)
         return saved
-
-    def save_again(
-        self, t: Tensor, facts: SiteFacts, steady: SteadySave, forward: ForwardPass, deferred: DeferredForward | None
-    ) -> Saved | None:
-        """Pack `t` as the site did in the last pass; None if anything is different."""
-        if t.shape != steady.size or t.stride() != steady.stride or t.device != steady.device or facts.changed:
-            return None
-        choose = self.policy.choose
-        for site, codec in steady.chosen:
-            found = choose(site)
-            # Policies create some codecs at every call.
-            if found is not codec and found != codec:
-                return None
-        storage = t.untyped_storage()
-        key = (storage._cdata, t.storage_offset(), steady.length, t.dtype, t._version)
-        known = forward.cells.get(key)
-        cell = None if known is None or known[1]() is None else known[0]()
-        if steady.first is facts:
-            if cell is not None or len(facts.sharers) != steady.sharers or facts.dependents:
-                return None
-            if facts.site.place in self.recomputations.sources:
-                return None
-            cell = pack_again(t, storage, key, steady, forward, deferred)
-        elif cell is None or cell.record.facts is not steady.first or cell.wanted is not steady.codec:
-            return None
-        elif cell.waiting or not cell.settled or cell.rows != steady.packed_layout.rows:
-            return None
-        else:
-            cell.share()
-        return Saved(self.readers, facts, t, steady.layout, cell)
 
     def _save_shape(self, t: Tensor, facts: SiteFacts, frame: Frame) -> Saved:
         """Save only the shape. The record still counts the memory, which plain autograd would have held."""

@@ -337,10 +337,11 @@ class Readers:
     def learn_in_backward(self, node: Any, saved: Saved) -> None:
         """Learn in backward what the forward pass could not tell: the readers of the last tensors saved."""
         self.learn(node)
-        if saved.pending is not None and operation_name(node) == COPY_SLICES:
-            frame, saved.pending, told = saved.pending.frame, None, site_of_input(saved, saved.pending)
-            saved.facts.site = told or unknown_site(saved.facts, frame)
-            self.know(saved.facts, COPY_SLICES, frame)
+        pending = saved.pending
+        if pending is not None and operation_name(node) == COPY_SLICES:
+            told, saved.pending = site_of_input(saved, pending), None
+            saved.facts.site = told or unknown_site(saved.facts, pending.frame)
+            self.know(saved.facts, COPY_SLICES, pending.frame)
             if told is None:
                 saved.facts.state = SiteState.HIDDEN
         forward = self.threads.forward
