@@ -9,24 +9,29 @@ import torch
 from torch import Tensor, nn
 
 from encke.capture.deferred import DeferredForward
+from encke.capture.expressions import Recomputed
 from encke.capture.facts import SiteFacts, SteadySave
 from encke.capture.ledger import Record
+from encke.capture.needs import COPY_SLICES
 from encke.capture.nodes import expand_window
 from encke.capture.passes import ForwardPass, Frame
-from encke.capture.recompute import PASSED, Recomputations, all_dependents, cast_origin, recompute
+from encke.capture.recompute import Recomputations, all_dependents, cast_origin, recompute
 from encke.capture.saved import Saved, SharedCell
 from encke.capture.scores import Scores
-from encke.codecs import Codec, Lossless
+from encke.codecs import Codec, Lossless, Packed
 from encke.codecs.algebra import satisfies
 from encke.codecs.exact import Between, Mask, Sign, Window
 from encke.codecs.layout import Layout, run_of, with_rows
 from encke.kernels import mix
-from encke.policies.base import Policy
 
 MASK, SIGN = Mask(), Sign()
 
 EXAMINED = ("cpu",)
 """Kinds of devices on which whatever is packed is examined for NaN and infinities."""
+RECOMPUTED = "recomputed"
+"""Entry of the report for tensors that backward computes again."""
+STEADY_NEEDS = ("lossy", "mask", "attention")
+"""Needs of sites that may save as in the pass before."""
 storage_ref = weakref.ref
 """A storage's Python object lives as long as its memory does, whoever holds that."""
 
@@ -101,11 +106,14 @@ def shared_cell(facts: SiteFacts, t: Tensor, layout: Layout, length: int, forwar
     return cell
 
 
-def steady_save(policy: Policy, cell: SharedCell, saved: Saved, length: int, deferred: bool) -> SteadySave | None:
+def steady_save(
+    scores: Scores, known: Recomputations, cell: SharedCell, saved: Saved, length: int, deferred: bool
+) -> SteadySave | None:
     """Return the decisions with which a site has just saved; None where the next pass has to decide anew.
 
     Args:
-        policy: The policy. Readers that need more bits than it chooses need the same in each pass.
+        scores: Chooses codecs.
+        known: Decisions about tensors that are computed again.
         cell: The memory's cell.
         saved: The saving.
         length: Values in the tensor's run of memory.
@@ -113,44 +121,115 @@ def steady_save(policy: Policy, cell: SharedCell, saved: Saved, length: int, def
     """
     facts, first, packed, layout = saved.facts, cell.record.facts, cell.packed, saved.layout
     need, codec = facts.site.need, cell.wanted
-    if need not in ("lossy", "mask") or facts.sources is not None or facts.changed or facts.signature[3] in PASSED:
+    if need not in STEADY_NEEDS or facts.changed or facts.waits or facts.reader == COPY_SLICES:
         return None
-    if cell.waiting or packed is None or codec is None or packed.plan is None or not cell.settled or not layout.dense:
+    if cell.waiting or packed is None or codec is None or not cell.settled or not layout.dense:
         return None
-    asked: list[SiteFacts] = [facts] if need == "lossy" else []
+    recomputed = isinstance(packed, Recomputed)
+    if packed.plan is None and not recomputed:
+        return None
+    asked: list[SiteFacts] = [facts] if need != "mask" else []
     if first is facts:
-        # Memory that others are computed from is asked for more than is known here.
-        if (saved.device.type in EXAMINED and not deferred) or facts.dependents:
+        if saved.device.type in EXAMINED and not deferred and not recomputed:
             return None
         asked += facts.sharers
-    if any(each.site.need != "lossy" or each.sources is not None for each in asked):
+        asked += [each for each in all_dependents(facts) if each.site.need == "lossy"] if facts.dependents else []
+    if any(each.site.need not in STEADY_NEEDS or each.site.need == "mask" for each in asked):
         return None
-    chosen = tuple([(each.site, policy.choose(each.site)) for each in asked])
-    return SteadySave(chosen, codec, first, saved.device, layout, packed.layout, length, need == "lossy")
+    # Readers that need more bits than the policy chooses need the same in each pass, but for attention.
+    choose = scores.policy.choose
+    functions = [scores.codec if each.site.need == "attention" else choose for each in asked]
+    chosen = tuple(
+        [(function, each.site, function(each.site)) for function, each in zip(functions, asked, strict=True)]
+    )
+    lossy_input = facts.sources is not None and not scores.codec(facts.site).exact
+    return SteadySave(
+        chosen, codec, first, saved.device, layout, packed.layout, length, need != "mask", lossy_input,
+        recomputed and first is facts, known.changes,
+    )  # fmt: skip
+
+
+def save_again(
+    t: Tensor,
+    facts: SiteFacts,
+    frame: Frame,
+    forward: ForwardPass,
+    known: Recomputations,
+    deferred: DeferredForward | None,
+) -> SharedCell | None:
+    """Return the cell of a tensor that is saved as the site did in the last pass; None if anything is different.
+
+    Args:
+        t: The tensor.
+        facts: The site, with the decisions of the last pass.
+        frame: The layer's call.
+        forward: The forward pass in progress.
+        known: Decisions about tensors that are computed again.
+        deferred: Forward to run while the tensor is encoded.
+    """
+    steady = facts.steady
+    assert steady is not None
+    if t.shape != steady.size or t.stride() != steady.stride or t.device != steady.device or facts.changed:
+        return None
+    for choose, site, codec in steady.chosen:
+        found = choose(site)
+        # Policies create some codecs at every call.
+        if found is not codec and found != codec:
+            return None
+    storage = t.untyped_storage()
+    key = (storage._cdata, t.storage_offset(), steady.length, t.dtype, t._version)
+    origin = cast_origin(t, facts.signature[3])
+    entry = forward.cells.get(key)
+    cell = None if entry is None or entry[1]() is None else entry[0]()
+    of_cast = cell is None and origin is not None
+    if of_cast:
+        entry = forward.casts.get(origin)  # type: ignore[arg-type]
+        cell = None if entry is None else entry[0]()
+    if steady.first is facts:
+        if cell is not None or len(facts.sharers) != steady.sharers or steady.changes != known.changes:
+            return None
+        again = None
+        if steady.recomputed:
+            again = recompute(t, (t.grad_fn, t.output_nr), facts, steady.packed_layout, steady.codec, known)
+            if again is None:
+                return None
+        cell = pack_again(t, steady, forward, deferred, again)
+        forward.cells[key] = entry = (weakref.ref(cell), storage_ref(storage))
+        if origin is not None:
+            forward.casts[origin] = entry
+        cell.record.saved_bytes = forward.tally.count(storage)
+    elif cell is None or cell.record.facts is not steady.first or cell.wanted is not steady.codec:
+        return None
+    elif cell.waiting or not cell.settled or cell.rows != steady.packed_layout.rows:
+        return None
+    else:
+        cell.share()
+        if of_cast:
+            cell.record.saved_bytes += forward.tally.count(storage)
+    if steady.lossy_input:
+        frame.lossy.add(facts.index)
+    return cell
 
 
 def pack_again(
-    t: Tensor,
-    storage: torch.UntypedStorage,
-    key: tuple[Any, ...],
-    steady: SteadySave,
-    forward: ForwardPass,
-    deferred: DeferredForward | None,
+    t: Tensor, steady: SteadySave, forward: ForwardPass, deferred: DeferredForward | None, again: Recomputed | None
 ) -> SharedCell:
-    """Return the cell of memory that is packed with the codec of the last pass.
+    """Return a cell of memory that is packed with the codec of the last pass.
 
     Args:
         t: The tensor that is saved.
-        storage: Its storage.
-        key: Key of the memory in `forward.cells`.
         steady: Decisions of the last pass.
         forward: The forward pass in progress.
         deferred: Forward to run while the tensor is encoded.
+        again: Stands for a tensor that backward computes again.
     """
     facts, codec, layout = steady.first, steady.codec, steady.packed_layout
-    record = Record(facts, forward.tally.count(storage))
+    record = Record(facts)
     cell = SharedCell(mix(forward.step, facts.site.number, forward.rank), record)
-    if deferred is None:
+    packed: Packed
+    if again is not None:
+        packed = again
+    elif deferred is None:
         packed = codec.encode_run(t, layout, steady.length, cell.key, facts.encoder_state)
     else:
         forward.deferred = None
@@ -158,9 +237,8 @@ def pack_again(
     cell.packed, cell.wanted, cell.rows = packed, codec, layout.rows
     if steady.values:
         cell.readers = 1
-    record.codec, record.packed_bytes = codec, packed.nbytes
+    record.codec, record.packed_bytes = codec if again is None else RECOMPUTED, packed.nbytes
     forward.tally.records.append(record)
-    forward.cells[key] = (weakref.ref(cell), storage_ref(storage))
     return cell
 
 
@@ -229,7 +307,7 @@ def encode(
             packed = codec.encode_flat(flat, layout, cell.key, record.facts.encoder_state)
         cell.packed = packed
         cell.decoded = None
-        record.codec = codec if again is None else "recomputed"
+        record.codec = codec if again is None else RECOMPUTED
         record.packed_bytes = packed.nbytes
     cell.held = None
     if forward.collection is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,21 +24,26 @@ class SiteState(enum.Enum):
     UNSTABLE = "unstable"
     """Every pass learns the reader anew: another one than that learnt has read from this call of the layer, or the need
     goes by numbers that only the reader's node tells."""
+    HIDDEN = "hidden"
+    """The graph does not show who reads: what is saved is kept as it is (encke/capture/hidden.py)."""
 
 
 class SteadySave:
     """Decisions with which a site has saved. They hold as long as policy, tensor and sharers stay as they are."""
 
     __slots__ = (
-        "chosen", "codec", "device", "first", "layout", "length", "packed_layout", "sharers", "size", "stride", "values"
+        "changes", "chosen", "codec", "device", "first", "layout", "length", "lossy_input", "packed_layout",
+        "recomputed", "sharers", "size", "stride", "values",
     )  # fmt: skip
 
     def __init__(
-        self, chosen: tuple[tuple[Site, Codec], ...], codec: Codec, first: SiteFacts, device: torch.device,
-        layout: Layout, packed_layout: Layout, length: int, values: bool,
+        self, chosen: tuple[tuple[Callable[[Site], Codec], Site, Codec], ...], codec: Codec, first: SiteFacts,
+        device: torch.device, layout: Layout, packed_layout: Layout, length: int, values: bool, lossy_input: bool,
+        recomputed: bool, changes: int,
     ) -> None:  # fmt: skip
         self.chosen = chosen
-        """Codecs that the policy chose, for the site and for those that share its memory."""
+        """Codecs chosen for the site, for those that share its memory, and for those that are computed from it; each
+        with the function that chose it."""
         self.codec = codec
         """Codec that satisfies all of them: the memory is packed with it."""
         self.first = first
@@ -47,6 +53,12 @@ class SteadySave:
         self.sharers = len(first.sharers)
         self.values = values
         """Whether the site reads values, not a mask."""
+        self.lossy_input = lossy_input
+        """Whether this is an input of attention that is packed with a loss."""
+        self.recomputed = recomputed
+        """Whether backward computes the tensor again."""
+        self.changes = changes
+        """Number of changes among the tensors that are computed again, when this was decided."""
 
 
 class SiteFacts:
@@ -77,6 +89,7 @@ class SiteFacts:
         "sources",
         "state",
         "steady",
+        "waits",
         "window",
     )
 
@@ -116,6 +129,8 @@ class SiteFacts:
         """Sites whose tensors are computed again from what is saved here (encke/capture/recompute.py)."""
         self.recomputed: tuple[Any, ...] | bool | None = None
         """Operations by which backward computes what is saved here; False if it must not, None if not tried yet."""
+        self.waits = False
+        """Whether backward could compute what is saved here, once its sources are packed finely enough."""
         self.changed = False
         """Whether the memory had other values when another site saved it before: written through `tensor.data`."""
         self.examined = False

@@ -20,14 +20,15 @@ from encke.capture.encoding import (
     codec_for,
     encode,
     encode_alone,
-    pack_again,
+    save_again,
     shared_cell,
     steady_save,
 )
-from encke.capture.facts import SiteFacts, SiteState, SteadySave
+from encke.capture.facts import SiteFacts, SiteState
+from encke.capture.hidden import site_of_result, still_hidden
 from encke.capture.ledger import CAST_AGAIN, CASTS, COMPUTED, LEFT_OUT, UNUSUAL, Ledger, Record
 from encke.capture.modules import Layer
-from encke.capture.needs import CHECKPOINT
+from encke.capture.needs import CHECKPOINT, COPY_SLICES
 from encke.capture.nodes import (
     KNOWN,
     Origin,
@@ -148,9 +149,9 @@ class Capture:
             # What is pending is settled first, from the graph behind this tensor.
             usual = known.state is SiteState.KNOWN and not forward.pending and type(t) is Tensor
             if usual and (announced or matches(known, t)):
-                saved = self.save_again(t, known, known.steady, forward, deferred)
-                if saved is not None:
-                    return saved
+                cell = save_again(t, known, frame, forward, self.recomputations, deferred)
+                if cell is not None:
+                    return Saved(self.readers, known, t, known.steady.layout, cell)
         if forward.collection is not None:
             forward.nodes.append(t.grad_fn)
         if type(t) is not Tensor and isinstance(t, nn.Parameter):
@@ -171,8 +172,12 @@ class Capture:
             self.readers.read_graph(t.grad_fn)
         if deferred is not None:
             return self._save(t, deferred.facts, frame, forward, deferred)
+        if known is not None and known.state is SiteState.HIDDEN and matches(known, t):
+            return self._keep(t, known)
         if known is not None and known.state is SiteState.KNOWN:
-            if matches(known, t):
+            if known.reader == COPY_SLICES and not still_hidden(known, t, frame):
+                known.distrust()
+            elif matches(known, t):
                 need = known.site.need
                 if need == "weight":
                     return self._cast_again(t, known, frame) or self._keep(t, COMPUTED)
@@ -185,7 +190,11 @@ class Capture:
                 known.distrust()
         if called_by_checkpoint(0):
             return self._save(t, self.readers.learn_checkpoint(t, frame, index), frame, forward)
-        return self._hold(t, frame, index)
+        site = None if known is not None else site_of_result(t, frame, index)
+        if site is None:
+            return self._hold(t, frame, index)
+        facts = self.readers.know(SiteFacts(site, index, signature(t)), COPY_SLICES, frame)
+        return self._save(t, facts, frame, forward)
 
     def _keep(self, t: Tensor, facts: SiteFacts) -> Kept:
         """Keep `t` itself, and count it at a site; a sparse one has no single storage to count."""
@@ -280,38 +289,10 @@ class Capture:
         if not cell.settled or forward.collection is not None:
             if not cell.waiting:
                 encode(cell, saved, forward, t, length, deferred)
-        facts.steady = steady_save(self.policy, cell, saved, length, deferred is not None) if forward.steady else None
+        facts.steady = None
+        if forward.steady:
+            facts.steady = steady_save(self.scores, self.recomputations, cell, saved, length, deferred is not None)
         return saved
-
-    def save_again(
-        self, t: Tensor, facts: SiteFacts, steady: SteadySave, forward: ForwardPass, deferred: DeferredForward | None
-    ) -> Saved | None:
-        """Pack `t` as the site did in the last pass; None if anything is different."""
-        if t.shape != steady.size or t.stride() != steady.stride or t.device != steady.device or facts.changed:
-            return None
-        choose = self.policy.choose
-        for site, codec in steady.chosen:
-            found = choose(site)
-            # Policies create some codecs at every call.
-            if found is not codec and found != codec:
-                return None
-        storage = t.untyped_storage()
-        key = (storage._cdata, t.storage_offset(), steady.length, t.dtype, t._version)
-        known = forward.cells.get(key)
-        cell = None if known is None or known[1]() is None else known[0]()
-        if steady.first is facts:
-            if cell is not None or len(facts.sharers) != steady.sharers or facts.dependents:
-                return None
-            if facts.site.place in self.recomputations.sources:
-                return None
-            cell = pack_again(t, storage, key, steady, forward, deferred)
-        elif cell is None or cell.record.facts is not steady.first or cell.wanted is not steady.codec:
-            return None
-        elif cell.waiting or not cell.settled or cell.rows != steady.packed_layout.rows:
-            return None
-        else:
-            cell.share()
-        return Saved(self.readers, facts, t, steady.layout, cell)
 
     def _save_shape(self, t: Tensor, facts: SiteFacts, frame: Frame) -> Saved:
         """Save only the shape. The record still counts the memory, which plain autograd would have held."""
@@ -349,7 +330,7 @@ def unpack(saved: Saved | Kept | CastWeight) -> Tensor:
         if node is None:
             pass
         elif saved.pending is not None:
-            saved.owner.learn_in_backward(node)
+            saved.owner.learn_in_backward(node, saved)
         elif facts.reader == CHECKPOINT[0]:
             if not called_by_checkpoint(0):
                 saved.owner.mismatch(saved, node)

@@ -149,6 +149,8 @@ is e larger. The third power has 6 times the largest value in place of the const
 JUMPS = {"Hardswish": 0.5, "PreluKernel": 1.0, "Elu": 0.71}
 """Change of the derivative at a corner: hard swish at -3 and 3, SELU and PReLU (with a slope from 0 to 2) at zero."""
 
+COPY_SLICES = "CopySlices"
+"""Node that hides an operation in place on a view (encke/capture/hidden.py)."""
 CHECKPOINT = ("Checkpoint", "input")
 """Reader of the inputs of `torch.utils.checkpoint(..., use_reentrant=False)`, from which a region is computed again.
 

@@ -15,6 +15,7 @@ from encke.capture.ledger import Tally
 from encke.capture.modules import Layer
 from encke.capture.nodes import Origin
 from encke.capture.saved import Saved, SharedCell
+from encke.capture.sites import Need, Site
 from encke.policies.base import Collector
 from encke.torch_internals import (
     functorch_interpreter,
@@ -48,6 +49,17 @@ class Frame:
         """Indices of the inputs of attention that this call has packed with a loss."""
         self.index = 0
         """Tensors saved so far in this call."""
+
+    def new_site(self, index: int, operation: str, slot: str, need: Need, dtype: torch.dtype, dimensions: int) -> Site:
+        """Return the key of what this call saves as its `index`-th tensor."""
+        taken = {
+            known.site.occurrence
+            for i, known in enumerate(self.sites)
+            if known is not None and i != index and (known.site.operation, known.site.slot) == (operation, slot)
+        }
+        occurrence = next(i for i in range(len(taken) + 1) if i not in taken)
+        layer, call = self.layer.name, self.number
+        return Site(layer, operation, slot, call, occurrence, need, dtype, dimensions, f"{layer}/{call}/{index}")
 
 
 class ForwardPass:

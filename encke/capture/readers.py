@@ -25,6 +25,9 @@ The life of a site (`SiteState`), with the function that makes each transition:
 
 `Readers.learn` leads to KNOWN, or back to UNSTABLE where the facts before were. What is pending at the end of the
 forward pass, because nothing computed from it was saved, is learnt when backward reads it (`learn_in_backward`).
+
+Operations in place on a view have no node of their own (hidden.py). Where the layer tells what it runs, the site is
+KNOWN at once or from the first backward pass on; otherwise it is HIDDEN, and what it saves is kept as it is.
 """
 
 from __future__ import annotations
@@ -38,8 +41,9 @@ from torch import Tensor, nn
 from encke.capture.attention import INPUTS
 from encke.capture.encoding import ask_for_others, codec_for, encode, encode_alone, limits_of
 from encke.capture.facts import SiteFacts, SiteState
+from encke.capture.hidden import site_of_input, unknown_site
 from encke.capture.ledger import Record
-from encke.capture.needs import CANONICAL, CHECKPOINT, SETTINGS, TABLE, need_of
+from encke.capture.needs import CANONICAL, CHECKPOINT, COPY_SLICES, SETTINGS, TABLE, need_of
 from encke.capture.nodes import (
     KNOWN,
     norm_of,
@@ -190,18 +194,21 @@ class Readers:
         need = self._need(node, operation, slot, saved, pending)
         if need == "lossy" and (in_norm or scales(node, slot)):
             operation, slot = "RmsNorm", "input" if in_norm else slot
-        return new_site(frame, facts.index, operation, slot, need, dtype, dimensions)
+        return frame.new_site(facts.index, operation, slot, need, dtype, dimensions)
 
     def learn_checkpoint(self, t: Tensor, frame: Frame, index: int) -> SiteFacts:
         """Name the site of an input of `torch.utils.checkpoint`, whose reader is no node of the graph."""
         need = need_of(*CHECKPOINT, t.dtype, requires_grad=t.requires_grad)
-        site = new_site(frame, index, *CHECKPOINT, need, t.dtype, t.dim())
-        facts = SiteFacts(site, index, signature(t))
-        facts.reader, facts.state, facts.siblings = site.operation, SiteState.KNOWN, frame.sites
-        if site in self.not_finite:
+        site = frame.new_site(index, *CHECKPOINT, need, t.dtype, t.dim())
+        return self.know(SiteFacts(site, index, signature(t)), CHECKPOINT[0], frame)
+
+    def know(self, facts: SiteFacts, reader: str, frame: Frame) -> SiteFacts:
+        """Take over facts about a site whose reader is known, though no node of the graph tells."""
+        facts.reader, facts.state, facts.siblings = reader, SiteState.KNOWN, frame.sites
+        if facts.site in self.not_finite:
             facts.become_exact()
-        frame.sites.extend([None] * (index + 1 - len(frame.sites)))
-        frame.sites[index] = facts
+        frame.sites.extend([None] * (facts.index + 1 - len(frame.sites)))
+        frame.sites[facts.index] = facts
         return facts
 
     def _need(self, node: Any, operation: str, slot: str, saved: Saved, pending: Pending) -> Need:
@@ -319,7 +326,7 @@ class Readers:
         weights = forward.weights
         if weights is None:
             root = self.root() if self.root is not None else None
-            tensors = [] if root is None else [*root.parameters(), *root.buffers()]
+            tensors = [] if root is None else weights_of(root)
             plain = [t for t in tensors if t.layout == torch.strided and not is_wrapper(t)]
             weights = {t.untyped_storage()._cdata for t in plain}
             # Sharded parameters are replaced by whole ones while their layer runs: look again next time.
@@ -327,9 +334,16 @@ class Readers:
                 forward.weights = weights
         return t.untyped_storage()._cdata in weights
 
-    def learn_in_backward(self, node: Any) -> None:
+    def learn_in_backward(self, node: Any, saved: Saved) -> None:
         """Learn in backward what the forward pass could not tell: the readers of the last tensors saved."""
         self.learn(node)
+        pending = saved.pending
+        if pending is not None and operation_name(node) == COPY_SLICES:
+            told, saved.pending = site_of_input(saved, pending), None
+            saved.facts.site = told or unknown_site(saved.facts, pending.frame)
+            self.know(saved.facts, COPY_SLICES, pending.frame)
+            if told is None:
+                saved.facts.state = SiteState.HIDDEN
         forward = self.threads.forward
         if not forward.frames:
             forward.weights = None
@@ -352,18 +366,17 @@ class Readers:
         )
 
 
-def new_site(
-    frame: Frame, index: int, operation: str, slot: str, need: Need, dtype: torch.dtype, dimensions: int
-) -> Site:
-    """Return the key of what a layer's call saves as its `index`-th tensor."""
-    taken = {
-        known.site.occurrence
-        for i, known in enumerate(frame.sites)
-        if known is not None and i != index and (known.site.operation, known.site.slot) == (operation, slot)
-    }
-    occurrence = next(i for i in range(len(taken) + 1) if i not in taken)
-    layer, call = frame.layer.name, frame.number
-    return Site(layer, operation, slot, call, occurrence, need, dtype, dimensions, f"{layer}/{call}/{index}")
+def weights_of(root: nn.Module) -> list[Tensor]:
+    """Return the parameters and buffers of a model; `parameters()` and `buffers()` would take longer."""
+    found: list[Any] = []
+    stack: list[Any] = [root]
+    while stack:
+        module = stack.pop()
+        if module is not None:
+            found += module._parameters.values()
+            found += module._buffers.values()
+            stack += module._modules.values()
+    return [t for t in found if t is not None]
 
 
 def is_wrapper(t: Tensor) -> bool:

@@ -86,6 +86,8 @@ class Recomputations:
         """Operations by which the tensors of a place are computed, as text; empty if they are packed."""
         self.sources: dict[str, Codec] = {}
         """Codec that others need of what a place saves."""
+        self.changes = 0
+        """Number of changes to what is computed from what."""
 
     def concern(self, facts: SiteFacts) -> bool:
         """Return whether others may be computed from what a site saves."""
@@ -122,6 +124,7 @@ class Recomputations:
             raise ValueError("decisions about recomputed tensors must be text by place")
         known = {str(place): Codec.from_dict(codec) for place, codec in sources.items()}
         self.decisions, self.sources = dict(decisions), known
+        self.changes += 1
 
 
 def all_dependents(facts: SiteFacts) -> set[SiteFacts]:
@@ -163,8 +166,10 @@ def recompute(
     if expression is None:
         return None
     fine = all(sources.values())
+    facts.waits = not fine
     if not fine or facts.recomputed != expression.signature:
         for source in sources:
+            known.changes += facts not in source.dependents
             source.dependents.add(facts)
     if not fine:
         return None
@@ -176,6 +181,7 @@ def recompute(
         good = bool(decided) if decided in ("", text) else as_good(found, t, layout)
         known.decisions[place] = text if good else ""
         facts.recomputed = expression.signature if good else False
+        known.changes += 1
         if not good:
             return None
     return found

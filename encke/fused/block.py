@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from encke.capture.encoding import save_again
 from encke.capture.facts import SiteState
 from encke.capture.hooks import Capture, unpack
 from encke.capture.modules import Layer, LeaveHook, ModuleHook
@@ -137,7 +138,7 @@ class BlockPlan:
         """Return whether every site inside the block would save as planned."""
         if not self.calls.keys().isdisjoint(forward.calls):
             return False
-        choose, sources = capture.policy.choose, capture.recomputations.sources
+        sources = capture.recomputations.sources
         for step in self.steps:
             facts, steady = step.facts, step.steady
             if facts is None:
@@ -148,7 +149,7 @@ class BlockPlan:
                 continue  # the step that packs is asked
             if len(facts.sharers) != steady.sharers or facts.dependents or facts.site.place in sources:
                 return False
-            for site, codec in steady.chosen:
+            for choose, site, codec in steady.chosen:
                 found = choose(site)
                 if found is not codec and found != codec:
                     return False
@@ -164,16 +165,17 @@ class BlockPlan:
             operands.append(found)
         return operands
 
-    def save_input(self, x: Tensor, forward: ForwardPass, capture: Capture) -> Saved | None:
+    def save_input(self, x: Tensor, frame: Frame, forward: ForwardPass, capture: Capture) -> Saved | None:
         """Pack the block's input, or find it packed, as its readers would; None if one of them would not."""
         saved = None
         for facts in self.taken:
             steady = facts.steady
             if steady is None or facts.state is not SiteState.KNOWN or not matches(facts, x):
                 return None
-            saved = capture.save_again(x, facts, steady, forward, None)
-            if saved is None:
+            cell = save_again(x, facts, frame, forward, capture.recomputations, None)
+            if cell is None:
                 return None
+            saved = Saved(capture.readers, facts, x, steady.layout, cell)
         return saved
 
     def run(self, x: Tensor, saved: Saved, modules: list[Any], operands: Operands, forward: ForwardPass) -> Tensor:
@@ -231,7 +233,7 @@ class BlockForward(TrackedForward):
         operands = plan.operands(called)
         saved = None
         if operands is not None and plan.holds(forward, capture):
-            saved = plan.save_input(x, forward, capture)
+            saved = plan.save_input(x, frame, forward, capture)
         if operands is None or saved is None:
             self.plan = None
             return None

@@ -93,7 +93,7 @@ class ReluForward(LayerForward):
     def function(self, facts: SiteFacts) -> Any:
         """Return `ReluFunction` where ReLU's result is saved for its mask."""
         site = facts.site
-        known = site.slot == "result" and site.need == "mask"
+        known = site.slot == "result" and site.need == "mask" and facts.reader == site.operation
         return in_place_of(facts.reader, ReluFunction) if known else None
 
     def run(self, module: Any, x: Tensor, facts: SiteFacts, forward: ForwardPass) -> Tensor | None:

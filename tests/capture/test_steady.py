@@ -44,6 +44,27 @@ class Block(nn.Module):
         return self.last(self.norm(both).tanh())
 
 
+class Transformer(nn.Module):
+    """Casts of one tensor that three layers read, attention, and results that backward computes again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last_norm = nn.LayerNorm(32), nn.LayerNorm(32)
+        self.query, self.key, self.value, self.out = (nn.Linear(32, 32) for _ in range(4))
+        self.gate, self.up, self.down = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.view(-1, 8, 32) + self.norm.bias
+        y = self.norm(x)
+        query, key, value = (
+            each(y).unflatten(-1, (2, 16)).transpose(1, 2) for each in (self.query, self.key, self.value)
+        )
+        y = nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        x = x + self.out(y)
+        y = self.last_norm(x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+
 def change_codec(step: int, model: Block, policy: Switching) -> int:
     if step == 4:
         policy.codec = GroupQuant(bits=4)
@@ -70,11 +91,13 @@ def freeze(step: int, model: Block, policy: Switching) -> int:
     return 64
 
 
-def gradients(change: Callable[[int, Block, Switching], int]) -> tuple[list[torch.Tensor], int]:
+def gradients(
+    change: Callable[[int, Any, Switching], int], kind: type[nn.Module] = Block
+) -> tuple[list[torch.Tensor], int]:
     """Return the gradients of all steps, and how often a site saved as in the pass before."""
     torch.manual_seed(3)
-    model, policy, found, again = Block(), Switching(), [], 0
-    original = hooks.Capture.save_again
+    model, policy, found, again = kind(), Switching(), [], 0
+    original = hooks.save_again
 
     def counting(*args):
         nonlocal again
@@ -83,13 +106,15 @@ def gradients(change: Callable[[int, Block, Switching], int]) -> tuple[list[torc
         return saved
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hooks.Capture, "save_again", counting)
+        patch.setattr(hooks, "save_again", counting)
         handle = encke.attach(model, policy, min_bytes=1)
         for step in range(STEPS):
             batch = change(step, model, policy)
             x = torch.randn(batch, 32, generator=torch.Generator().manual_seed(step))
             model.zero_grad()
-            model(x).square().mean().backward()
+            with torch.autocast("cpu", torch.bfloat16, enabled=kind is Transformer):
+                loss = model(x).square().mean()
+            loss.backward()
             found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
         handle.detach()
     return found, again
@@ -104,6 +129,19 @@ def test_gradients_are_those_of_decisions_made_anew(change, monkeypatch):
     monkeypatch.setattr(hooks, "steady_save", lambda *args: None)
     expected, none = gradients(change)
     assert none == 0 and len(got) == len(expected)
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("change", [change_codec, change_to_a_bound, change_batch])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_casts_attention_and_recomputed_results_save_as_before(change, monkeypatch):
+    monkeypatch.setattr(encoding, "EXAMINED", ())  # as on a GPU
+    got, again = gradients(change, Transformer)
+    assert again >= 8 * (STEPS - 4)  # three casts, two inputs of norms, three of attention, others
+    monkeypatch.setattr(hooks, "steady_save", lambda *args: None)
+    expected, none = gradients(change, Transformer)
+    assert none == 0
     for a, b in zip(got, expected, strict=True):
         assert torch.equal(a, b)
 
