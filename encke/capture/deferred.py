@@ -46,6 +46,8 @@ class DeferredForward:
     """
 
     __slots__ = ("codec", "facts", "t")
+    restores = False
+    """Whether the layer reads the tensor as it is restored, and no codes: then backward may compute it again."""
 
     def __init__(self, facts: SiteFacts, codec: Codec | None, t: Any) -> None:
         self.facts = facts
@@ -60,3 +62,10 @@ class DeferredForward:
 
     def run_unfused(self) -> None:
         """Compute the layer's result where nothing is packed."""
+
+
+class RestoredInput(DeferredForward):
+    """Announcement of an input that the layer's backward reads as it is restored."""
+
+    __slots__ = ()
+    restores = True

@@ -228,7 +228,7 @@ def pack_again(
     cell = SharedCell(mix(forward.step, facts.site.number, forward.rank), record)
     packed: Packed
     if again is not None:
-        packed = again
+        packed, forward.deferred = again, None
     elif deferred is None:
         packed = codec.encode_run(t, layout, steady.length, cell.key, facts.encoder_state)
     else:
@@ -284,7 +284,7 @@ def encode(
     crosses = packed is not None and packed.plan is not None and packed.layout.rows != cell.rows
     if packed is None or crosses or not satisfies(packed.codec, codec):
         again, known = None, forward.recomputations
-        if known is not None and deferred is None:
+        if known is not None and (deferred is None or deferred.restores):
             if length is not None:
                 again = recompute(t, (t.grad_fn, t.output_nr), record.facts, layout, codec, known)
             elif cell.producer is not None:
@@ -292,7 +292,7 @@ def encode(
                 rows = with_rows(first, cell.rows)
                 again = recompute(first.restore(t), (node, index), record.facts, rows, codec, known)
         if again is not None:
-            packed = again
+            packed, forward.deferred = again, None
         elif length is None:
             packed = codec.encode_flat(t, layout, cell.key, record.facts.encoder_state)
         elif deferred is None:

@@ -26,6 +26,8 @@ from encke.codecs.layout import Layout
 from encke.kernels import backend_for
 from encke.torch_internals import saved_setting
 
+LEAF = "leaf"
+"""Stands in the place of a slot for an operand that is not saved: a leaf behind an edge of the graph."""
 GELUS = {"none": "gelu", "tanh": "gelu tanh"}
 """Kernel of GELU by the setting of its node."""
 
@@ -48,6 +50,8 @@ class Rule:
     """Whether it returns the bits that the operation did."""
     kernel: Callable[[Any], Kernel] | None = None
     """Returns a kernel that does the same on a GPU, given the node."""
+    applies: Callable[[Any], bool] = lambda node: True
+    """Returns whether the rule holds for a node."""
 
 
 class Expression:
@@ -156,15 +160,43 @@ def norm_kernel(operands: list[Any], out: torch.dtype, centred: bool, offset: fl
     return row_kernels().normalise_again(data, seed, format, dtype, size, mean, rstd, weight, bias, offset, out)
 
 
-def codes_of(raw: Any) -> GroupQuantPacked | None:
-    """Return the codes of a contiguous tensor, if it is packed in a way that kernels read."""
+def batch_norm(x: Tensor, mean: Tensor, invstd: Tensor, bias: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Normalise with the statistics of the exact input: linear in `x`."""
+    variance = invstd.pow(-2) - eps
+    return functional.batch_norm(x, mean, variance, weight, bias, training=False, eps=eps)
+
+
+def batch_norm_kernel(operands: list[Any], out: torch.dtype) -> Tensor | None:
+    """Do what `batch_norm` does in one kernel, which decodes a packed input in registers, in channels_last memory."""
+    raw, *rest = operands
+    packed = packed_values(raw)
+    if packed is None or packed.dtype != out or raw.layout.channels_last is not True or not runs_kernels(raw.device):
+        return None
+    norm = [t for t in map(operand_value, rest) if t is not None and t.dtype == torch.float32 and t.is_contiguous()]
+    if len(norm) != len(rest) or any(t.numel() != packed.plan.format.stride for t in norm):
+        return None
+    mean, invstd, bias, weight = norm
+    found: Tensor | None = packed.plan.decode_normalised(
+        packed.buffers[0], packed.seed, (mean, invstd, weight, bias), raw.layout.size, raw.layout.stride
+    )
+    return found
+
+
+def packed_values(raw: Any) -> GroupQuantPacked | None:
+    """Return the codes of a tensor, if it is packed in a way that kernels read."""
     if not isinstance(raw, Saved) or raw.tensor is not None or raw.cell is None or raw.cell.held is not None:
         return None
     packed: Any = raw.cell.packed
     # What is computed again has a codec, but no codes and no plan.
     if packed is None or packed.plan is None or not packed.codec.reads_packed or packed.dtype != raw.dtype:
         return None
-    return packed if raw.layout.channels_last is False else None
+    return packed
+
+
+def codes_of(raw: Any) -> GroupQuantPacked | None:
+    """Return the codes of a contiguous tensor, if it is packed in a way that kernels read."""
+    packed = packed_values(raw)
+    return packed if packed is not None and raw.layout.channels_last is False else None
 
 
 def packed_codes(raw: Any, width: int) -> GroupQuantPacked | None:
@@ -261,7 +293,21 @@ def dropout(x: Tensor, mask: Tensor, p: float) -> Tensor:
     return x * mask * (1 / (1 - p))
 
 
+def eps_of(node: Any) -> float:
+    """Return what a batch norm adds to the variance."""
+    return float(saved_setting(node, "epsilon" if hasattr(type(node), "_saved_epsilon") else "eps"))
+
+
+BATCH_NORM = Rule(
+    (("input", 0), ("result1", None), ("result2", None), (LEAF, 2), ("weight", None)),
+    lambda node: partial(batch_norm, eps=eps_of(node)),
+    same_bits=False,
+    kernel=lambda node: batch_norm_kernel,
+    applies=lambda node: bool(saved_setting(node, "training", True)),
+)
 RULES = {
+    "NativeBatchNorm": BATCH_NORM,
+    "CudnnBatchNorm": BATCH_NORM,
     "Mul": Rule((("self", 0), ("other", 1)), lambda node: torch.mul, kernel=lambda node: product_kernel),
     "Silu": Rule(
         (("self", None),),

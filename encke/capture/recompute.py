@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from encke.capture.casts import CastWeight
-from encke.capture.expressions import RULES, Expression, Recomputed
+from encke.capture.expressions import LEAF, RULES, Expression, Recomputed
 from encke.capture.facts import SiteFacts
 from encke.capture.nodes import operation_name
 from encke.capture.saved import Saved, SharedCell
@@ -30,8 +30,8 @@ from encke.codecs.algebra import satisfies, strictest
 from encke.codecs.layout import Layout, run_of
 from encke.torch_internals import RAW_SAVED
 
-RESHAPES = {"View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Alias"}
-"""Views that keep the order of elements."""
+RESHAPES = {"View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Alias", "Clone"}
+"""Views and copies that keep the order of elements. An operation in place copies the input that it saves."""
 CAST = "ToCopy"
 MIN_BITS = 4
 """Fewest bits of a source that is read through a curved function: errors without bias have one behind it."""
@@ -207,12 +207,17 @@ def express(
     # Functions of users may have the name of an operation.
     if not hasattr(node, "encke_slots") and not hasattr(type(node), RAW_SAVED + rule.operands[-1][0]):
         return None
+    if not rule.applies(node):
+        return None
     needed = codec.refined(min_bits=MIN_BITS) if rule.curved and not codec.exact else codec
     if needed is None:
         return None
     found = Expression(node, rule, (node._input_metadata[0].dtype, *dtypes), shape)
     for slot, edge in rule.operands:
-        raw = raw_operand(node, slot) if slot else None
+        raw = leaf_operand(node, edge) if slot == LEAF else raw_operand(node, slot) if slot else None
+        if raw is None and slot == LEAF:
+            # A frozen one, or none at all: the graph does not tell.
+            return None
         if raw is None and slot not in OPTIONAL:
             child, number = node.next_functions[edge] if edge is not None else (None, 0)
             if child is None:
@@ -243,6 +248,13 @@ def raw_operand(node: Any, slot: str) -> Any:
         return None if raw is None else raw.data
     except RuntimeError:
         return None
+
+
+def leaf_operand(node: Any, edge: int | None) -> tuple[Tensor, int] | None:
+    """Return the leaf behind an edge, with its version; None if there is none."""
+    source = None if edge is None or len(node.next_functions) <= edge else node.next_functions[edge][0]
+    leaf = getattr(source, "variable", None)
+    return None if leaf is None else (leaf, leaf._version)
 
 
 def usable(raw: Any, device: torch.device) -> bool:

@@ -22,6 +22,15 @@ from encke.codecs.groupquant import GroupQuantPacked
 from encke.torch_internals import apply_as, functorch_interpreter, is_functorch_tensor, top_saved_tensors_hooks
 
 
+class Slot:
+    """Tensor that a node keeps past the hooks, where capture looks for what was saved: `(tensor, version)`."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: tuple[Tensor, int]) -> None:
+        self.data = data
+
+
 class InstalledForward:
     """An object that an attached layer has as its `forward`, in its `__dict__`.
 

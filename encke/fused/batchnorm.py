@@ -22,7 +22,7 @@ from encke.codecs import Codec, Packed
 from encke.codecs.base import EncoderState, check_version
 from encke.codecs.groupquant import GroupQuantPacked
 from encke.codecs.layout import FORMATS, Layout
-from encke.fused.base import LayerForward, in_place_of, packed_for
+from encke.fused.base import LayerForward, Slot, in_place_of, packed_for
 from encke.kernels.formats import NORM_GROUP, mix
 from encke.torch_internals import batch_norm_forward, cudnn_enabled, verify_batch_size
 
@@ -92,8 +92,15 @@ class BatchNormFunction(torch.autograd.Function):
         ctx.save_for_backward(x)
         return out
 
-    # Attribute of the plain operation's node that policies read: 1 / standard deviation of each channel.
-    node = {"_saved_result2": property(lambda ctx: ctx.kept[0][1] if ctx.kept[1] is None else ctx.kept[1])}
+    # Attributes of the plain operation's node that policies and capture read.
+    node = {
+        "encke_slots": ("input",),
+        "_saved_eps": property(lambda ctx: ctx.kept[6]),
+        "_saved_result2": property(lambda ctx: statistics_of(ctx)[1]),
+        "_raw_saved_result1": property(lambda ctx: slot_of(statistics_of(ctx)[0])),
+        "_raw_saved_result2": property(lambda ctx: slot_of(statistics_of(ctx)[1])),
+        "_raw_saved_weight": property(lambda ctx: None if ctx.kept[2] is None else Slot((ctx.kept[2], ctx.kept[3]))),
+    }
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -107,6 +114,17 @@ class BatchNormFunction(torch.autograd.Function):
         if gradients is None:
             gradients = plain_gradients(ctx.saved_tensors[0], ctx.kept, needs, grad)
         return (*gradients, None)
+
+
+def statistics_of(ctx: Any) -> tuple[Tensor, Tensor]:
+    """Return mean and 1 / standard deviation of each channel."""
+    mean, invstd = ctx.kept[:2]
+    return (mean[0], mean[1]) if invstd is None else (mean, invstd)
+
+
+def slot_of(t: Tensor) -> Slot:
+    """Return a tensor as capture finds it where a node keeps it."""
+    return Slot((t, t._version))
 
 
 def normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Settings) -> tuple[Tensor, Kept]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from encke.capture.deferred import DeferredForward
+from encke.capture.deferred import RestoredInput
 from encke.capture.facts import SiteFacts
 from encke.capture.passes import ForwardPass
 from encke.capture.readers import matches
@@ -120,7 +120,7 @@ class ConvForward(LayerForward):
             weight = weight.to(x.dtype)
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
-        forward.deferred = DeferredForward(facts, None, x)
+        forward.deferred = RestoredInput(facts, None, x)
         return facts.function(x, weight, bias, module.stride, module.padding, module.dilation, module.groups)
 
 

@@ -26,7 +26,7 @@ from encke.capture.modules import Layer, inside_compile
 from encke.capture.passes import Frame
 from encke.capture.sites import Site
 from encke.codecs.base import check_version
-from encke.fused.base import InstalledForward, has_triton, in_place_of
+from encke.fused.base import InstalledForward, Slot, has_triton, in_place_of
 
 OPERATIONS = {False: "FusedRmsNorm", True: "NativeLayerNorm"}
 """Operation of torch in whose place the function stands: with a mean or without."""
@@ -38,15 +38,6 @@ SCALES = (1.0, 2.0**-10, 2.0**-4, 16.0, 2.0**-12, 2.0)
 """Rows of a trial: in small ones epsilon shows."""
 SAME_BITS = 0.97
 """Share of 16-bit values that must agree bit for bit with a formula; another order of roundings changes a quarter."""
-
-
-class Slot:
-    """Tensor that a node keeps past the hooks, where capture looks for what was saved: `(tensor, version)`."""
-
-    __slots__ = ("data",)
-
-    def __init__(self, data: tuple[Tensor, int]) -> None:
-        self.data = data
 
 
 def kept(number: int) -> property:

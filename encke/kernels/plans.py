@@ -82,6 +82,12 @@ class GroupPlan(ABC):
         """Return the values as a tensor without gaps of that size and stride."""
         return self.decode(data, seed).as_strided(size, stride)
 
+    def decode_normalised(
+        self, data: Tensor, seed: Seed, norm: Norm, size: tuple[int, ...], stride: tuple[int, ...]
+    ) -> Tensor | None:
+        """Return a batch norm's result, given its input's codes, as `decode_strided` would; None without a kernel."""
+        return None
+
     def mask(self, data: Tensor) -> Tensor:
         """Return whether each value is not zero, flat."""
         out = self._new_values(torch.bool)

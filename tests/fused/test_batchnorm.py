@@ -10,13 +10,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import encke
+from encke import kernels
+from encke.capture import expressions
 from encke.codecs import ErrorBounded, GroupQuant
 from encke.fused import batchnorm, registry
 from encke.fused.base import in_place_of
 from encke.policies import Fixed
 from tests.fused.common import DEVICE, NEAR, attach, data, gradients, near, needs_gpu, net, second_order
 
-pytest.importorskip("triton")
+gpu = pytest.importorskip("encke.kernels.gpu", reason="needs triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
@@ -301,3 +303,31 @@ def test_on_a_gpu_the_peak_is_no_higher(monkeypatch):
         peaks[enabled] = torch.cuda.max_memory_allocated()
         handle.detach()
     assert peaks[True] <= peaks[False] * 1.01, peaks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_activation_behind_it_is_decoded_and_normalised_in_one_kernel(dtype, calls, monkeypatch):
+    """The same gradients as from a decoded input that torch normalises."""
+    layers = [nn.Conv2d(8, 16, 1, bias=False), nn.BatchNorm2d(16), nn.SiLU(inplace=True), nn.Conv2d(16, 4, 1)]
+    model = nn.Sequential(*layers).to(DEVICE, dtype, memory_format=torch.channels_last)
+    model[1].float()
+    x = torch.randn(4, 8, 16, 16, device=DEVICE).to(dtype, memory_format=torch.channels_last)
+    other, used = copy.deepcopy(model), []
+    original = expressions.batch_norm_kernel
+
+    def counting(*arguments):
+        found = original(*arguments)
+        used.append(found is not None)
+        return found
+
+    monkeypatch.setattr(kernels, "backend_for", lambda device: gpu)
+    monkeypatch.setattr(expressions, "runs_kernels", lambda device: True)
+    monkeypatch.setattr(expressions, "batch_norm_kernel", counting)
+    policy = Fixed(GroupQuant(bits=8))
+    handle = attach(model, policy)
+    kernel = gradients(model, x, 4)
+    codecs = {f"{row.layer}:{row.operation}": row.codec for row in handle.report().sites}
+    assert codecs["2:Silu"] == "recomputed" and used and all(used)
+    monkeypatch.setattr(expressions, "batch_norm_kernel", lambda *arguments: None)
+    attach(other, policy)
+    assert near([g.float() for g in kernel], [g.float() for g in gradients(other, x, 4)], 0.02)

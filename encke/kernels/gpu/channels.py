@@ -27,7 +27,7 @@ from encke.kernels.gpu.codes import (
     store_scales,
     values_of,
 )
-from encke.kernels.gpu.common import load_sum, random32, seed_of, widen
+from encke.kernels.gpu.common import load_sum, narrow, random32, seed_of, widen
 from encke.kernels.gpu.places import group_bytes
 
 
@@ -130,20 +130,17 @@ def load_channels(
     return j, packed, third
 
 
-@triton.jit(do_not_specialize=["row", "count", "blocks", "length", "seed_low", "seed_high"])
-def gq_decode_channels_kernel(
-    data, out, seeds, stride: tl.int64, row: tl.int64, count: tl.int32, blocks: tl.int32, length: tl.int32,
-    seed_low: tl.int32, seed_high: tl.int32, limit: tl.float64,
-    DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr, LENGTH: tl.constexpr, WHOLE: tl.constexpr,
-    CHANNELS: tl.constexpr, BYTES: tl.constexpr, MASK: tl.constexpr, TABLE: tl.constexpr,
+@triton.jit
+def decode_channels(
+    data, seed_low, seed_high, stride, row, count, blocks, length, limit,
+    DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr, LENGTH: tl.constexpr, CHANNELS: tl.constexpr,
+    BYTES: tl.constexpr, MASK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Decode BYTES code bytes of each group, or write their MASK."""
-    seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
+    """Return the values of BYTES code bytes of each group, or their MASK, and where they stand."""
     FIELD: tl.constexpr = 2 if BITS == 3 else BITS
     T: tl.constexpr = 8 // FIELD
     PARTS: tl.constexpr = LENGTH // BYTES
     WORK: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
-    length = LENGTH if WHOLE else length
     program, c, here = columns_of(stride, blocks * PARTS, CHANNELS)
     block, part = program // PARTS, program % PARTS
     start, valid = block_places(block, stride, row, count, length, T)
@@ -166,11 +163,54 @@ def gq_decode_channels_kernel(
             fixed >> 24, fixed, of_channel(lo), of_channel(step), of_channel(origin), of_channel(unit), top, DTYPE,
             BITS, SIGNS,
         )  # fmt: skip
+    return value, start, valid, j, t, c, here
+
+
+@triton.jit
+def store_channels(out, value, start, valid, j, t, c, here, stride, length, T: tl.constexpr, WHOLE: tl.constexpr):
+    """Store the values of groups that `decode_channels` returned."""
     to = out + start + ((t * length + j) * stride + of_channel(c))
     if WHOLE and valid == length * T:
         tl.store(to, value, mask=of_channel(here))
     else:
         tl.store(to, value, mask=of_channel(here) & (j < length) & (t * length + j < valid))
+
+
+@triton.jit(do_not_specialize=["row", "count", "blocks", "length", "seed_low", "seed_high"])
+def gq_decode_channels_kernel(
+    data, out, seeds, stride: tl.int64, row: tl.int64, count: tl.int32, blocks: tl.int32, length: tl.int32,
+    seed_low: tl.int32, seed_high: tl.int32, limit: tl.float64,
+    DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr, LENGTH: tl.constexpr, WHOLE: tl.constexpr,
+    CHANNELS: tl.constexpr, BYTES: tl.constexpr, MASK: tl.constexpr, TABLE: tl.constexpr,
+):  # fmt: skip
+    """Decode BYTES code bytes of each group, or write their MASK."""
+    seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
+    length = LENGTH if WHOLE else length
+    value, start, valid, j, t, c, here = decode_channels(
+        data, seed_low, seed_high, stride, row, count, blocks, length, limit,
+        DTYPE, BITS, SIGNS, LENGTH, CHANNELS, BYTES, MASK, WHOLE,
+    )  # fmt: skip
+    store_channels(out, value, start, valid, j, t, c, here, stride, length, 8 // (2 if BITS == 3 else BITS), WHOLE)
+
+
+@triton.jit(do_not_specialize=["row", "count", "blocks", "length", "seed_low", "seed_high"])
+def gq_normalise_channels_kernel(
+    data, mean, invstd, weight, bias, out, seeds, stride: tl.int64, row: tl.int64, count: tl.int32, blocks: tl.int32,
+    length: tl.int32, seed_low: tl.int32, seed_high: tl.int32, limit: tl.float64,
+    DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr, LENGTH: tl.constexpr, WHOLE: tl.constexpr,
+    CHANNELS: tl.constexpr, BYTES: tl.constexpr, TABLE: tl.constexpr,
+):  # fmt: skip
+    """Decode BYTES code bytes of each group, the input of a batch norm, and write the norm's result."""
+    seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
+    length = LENGTH if WHOLE else length
+    value, start, valid, j, t, c, here = decode_channels(
+        data, seed_low, seed_high, stride, row, count, blocks, length, limit,
+        DTYPE, BITS, SIGNS, LENGTH, CHANNELS, BYTES, False, WHOLE,
+    )  # fmt: skip
+    slope = tl.load(invstd + c, mask=here, other=0.0) * tl.load(weight + c, mask=here, other=0.0)
+    shift = tl.load(bias + c, mask=here, other=0.0) - tl.load(mean + c, mask=here, other=0.0) * slope
+    value = narrow(widen(value, DTYPE) * of_channel(slope) + of_channel(shift), DTYPE)
+    store_channels(out, value, start, valid, j, t, c, here, stride, length, 8 // (2 if BITS == 3 else BITS), WHOLE)
 
 
 @triton.jit(do_not_specialize=["row", "count", "blocks", "length"])

@@ -12,6 +12,7 @@ from encke.kernels.gpu.channels import (
     gq_decode_channels_kernel,
     gq_encode_channels_kernel,
     gq_gate_channels_kernel,
+    gq_normalise_channels_kernel,
 )
 from encke.kernels.gpu.group import gq_decode_kernel, gq_encode_kernel, gq_gate_kernel
 from encke.kernels.gpu.launch import TYPES, Launch, power_of_two, seed_arguments
@@ -42,6 +43,8 @@ class GpuPlan(GroupPlan):
         self.moments: Launch | None = None
         """Encode the ReLU of values in channels_last memory, or write the moments of groups beside the codes."""
         self.norm_relu: Launch | None = None
+        self.normaliser: Launch | None = None
+        """Decode the input of a batch norm in channels_last memory, and write its result."""
         if format.stride > 1:
             self._plan_channels(seed_table)
         else:
@@ -81,6 +84,9 @@ class GpuPlan(GroupPlan):
             Launch(gq_decode_channels_kernel, grid * (room // longer), (*constants, longer, mask, seed_table), 4, 1)
             for mask in (False, True)
         )
+        if dtype != torch.float64:
+            constants_of_norm = (*constants, longer, seed_table)
+            self.normaliser = Launch(gq_normalise_channels_kernel, grid * (room // longer), constants_of_norm, 4, 1)
         self.gater, self.adder = (
             Launch(gq_gate_channels_kernel, grid * (room // piece), (*constants, piece, add), 4, 1)
             for add in (False, True)
@@ -147,6 +153,16 @@ class GpuPlan(GroupPlan):
         out = torch.empty_strided(size, stride, dtype=self.format.dtype, device=self.device)
         seeds, low, high = seed_arguments(seed, data)
         self.decoder((data, out, seeds), (*self.numbers, low, high, self.limit))
+        return out
+
+    def decode_normalised(
+        self, data: Tensor, seed: Seed, norm: Norm, size: tuple[int, ...], stride: tuple[int, ...]
+    ) -> Tensor | None:
+        if self.normaliser is None:
+            return None
+        out = torch.empty_strided(size, stride, dtype=self.format.dtype, device=self.device)
+        seeds, low, high = seed_arguments(seed, data)
+        self.normaliser((data, *norm, out, seeds), (*self.numbers, low, high, self.limit))
         return out
 
     def mask_into(self, data: Tensor, out: Tensor) -> None:

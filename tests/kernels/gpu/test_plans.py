@@ -35,6 +35,23 @@ def test_equals_reference(dtype, bits, signs):
             assert torch.equal(ours.mask(kept), theirs.mask(data))
 
 
+@pytest.mark.parametrize(("bits", "channels", "pixels"), [(2, 24, 256), (3, 7, 300), (4, 64, 128), (8, 100, 129)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_batch_norms_result_is_that_of_its_decoded_input(dtype, bits, channels, pixels):
+    ours, theirs = plans(GroupFormat(bits, 128, dtype, channels), channels * pixels)
+    data = theirs.encode(content("normal", channels * pixels, dtype), SEED)
+    norm = tuple(torch.randn(channels, device=DEVICE) for _ in range(4))
+    size, stride = (1, channels, pixels, 1), (channels * pixels, 1, channels, channels)
+    found = ours.decode_normalised(data, SEED, norm, size, stride)
+    assert found is not None and found.stride() == stride
+    mean, invstd, weight, bias = (each.double()[:, None, None] for each in norm)
+    exact = (theirs.decode_strided(data, SEED, size, stride).double() - mean) * invstd * weight + bias
+    # Rounding of the result, and of fp32 products that may cancel.
+    bound = torch.finfo(dtype).eps * exact.abs() + 1e-5 * (mean * invstd * weight).abs().add(1)
+    assert ((found.double() - exact).abs() <= bound).all()
+    assert theirs.decode_normalised(data, SEED, norm, size, stride) is None
+
+
 @pytest.mark.parametrize(("bits", "signs", "group", "channels"), [
     (2, False, 128, 1), (3, False, 128, 1), (4, True, 128, 1), (8, False, 256, 1), (2, False, 200, 1),
     (2, False, 128, 24), (4, False, 128, 7),
