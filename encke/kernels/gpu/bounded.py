@@ -14,7 +14,7 @@ from encke.kernels.gpu.planes_decode import decode_kernel
 from encke.kernels.gpu.planes_encode import encode_kernel, range_kernel
 
 WARPS = 4  # of a group: 32 values a thread, whose bits are one word
-ENCODE_REGISTERS, DECODE_REGISTERS = 128, 80  # of a thread: what is spilled belongs to rare paths
+ENCODE_REGISTERS, DECODE_REGISTERS = 96, 80  # of a thread: what is spilled belongs to rare paths
 RANGE_SIZE = 16384  # values that a program of the range kernel reads
 FIRST_SHARE = 0.3  # of the source's bytes: capacity of a payload about which nothing is known
 SIZES = 8  # words that encoding counts in: sizes of up to 4 attempts, largest and smallest value

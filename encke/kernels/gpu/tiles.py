@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from encke.kernels.gpu.common import INTERPRETED, exponent, float_bits, highest, power, random32, rotate_right
+from encke.kernels.gpu.common import INTERPRETED, exponent, float_bits, power, random32, rotate_right
 
 ROUNDS = tl.constexpr(4)
 ALL_ZERO, AS_IS, REPEATED = tl.constexpr(0x60), tl.constexpr(0x61), tl.constexpr(0x62)
@@ -19,8 +19,11 @@ EVERY_BYTE = tl.constexpr(0x01010101)
 PICK_BYTES = tl.constexpr(
     "{.reg .b32 a, b; prmt.b32 a, $1, $2, 0x0040; prmt.b32 b, $3, $4, 0x0040; prmt.b32 $0, a, b, 0x5410;}"
 )
-SATURATE_BYTES = tl.constexpr(
-    "{.reg .b32 a; cvt.pack.sat.u8.s32.b32 a, $4, $3, 0; cvt.pack.sat.u8.s32.b32 $0, $2, $1, a;}"
+# Bits of eight floats that are not zero, added up in the last bits of a float.
+PICK_NONZERO = tl.constexpr(
+    "{.reg .pred p; .reg .f32 a; mov.f32 a, 0f4B000000;"
+    + "".join(f"setp.neu.f32 p, ${1 + s}, 0f00000000; @p add.f32 a, a, 0f{(127 + s) << 23:08X};" for s in range(8))
+    + "mov.b32 $0, a;}"
 )
 
 
@@ -50,27 +53,33 @@ def of_block(v):
 
 
 @triton.jit
-def block_sum(v):
-    """Return the sum of each block of a tile."""
-    return tl.sum(tl.sum(tl.sum(tl.sum(v, 4), 3), 1), 0)
-
-
-@triton.jit
 def block_max(v):
     """Return the largest of each block of a tile."""
     return tl.max(tl.max(tl.max(tl.max(v, 4), 3), 1), 0)
 
 
 @triton.jit
-def block_highest(v):
-    """Return the largest of each block of a tile, or NaN."""
-    return highest(highest(highest(highest(v, 4), 3), 1), 0)
-
-
-@triton.jit
 def block_min(v):
     """Return the smallest of each block of a tile."""
     return tl.min(tl.min(tl.min(tl.min(v, 4), 3), 1), 0)
+
+
+@triton.jit
+def lanes_sum(v):
+    """Return the sum of each block of a slice."""
+    return tl.sum(tl.sum(tl.sum(v, 3), 1), 0)
+
+
+@triton.jit
+def lanes_max(v):
+    """Return the largest of each block of a slice."""
+    return tl.max(tl.max(tl.max(v, 3), 1), 0)
+
+
+@triton.jit
+def lanes_min(v):
+    """Return the smallest of each block of a slice."""
+    return tl.min(tl.min(tl.min(v, 3), 1), 0)
 
 
 @triton.jit
@@ -122,33 +131,44 @@ def join_bits(flags):
 
 
 @triton.jit
-def join_lanes(v, SATURATED: tl.constexpr):
-    """Join four lanes, their lowest bytes or at most 255 of each, to one word: [half, word, block, slice]."""
-    if INTERPRETED:
-        v = tl.minimum(v, 255) if SATURATED else v & 255
-        return tl.sum(v.to(tl.uint32) << (tl.arange(0, 4) * 8).to(tl.uint32)[None, None, None, None, :], 4)
-    else:
-        even, odd = tl.split(tl.reshape(v, (2, 4, 16, 8, 2, 2)))
-        first, third = tl.split(even)
-        second, fourth = tl.split(odd)
-        # Two or three instructions; minima, masks, shifts and sums would take more.
-        return tl.inline_asm_elementwise(
-            SATURATE_BYTES if SATURATED else PICK_BYTES, "=r,r,r,r,r", [first, second, third, fourth],
-            dtype=tl.uint32, is_pure=True, pack=1,
-        )  # fmt: skip
+def split_tile(v):
+    """Return eight slices of a tile: [half, word, block, lane] each."""
+    even, odd = tl.split(tl.reshape(tl.permute(v, (0, 1, 2, 4, 3)), (2, 4, 16, 4, 2, 2, 2)))
+    even0, even2 = tl.split(even)
+    odd0, odd2 = tl.split(odd)
+    s0, s4 = tl.split(even0)
+    s2, s6 = tl.split(even2)
+    s1, s5 = tl.split(odd0)
+    s3, s7 = tl.split(odd2)
+    return s0, s1, s2, s3, s4, s5, s6, s7
 
 
 @triton.jit
-def split_slices(bytes):
-    """Return the words of eight slices, [half, word, block] each."""
-    even, odd = tl.split(tl.reshape(bytes, (2, 4, 16, 2, 2, 2)))
-    even0, even2 = tl.split(even)
-    odd0, odd2 = tl.split(odd)
-    w0, w4 = tl.split(even0)
-    w2, w6 = tl.split(even2)
-    w1, w5 = tl.split(odd0)
-    w3, w7 = tl.split(odd2)
-    return w0, w1, w2, w3, w4, w5, w6, w7
+def join_lanes(v):
+    """Join the lowest bytes of four lanes to one word: [half, word, block]."""
+    if INTERPRETED:
+        return tl.sum((v & 255).to(tl.uint32) << (tl.arange(0, 4) * 8).to(tl.uint32)[None, None, None, :], 3)
+    else:
+        even, odd = tl.split(tl.reshape(v, (2, 4, 16, 2, 2)))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        return tl.inline_asm_elementwise(
+            PICK_BYTES, "=r,r,r,r,r", [first, second, third, fourth], dtype=tl.uint32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def nonzero_bits(v):
+    """Return which values of each thread are not zero, as a word: [half, word, block]."""
+    if INTERPRETED or v.dtype == tl.float64:
+        return join_bits(v != 0)
+    else:
+        # Two instructions a value, one of which is an addition; joining flags takes three, none of which is.
+        v0, v1, v2, v3, v4, v5, v6, v7 = split_tile(v)
+        lanes = tl.inline_asm_elementwise(
+            PICK_NONZERO, "=r,f,f,f,f,f,f,f,f", [v0, v1, v2, v3, v4, v5, v6, v7], dtype=tl.uint32, is_pure=True, pack=1
+        )
+        return join_lanes(lanes)
 
 
 @triton.jit
@@ -217,15 +237,18 @@ def next_move(left, mask, DISTANCE: tl.constexpr):
 def moves_of(mask):
     """Return how bits move when those under a mask are gathered: within bytes, then the second to fourth byte.
 
-    Which bits of bytes move by 1, 2 and 4 is found as in Hacker's Delight 7-4.
+    Which bits of bytes move by 1 and 2 is found as in Hacker's Delight 7-4. Then the upper half of a byte moves by 4,
+    unless the lower half is full.
     """
-    left = ((mask ^ 0xFFFFFFFF) << 1) & 0xFEFEFEFE
-    one, left, mask = next_move(left, mask, 1)
-    two, left, mask = next_move(left, mask, 2)
-    four, left, mask = next_move(left, mask, 4)
     second = (8 - count_ones(mask & 0xFF)).to(tl.uint32)
     third = (16 - count_ones(mask & 0xFFFF)).to(tl.uint32)
     fourth = (24 - count_ones(mask & 0xFFFFFF)).to(tl.uint32)
+    left = ((mask ^ 0xFFFFFFFF) << 1) & 0xFEFEFEFE
+    one, left, mask = next_move(left, mask, 1)
+    two, left, mask = next_move(left, mask, 2)
+    full = mask & (mask >> 1)
+    full &= (full >> 2) & EVERY_BYTE
+    four = mask & 0xF0F0F0F0 & ((full * 0xF0) ^ 0xFFFFFFFF)
     return one, two, four, second, third, fourth
 
 
@@ -233,9 +256,10 @@ def moves_of(mask):
 def gather(word, moves):
     """Move the bits of a word, none outside the mask of the moves, to the lowest places."""
     one, two, four, second, third, fourth = moves
-    word = (word ^ (word & one)) | ((word & one) >> 1)
-    word = (word ^ (word & two)) | ((word & two) >> 2)
-    word = (word ^ (word & four)) | ((word & four) >> 4)
+    # A bit that moves by two loses 3/4 of its value: multiply and add, which has a pipeline of its own.
+    word -= (word & one) >> 1
+    word -= ((word & two) >> 2) * 3
+    word -= ((word & four) >> 4) * 15
     low = (word & 0xFF) | ((word & 0xFF00) >> second)
     return low | ((word & 0xFF0000) >> third) | ((word & 0xFF000000) >> fourth)
 
