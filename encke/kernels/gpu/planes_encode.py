@@ -8,8 +8,6 @@ import triton.language as tl
 from encke.kernels.gpu.common import INTERPRETED, divide, exponent, float_bits, narrow, widen
 from encke.kernels.gpu.planes_forms import bit_width, choose_forms, integers_of, less_four, shift_planes, unary_codes
 from encke.kernels.gpu.planes_put import (
-    close_words,
-    open_words,
     put_chunk,
     put_flags,
     put_number,
@@ -17,8 +15,8 @@ from encke.kernels.gpu.planes_put import (
     put_raw,
     put_round,
     put_tables,
-    put_words,
 )
+from encke.kernels.gpu.shared import close_words, open_words, put_words
 from encke.kernels.gpu.tiles import (
     ALL_ZERO,
     AS_IS,
