@@ -9,10 +9,10 @@ from encke.kernels.gpu.common import float_bits, narrow, widen
 from encke.kernels.gpu.shared import get_words, load_words, read_words
 from encke.kernels.gpu.tiles import (
     AS_IS,
-    EVERY_BYTE,
     REPEATED,
     count_ones,
     dither_of,
+    full_places,
     lane_floats,
     lane_masks,
     moves_of,
@@ -79,9 +79,12 @@ def add_planes(number, words, bit, count, n, width, shift, mask):
 @triton.jit
 def get_flags(payload, at, sparse, left):
     """Read which values are not zero, of the `left` ones in the group: all where a block is not sparse."""
-    valid, here = valid_bits(left), sparse[None, None, :]
-    count = count_ones(valid)
-    place, _ = places_of(count)
+    here = sparse[None, None, :]
+    valid, count, place = tl.full((2, 4, 16), 0xFFFFFFFF, tl.uint32), tl.full((2, 4, 16), 32, tl.int32), full_places()
+    if left < 4096:
+        valid = valid_bits(left)
+        count = count_ones(valid)
+        place, _ = places_of(count)
     # From global memory, by Triton's own load: threads get the layout of the others from it.
     flags = load_words(payload, at[None, None, :] + place, tl.where(here, count, 0))
     if left < 4096:
@@ -117,11 +120,41 @@ def get_width(words, at, some):
 
 
 @triton.jit
-def get_bytes(words, at, k, coded, fixed):
-    """Read numbers below 256 from bit `at` of each block: four bytes in a word for each of eight slices."""
+def raise_planes(planes, k):
+    """Return planes of numbers below 256, multiplied by 2^k."""
+    p0, p1, p2, p3, p4, p5, p6, p7 = planes
+    one, two, four = (k & 1) > 0, (k & 2) > 0, (k & 4) > 0
+    p7, p6, p5, p4 = tl.where(one, p6, p7), tl.where(one, p5, p6), tl.where(one, p4, p5), tl.where(one, p3, p4)
+    p3, p2, p1, p0 = tl.where(one, p2, p3), tl.where(one, p1, p2), tl.where(one, p0, p1), tl.where(one, 0, p0)
+    p7, p6, p5, p4 = tl.where(two, p5, p7), tl.where(two, p4, p6), tl.where(two, p3, p5), tl.where(two, p2, p4)
+    p3, p2, p1, p0 = tl.where(two, p1, p3), tl.where(two, p0, p2), tl.where(two, 0, p1), tl.where(two, 0, p0)
+    p7, p6, p5, p4 = tl.where(four, p3, p7), tl.where(four, p2, p6), tl.where(four, p1, p5), tl.where(four, p0, p4)
+    return tl.where(four, 0, p0), tl.where(four, 0, p1), tl.where(four, 0, p2), tl.where(four, 0, p3), p4, p5, p6, p7
+
+
+@triton.jit
+def turn_planes(planes, zigzag):
+    """Return planes of numbers, for zigzag ones of 127 more than the distance: it is -h for 2h and h + 1 for 2h + 1."""
+    p0, p1, p2, p3, p4, p5, p6, p7 = planes
+    even = p0 ^ 0xFFFFFFFF
+    t0, t1, t2, t3 = (
+        tl.where(zigzag, p1 ^ even, p0),
+        tl.where(zigzag, p2 ^ even, p1),
+        tl.where(zigzag, p3 ^ even, p2),
+        tl.where(zigzag, p4 ^ even, p3),
+    )
+    t4, t5, t6 = tl.where(zigzag, p5 ^ even, p4), tl.where(zigzag, p6 ^ even, p5), tl.where(zigzag, p7 ^ even, p6)
+    return t0, t1, t2, t3, t4, t5, t6, tl.where(zigzag, p0, p7)
+
+
+@triton.jit
+def get_bytes(words, at, k, coded, fixed, zigzag):
+    """Read numbers below 256 from bit `at` of each block, turned: four bytes in a word for each of eight slices."""
     moves, count = moves_of(coded), count_ones(coded)
     place, n = places_of(count)
-    low = transpose(get_chunk(words, at[None, None, :] + place, count, n, k, tl.max(k, 0), coded, moves))
+    p0, p1, p2, p3, p4, p5, p6, p7 = get_chunk(
+        words, at[None, None, :] + place, count, n, k, tl.max(k, 0), coded, moves
+    )
     more0, more1, more2, more3, at = get_unary(words, at + n * k, place, count, n, coded, fixed, moves)
     q0, q1, q2 = (more0 ^ more1) | (more2 ^ more3), more1 ^ more3, more3
     q3 = tl.zeros((2, 4, 16), tl.uint32)
@@ -132,14 +165,16 @@ def get_bytes(words, at, k, coded, fixed):
     most = tl.max(width, 0)
     if most > 0:
         bit = (at + 5)[None, None, :] + place
-        p0, p1, p2, p3, p4, p5, p6, p7 = get_chunk(words, bit, count, n, width, most, more3, moves_of(more3))
+        r0, r1, r2, r3, r4, r5, r6, r7 = get_chunk(words, bit, count, n, width, most, more3, moves_of(more3))
         # Four more, plane by plane.
-        q0, q1, q2, carry = q0 | p0, q1 | p1, more3 ^ p2, more3 & p2
-        q3, carry = p3 ^ carry, p3 & carry
-        q4, carry = p4 ^ carry, p4 & carry
-        q5, carry = p5 ^ carry, p5 & carry
-        q6, q7 = p6 ^ carry, p7 ^ (p6 & carry)
-    return low, transpose((q0, q1, q2, q3, q4, q5, q6, q7))
+        q0, q1, q2, carry = q0 | r0, q1 | r1, more3 ^ r2, more3 & r2
+        q3, carry = r3 ^ carry, r3 & carry
+        q4, carry = r4 ^ carry, r4 & carry
+        q5, carry = r5 ^ carry, r5 & carry
+        q6, q7 = r6 ^ carry, r7 ^ (r6 & carry)
+    q0, q1, q2, q3, q4, q5, q6, q7 = raise_planes((q0, q1, q2, q3, q4, q5, q6, q7), k[None, None, :])
+    planes = (p0 | q0, p1 | q1, p2 | q2, p3 | q3, p4 | q4, p5 | q5, p6 | q6, p7 | q7)
+    return transpose(turn_planes(planes, zigzag))
 
 
 @triton.jit
@@ -159,11 +194,9 @@ def get_numbers(words, at, k, coded, fixed):
 @triton.jit
 def slice_values(bytes, coded, form, step, SLICE: tl.constexpr, DTYPE: tl.constexpr, DITHERED: tl.constexpr):
     """Decode the numbers of a slice."""
-    sign, zero, zigzag = form
+    sign, zero = form
     eb_c, group, seed_low, seed_high = step
-    # Zigzag: 127 more than the distance from the base, which is -h for 2h and h + 1 for 2h + 1.
-    turned = ((bytes >> 1) & 0x7F7F7F7F) ^ 0x7F7F7F7F ^ ((bytes & EVERY_BYTE) * 255)
-    level = tl.fma(lane_floats(tl.where(zigzag, turned, bytes)).to(eb_c.dtype), sign, zero)
+    level = tl.fma(lane_floats(bytes).to(eb_c.dtype), sign, zero)
     if DITHERED:
         level += dither_of(random_of(group, slice_index(SLICE), seed_low, seed_high), eb_c.dtype)
     bits = float_bits(level * (eb_c * 2.0))
@@ -176,15 +209,13 @@ def narrow_values(words, at, k, base, what, coded, step, DTYPE: tl.constexpr, DI
     """Decode a group in which no number is larger than 255."""
     dtype = step[0].dtype
     order = (what >> 5) & 3
-    sign, zigzag = tl.where(order == 2, -1, 1), (order > 0)[None, None, :]
+    sign = tl.where(order == 2, -1, 1)
     zero = (base - sign * tl.where(order > 0, 32768 + 127, 32768)).to(dtype) + (0.0 if DITHERED else 0.5)
-    form = (sign.to(dtype)[None, None, :, None], zero[None, None, :, None], zigzag)
-    low, quotients = get_bytes(words, at, k, coded, (what & 16) > 0)
-    shift = k.to(tl.uint32)[None, None, :]
+    form = (sign.to(dtype)[None, None, :, None], zero[None, None, :, None])
+    bytes = get_bytes(words, at, k, coded, (what & 16) > 0, (order > 0)[None, None, :])
     values = ()
     for slice in tl.static_range(8):
-        bytes = low[slice] | (quotients[slice] << shift)
-        values += (slice_values(bytes, coded, form, step, slice, DTYPE, DITHERED),)  # type: ignore[assignment]
+        values += (slice_values(bytes[slice], coded, form, step, slice, DTYPE, DITHERED),)  # type: ignore[assignment]
     # One tile for one store: Triton looks for the best layout of each.
     even = tl.join(tl.join(values[0], values[4]), tl.join(values[2], values[6]))  # type: ignore[misc]
     odd = tl.join(tl.join(values[1], values[5]), tl.join(values[3], values[7]))  # type: ignore[misc]

@@ -297,9 +297,10 @@ def encode_kernel(
         slice_numbers = integers_of(levels[slice], slope[None, None, :, None], shift[None, None, :, None])
         bytes += (join_lanes(slice_numbers),)  # type: ignore[assignment]
     planes = transpose(bytes)
-    # Which of eight planes any block has, and whether there are numbers above 255.
-    some = tl.reduce(((1 << tl.minimum(k, 8)) - 1) | ((most > 255).to(tl.int32) << 8), 0, either)
-    far = some > 255
+    # Which of eight planes any block has, and whether there are numbers above 255, and zeros.
+    some = ((1 << tl.minimum(k, 8)) - 1) | ((most > 255).to(tl.int32) << 8) | ((n < 256).to(tl.int32) << 9)
+    some = tl.reduce(some, 0, either)
+    far, dense = (some & 256) > 0, some < 512
     if far:
         number = far_numbers(x, group, left, limits, step, seed, form, DTYPE, ROUNDING)
         quotient = number >> of_block(k)
@@ -357,10 +358,13 @@ def encode_kernel(
         rest = (number >> of_block(k)) - ROUNDS
         put_planes(words, last[None, None, :] + place3, escapes, rest, 0, width, more3)
 
-    moves = moves_of(mask)
-    put_chunk(words, at[None, None, :] + place, n, k, some & 255, planes, mask, moves)
+    word, moves = more0, (mask, mask, mask, mask, mask, mask)
+    if not dense:
+        moves = moves_of(mask)
+        word = gather(more0, moves)
+    put_chunk(words, at[None, None, :] + place, n, k, some & 255, planes, mask, moves, dense)
     at += n * k
-    put_words(words, at[None, None, :] + place, gather(more0, moves))
+    put_words(words, at[None, None, :] + place, word)
     at += tl.where(fixed, 0, n)
     put_round(words, at[None, None, :] + place0, more0, more1)
     at += count0
@@ -372,7 +376,7 @@ def encode_kernel(
         if far == 0:
             rests = less_four(shift_planes(planes, k[None, None, :]))
             some = (1 << tl.max(width, 0)) - 1
-            put_chunk(words, last[None, None, :] + place3, escapes, width, some, rests, more3, moves_of(more3))
+            put_chunk(words, last[None, None, :] + place3, escapes, width, some, rests, more3, moves_of(more3), False)
     close_words(payload, words, units)
     if ((total >> 16) & 31) > 0:
         tl.debug_barrier()

@@ -19,8 +19,9 @@ def bit_width(v):
 def rice_parameter(n, total):
     """Return the number of low bits for n values with that sum, which is at most 2^31."""
     each = (n * 3).to(tl.uint32)
-    k = tl.maximum(bit_width(total) - bit_width(each) - 1, 0)
-    for _ in tl.static_range(3):
+    # It is one or two more than the difference of the widths, of which that of the sum may be one too many.
+    k = tl.maximum(bit_width(total) - bit_width(each), 0)
+    for _ in tl.static_range(2):
         k += (total > ((each << k.to(tl.uint32)) >> 1)).to(tl.int32)
     return k
 

@@ -7,7 +7,16 @@ import triton.language as tl
 
 from encke.kernels.gpu.common import float_bits
 from encke.kernels.gpu.shared import put_words
-from encke.kernels.gpu.tiles import count_ones, first_thread, gather, join_bits, moves_of, places_of, valid_bits
+from encke.kernels.gpu.tiles import (
+    count_ones,
+    first_thread,
+    full_places,
+    gather,
+    join_bits,
+    moves_of,
+    places_of,
+    valid_bits,
+)
 
 
 @triton.jit
@@ -18,14 +27,16 @@ def put_number(words, bit, number):
 
 
 @triton.jit
-def put_chunk(words, bit, n, width, some, planes, mask, moves):
+def put_chunk(words, bit, n, width, some, planes, mask, moves, dense):
     """Write the first `width` of eight planes under the mask of the moves, n bits apart.
 
-    `some` has a bit for each plane that any block has.
+    `some` has a bit for each plane that any block has. `dense`: the mask of each block has all bits or none.
     """
     for p in tl.static_range(8):
         if some >= (1 << p):
-            word = gather(planes[p] & tl.where((p < width)[None, None, :], mask, 0), moves)
+            word = planes[p] & tl.where((p < width)[None, None, :], mask, 0)
+            if not dense:
+                word = gather(word, moves)
             put_words(words, bit + (p * n)[None, None, :], word)
 
 
@@ -49,7 +60,7 @@ def put_round(words, bit, alive, more):
 @triton.jit
 def put_flags(words, at, mask, left):
     """Write the bits of the values that there are; `left` remain in the group."""
-    place = tl.arange(0, 2)[:, None, None] * 32 + tl.arange(0, 4)[None, :, None] * 64 + tl.zeros_like(mask).to(tl.int32)
+    place = full_places()
     if left < 4096:
         valid = valid_bits(left)
         mask = gather(mask & valid, moves_of(valid))

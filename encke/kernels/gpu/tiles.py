@@ -19,6 +19,11 @@ EVERY_BYTE = tl.constexpr(0x01010101)
 PICK_BYTES = tl.constexpr(
     "{.reg .b32 a, b; prmt.b32 a, $1, $2, 0x0040; prmt.b32 b, $3, $4, 0x0040; prmt.b32 $0, a, b, 0x5410;}"
 )
+# Bytes of a word, each multiplied.
+MULTIPLY_BYTES = tl.constexpr(
+    "{.reg .b32 a, b, c, d; and.b32 a, $1, 255; prmt.b32 b, $1, 0, 0x4441; prmt.b32 c, $1, 0, 0x4442;"
+    "shr.u32 d, $1, 24; mad.lo.u32 a, b, $2, a; mad.lo.u32 a, c, $3, a; mad.lo.u32 $0, d, $4, a;}"
+)
 # Bits of eight floats that are not zero, added up in the last bits of a float.
 PICK_NONZERO = tl.constexpr(
     "{.reg .pred p; .reg .f32 a; mov.f32 a, 0f4B000000;"
@@ -144,17 +149,24 @@ def split_tile(v):
 
 
 @triton.jit
-def join_lanes(v):
-    """Join the lowest bytes of four lanes to one word: [half, word, block]."""
+def pick_bytes(first, second, third, fourth):
+    """Join the lowest bytes of four words."""
     if INTERPRETED:
-        return tl.sum((v & 255).to(tl.uint32) << (tl.arange(0, 4) * 8).to(tl.uint32)[None, None, None, :], 3)
+        low = (first & 255) | ((second & 255) << 8)
+        return (low | ((third & 255) << 16) | ((fourth & 255) << 24)).to(tl.uint32, bitcast=True)
     else:
-        even, odd = tl.split(tl.reshape(v, (2, 4, 16, 2, 2)))
-        first, third = tl.split(even)
-        second, fourth = tl.split(odd)
         return tl.inline_asm_elementwise(
             PICK_BYTES, "=r,r,r,r,r", [first, second, third, fourth], dtype=tl.uint32, is_pure=True, pack=1
         )
+
+
+@triton.jit
+def join_lanes(v):
+    """Join the lowest bytes of four lanes to one word: [half, word, block]."""
+    even, odd = tl.split(tl.reshape(v, (2, 4, 16, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return pick_bytes(first, second, third, fourth)
 
 
 @triton.jit
@@ -172,10 +184,23 @@ def nonzero_bits(v):
 
 
 @triton.jit
+def choose_bits(first, second, KEPT: tl.constexpr):
+    """Return the bits of the first word under KEPT and the others of the second."""
+    return tl.inline_asm_elementwise(
+        "lop3.b32 $0, $1, $2, $3, 0xE4;", "=r,r,r,r", [first, second, tl.full((), KEPT, tl.uint32)],
+        dtype=tl.uint32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def exchange(first, second, DISTANCE: tl.constexpr, KEPT: tl.constexpr):
     """Exchange bits between words DISTANCE slices apart: a step of a transposition."""
-    low = (first & KEPT) | ((second & KEPT) << DISTANCE)
-    return low, ((first >> DISTANCE) & KEPT) | (second & (KEPT ^ 0xFFFFFFFF))
+    low, high = second << DISTANCE, first >> DISTANCE
+    if INTERPRETED:
+        return (first & KEPT) | (low & (KEPT ^ 0xFFFFFFFF)), (high & KEPT) | (second & (KEPT ^ 0xFFFFFFFF))
+    else:
+        # One instruction each; the compiler finds two or three.
+        return choose_bits(first, low, KEPT), choose_bits(high, second, KEPT)
 
 
 @triton.jit
@@ -240,9 +265,8 @@ def moves_of(mask):
     Which bits of bytes move by 1 and 2 is found as in Hacker's Delight 7-4. Then the upper half of a byte moves by 4,
     unless the lower half is full.
     """
-    second = (8 - count_ones(mask & 0xFF)).to(tl.uint32)
-    third = (16 - count_ones(mask & 0xFFFF)).to(tl.uint32)
-    fourth = (24 - count_ones(mask & 0xFFFFFF)).to(tl.uint32)
+    second, third = count_ones(mask & 0xFF).to(tl.uint32), count_ones(mask & 0xFFFF).to(tl.uint32)
+    fourth = count_ones(mask & 0xFFFFFF).to(tl.uint32)
     left = ((mask ^ 0xFFFFFFFF) << 1) & 0xFEFEFEFE
     one, left, mask = next_move(left, mask, 1)
     two, left, mask = next_move(left, mask, 2)
@@ -256,20 +280,26 @@ def moves_of(mask):
 def gather(word, moves):
     """Move the bits of a word, none outside the mask of the moves, to the lowest places."""
     one, two, four, second, third, fourth = moves
-    # A bit that moves by two loses 3/4 of its value: multiply and add, which has a pipeline of its own.
+    # A bit that moves by two loses 3/4 of its value. Products and sums have a pipeline of their own.
     word -= (word & one) >> 1
     word -= ((word & two) >> 2) * 3
     word -= ((word & four) >> 4) * 15
-    low = (word & 0xFF) | ((word & 0xFF00) >> second)
-    return low | ((word & 0xFF0000) >> third) | ((word & 0xFF000000) >> fourth)
+    unit = tl.full((), 1, tl.uint32)
+    second, third, fourth = unit << second, unit << third, unit << fourth
+    if INTERPRETED:
+        low = (word & 255) + ((word >> 8) & 255) * second
+        return low + ((word >> 16) & 255) * third + (word >> 24) * fourth
+    else:
+        return tl.inline_asm_elementwise(
+            MULTIPLY_BYTES, "=r,r,r,r,r", [word, second, third, fourth], dtype=tl.uint32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
 def spread(word, mask, moves):
     """Move the lowest bits of a word to the places under the mask of the moves."""
     one, two, four, second, third, fourth = moves
-    low = (word & 0xFF) | ((word << second) & 0xFF00)
-    word = low | ((word << third) & 0xFF0000) | ((word << fourth) & 0xFF000000)
+    word = pick_bytes(word, word >> second, word >> third, word >> fourth)
     word = (word & (four ^ 0xFFFFFFFF)) | ((word << 4) & four)
     word = (word & (two ^ 0xFFFFFFFF)) | ((word << 2) & two)
     word = (word & (one ^ 0xFFFFFFFF)) | ((word << 1) & one)
@@ -290,6 +320,12 @@ def places_of(count):
     first = (before[None, None, :] >> shift) & 255
     place = first + tl.where(tl.arange(0, 2)[:, None, None] > 0, other, 0)
     return place.to(tl.int32), ((before >> 24) + (both >> 24)).to(tl.int32)
+
+
+@triton.jit
+def full_places():
+    """Return how many bits of its block stand before those of each thread where all have 32."""
+    return tl.arange(0, 2)[:, None, None] * 32 + tl.arange(0, 4)[None, :, None] * 64 + tl.zeros((2, 4, 16), tl.int32)
 
 
 @triton.jit
