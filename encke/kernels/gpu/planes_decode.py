@@ -29,31 +29,33 @@ from encke.kernels.gpu.tiles import (
 
 
 @triton.jit
-def get_plane(words, bit, count, n, p, width, mask, moves):
-    """Read plane p of the blocks that have one; planes lie n bits apart."""
+def get_plane(words, bit, count, n, p, width, mask, moves, dense):
+    """Read plane p of the blocks that have one; planes lie n bits apart. `dense`: the mask has all bits."""
     here = (p < width)[None, None, :]
     word = get_words(words, bit + (p * n)[None, None, :], tl.where(here, count, 0))
-    return spread(word, tl.where(here, mask, 0), moves)
+    if not dense:
+        word = spread(word, mask, moves)
+    return tl.where(here, word, 0)
 
 
 @triton.jit
-def get_chunk(words, bit, count, n, width, most, mask, moves):
+def get_chunk(words, bit, count, n, width, most, mask, moves, dense):
     """Read the first `width` of eight planes under the mask of the moves; others are zero."""
     p0 = tl.zeros((2, 4, 16), tl.uint32)
     p1, p2, p3, p4, p5, p6, p7 = p0, p0, p0, p0, p0, p0, p0
     # By twos: a branch less, and loads that do not wait for each other.
     if most > 0:
-        p0 = get_plane(words, bit, count, n, 0, width, mask, moves)
-        p1 = get_plane(words, bit, count, n, 1, width, mask, moves)
+        p0 = get_plane(words, bit, count, n, 0, width, mask, moves, dense)
+        p1 = get_plane(words, bit, count, n, 1, width, mask, moves, dense)
     if most > 2:
-        p2 = get_plane(words, bit, count, n, 2, width, mask, moves)
-        p3 = get_plane(words, bit, count, n, 3, width, mask, moves)
+        p2 = get_plane(words, bit, count, n, 2, width, mask, moves, dense)
+        p3 = get_plane(words, bit, count, n, 3, width, mask, moves, dense)
     if most > 4:
-        p4 = get_plane(words, bit, count, n, 4, width, mask, moves)
-        p5 = get_plane(words, bit, count, n, 5, width, mask, moves)
+        p4 = get_plane(words, bit, count, n, 4, width, mask, moves, dense)
+        p5 = get_plane(words, bit, count, n, 5, width, mask, moves, dense)
     if most > 6:
-        p6 = get_plane(words, bit, count, n, 6, width, mask, moves)
-        p7 = get_plane(words, bit, count, n, 7, width, mask, moves)
+        p6 = get_plane(words, bit, count, n, 6, width, mask, moves, dense)
+        p7 = get_plane(words, bit, count, n, 7, width, mask, moves, dense)
     return p0, p1, p2, p3, p4, p5, p6, p7
 
 
@@ -71,7 +73,7 @@ def add_planes(number, words, bit, count, n, width, shift, mask):
     moves, most = moves_of(mask), tl.max(width, 0)
     p = 0
     while p < most:
-        number += tile_bits(get_plane(words, bit, count, n, p, width, mask, moves)) << of_block(shift + p)
+        number += tile_bits(get_plane(words, bit, count, n, p, width, mask, moves, False)) << of_block(shift + p)
         p += 1
     return number
 
@@ -102,11 +104,13 @@ def get_round(words, at, alive):
 
 
 @triton.jit
-def get_unary(words, at, place, count, n, coded, fixed, moves):
+def get_unary(words, at, place, count, n, coded, fixed, moves, dense):
     """Read unary codes: which quotients are larger than 0, 1, 2 and 3, and where the codes end."""
     alive = tl.where(fixed[None, None, :], 0, coded)
     word = get_words(words, at[None, None, :] + place, tl.where(fixed[None, None, :], 0, count))
-    more0 = spread(word, alive, moves)
+    if not dense:
+        word = spread(word, coded, moves)
+    more0 = word & alive
     more1, at = get_round(words, at + tl.where(fixed, 0, n), more0)
     more2, at = get_round(words, at, more1)
     more3, at = get_round(words, at, more2)
@@ -148,14 +152,17 @@ def turn_planes(planes, zigzag):
 
 
 @triton.jit
-def get_bytes(words, at, k, coded, fixed, zigzag):
+def get_bytes(words, at, k, coded, fixed, zigzag, dense):
     """Read numbers below 256 from bit `at` of each block, turned: four bytes in a word for each of eight slices."""
-    moves, count = moves_of(coded), count_ones(coded)
-    place, n = places_of(count)
+    moves, count = (coded, coded, coded, coded, coded, coded), tl.full((2, 4, 16), 32, tl.int32)
+    place, n = full_places(), tl.full((16,), 256, tl.int32)
+    if not dense:
+        moves, count = moves_of(coded), count_ones(coded)
+        place, n = places_of(count)
     p0, p1, p2, p3, p4, p5, p6, p7 = get_chunk(
-        words, at[None, None, :] + place, count, n, k, tl.max(k, 0), coded, moves
+        words, at[None, None, :] + place, count, n, k, tl.max(k, 0), coded, moves, dense
     )
-    more0, more1, more2, more3, at = get_unary(words, at + n * k, place, count, n, coded, fixed, moves)
+    more0, more1, more2, more3, at = get_unary(words, at + n * k, place, count, n, coded, fixed, moves, dense)
     q0, q1, q2 = (more0 ^ more1) | (more2 ^ more3), more1 ^ more3, more3
     q3 = tl.zeros((2, 4, 16), tl.uint32)
     q4, q5, q6, q7 = q3, q3, q3, q3
@@ -165,7 +172,7 @@ def get_bytes(words, at, k, coded, fixed, zigzag):
     most = tl.max(width, 0)
     if most > 0:
         bit = (at + 5)[None, None, :] + place
-        r0, r1, r2, r3, r4, r5, r6, r7 = get_chunk(words, bit, count, n, width, most, more3, moves_of(more3))
+        r0, r1, r2, r3, r4, r5, r6, r7 = get_chunk(words, bit, count, n, width, most, more3, moves_of(more3), False)
         # Four more, plane by plane.
         q0, q1, q2, carry = q0 | r0, q1 | r1, more3 ^ r2, more3 & r2
         q3, carry = r3 ^ carry, r3 & carry
@@ -184,7 +191,7 @@ def get_numbers(words, at, k, coded, fixed):
     place, n = places_of(count)
     number = tl.zeros((2, 4, 16, 8, 4), tl.int32)
     number = add_planes(number, words, at[None, None, :] + place, count, n, k, tl.zeros_like(k), coded)
-    more0, more1, more2, more3, at = get_unary(words, at + n * k, place, count, n, coded, fixed, moves_of(coded))
+    more0, more1, more2, more3, at = get_unary(words, at + n * k, place, count, n, coded, fixed, moves_of(coded), False)
     number += (tile_bits(more0) + tile_bits(more1) + tile_bits(more2) + tile_bits(more3)) << of_block(k)
     count = count_ones(more3)
     place, n = places_of(count)
@@ -192,30 +199,31 @@ def get_numbers(words, at, k, coded, fixed):
 
 
 @triton.jit
-def slice_values(bytes, coded, form, step, SLICE: tl.constexpr, DTYPE: tl.constexpr, DITHERED: tl.constexpr):
-    """Decode the numbers of a slice."""
+def slice_values(bytes, form, step, SLICE: tl.constexpr, DITHERED: tl.constexpr):
+    """Decode the numbers of a slice, zeros excepted."""
     sign, zero = form
     eb_c, group, seed_low, seed_high = step
     level = tl.fma(lane_floats(bytes).to(eb_c.dtype), sign, zero)
     if DITHERED:
         level += dither_of(random_of(group, slice_index(SLICE), seed_low, seed_high), eb_c.dtype)
-    bits = float_bits(level * (eb_c * 2.0))
-    bits &= lane_masks(coded << (7 - SLICE)).to(bits.dtype)
-    return narrow(bits.to(eb_c.dtype, bitcast=True), DTYPE)
+    return float_bits(level * (eb_c * 2.0))
 
 
 @triton.jit
-def narrow_values(words, at, k, base, what, coded, step, DTYPE: tl.constexpr, DITHERED: tl.constexpr):
+def narrow_values(words, at, k, base, what, coded, step, dense, DTYPE: tl.constexpr, DITHERED: tl.constexpr):
     """Decode a group in which no number is larger than 255."""
     dtype = step[0].dtype
     order = (what >> 5) & 3
     sign = tl.where(order == 2, -1, 1)
     zero = (base - sign * tl.where(order > 0, 32768 + 127, 32768)).to(dtype) + (0.0 if DITHERED else 0.5)
     form = (sign.to(dtype)[None, None, :, None], zero[None, None, :, None])
-    bytes = get_bytes(words, at, k, coded, (what & 16) > 0, (order > 0)[None, None, :])
+    bytes = get_bytes(words, at, k, coded, (what & 16) > 0, (order > 0)[None, None, :], dense)
     values = ()
     for slice in tl.static_range(8):
-        values += (slice_values(bytes[slice], coded, form, step, slice, DTYPE, DITHERED),)  # type: ignore[assignment]
+        bits = slice_values(bytes[slice], form, step, slice, DITHERED)
+        if not dense:
+            bits &= lane_masks(coded << (7 - slice)).to(bits.dtype)
+        values += (narrow(bits.to(dtype, bitcast=True), DTYPE),)  # type: ignore[assignment]
     # One tile for one store: Triton looks for the best layout of each.
     even = tl.join(tl.join(values[0], values[4]), tl.join(values[2], values[6]))  # type: ignore[misc]
     odd = tl.join(tl.join(values[1], values[5]), tl.join(values[3], values[7]))  # type: ignore[misc]
@@ -278,8 +286,11 @@ def decode_kernel(
     size = tl.where(wide, first | ((second & 7) << 8), first)
     size = tl.where(what == AS_IS, inside * SIZE, tl.where(what == REPEATED, SIZE, tl.where(plain, size, 0)))
     raw = tl.where((what == AS_IS) | (what == REPEATED), inside, 0)
-    # The sum of the sizes, and how many blocks are raw or wide.
-    sums = tl.cumsum(size | ((raw > 0).to(tl.int32) << 16) | (wide.to(tl.int32) << 21), 0)
+    sparse = plain & ((what & 8) > 0)
+    full = plain & (sparse == 0) & (inside == 256)
+    # The sum of the sizes, and how many blocks are raw, wide or without zeros.
+    sums = size | ((raw > 0).to(tl.int32) << 16) | (wide.to(tl.int32) << 21) | (full.to(tl.int32) << 26)
+    sums = tl.cumsum(sums, 0)
     start = (sums & 65535) - size
     total = tl.max(sums, 0)
     offset = tl.load((meta + 16).to(tl.pointer_type(tl.uint32)) + group).to(tl.int64) * 4
@@ -292,8 +303,9 @@ def decode_kernel(
     payload += offset
 
     at = start * 8 + tl.where(wide, 32, 0)
-    sparse = plain & ((what & 8) > 0)
-    coded = tl.where(plain[None, None, :], get_flags(payload, at, sparse, left), 0)
+    coded, dense = tl.full((2, 4, 16), 0xFFFFFFFF, tl.uint32), (total >> 26) == 16
+    if not dense:
+        coded = tl.where(plain[None, None, :], get_flags(payload, at, sparse, left), 0)
     words = read_words(payload, ((total & 65535) + 3) >> 2, SIZE)
     at += tl.where(sparse, inside, 0)
 
@@ -309,9 +321,9 @@ def decode_kernel(
         k = tl.where(plain, tl.where(wide, second >> 3, what & 7), 0)
         seed = (meta + 8).to(tl.pointer_type(tl.int32))
         step = (shrink(eb, code, DTYPE), group, tl.load(seed), tl.load(seed + 1))
-        any_wide = (total >> 21) > 0
+        any_wide = ((total >> 21) & 31) > 0
         # Not in a branch, where it would take more registers and instructions.
-        values = narrow_values(words, at, k, base, what, coded, step, DTYPE, DITHERED)
+        values = narrow_values(words, at, k, base, what, coded, step, dense, DTYPE, DITHERED)
         tl.store(out + i, values, mask=here & (any_wide == 0))
         if any_wide:
             values = wide_values(words, at, k, base, what, coded, step, DTYPE, DITHERED)

@@ -69,24 +69,6 @@ def value_of(key):
 
 
 @triton.jit
-def range_kernel(x, sizes, numel: tl.int64, DTYPE: tl.constexpr, SIZE: tl.constexpr):
-    """Write keys of the largest and the negated smallest finite value behind the sizes, by atomic maximum from zero."""
-    # From the end, which was written last and may be in the cache still, to the beginning, which is encoded first.
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * SIZE
-    left = tl.minimum(numel - first, SIZE).to(tl.int32)
-    i = tl.arange(0, SIZE)
-    # After the end stands NaN, which is not finite either.
-    v = widen(tl.load(x + first + i, mask=i < left, other=0x7FC0 if DTYPE == tl.bfloat16 else float("nan")), DTYPE)
-    finite = tl.abs(v) < float("inf")
-    high = tl.max(tl.where(finite, v, -float("inf")), 0)
-    low = tl.min(tl.where(finite, v, float("inf")), 0)
-    keys = (sizes + RANGE).to(tl.pointer_type(tl.uint64))
-    if high >= low:
-        tl.atomic_max(keys, key_of(high.to(tl.float64)), sem="relaxed")
-        tl.atomic_max(keys + 1, key_of(-low.to(tl.float64)), sem="relaxed")
-
-
-@triton.jit
 def usable_bound(sizes, bound, rel, DTYPE: tl.constexpr, RELATIVE: tl.constexpr):
     """Round min(bound, rel * range) down, clamp it, zero where too small; the host has done that for `bound` alone."""
     eb = tl.full((), bound, tl.float64)
@@ -123,16 +105,53 @@ def ordered_value(bits, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def block_range(bits, DTYPE: tl.constexpr):
-    """Return smallest and largest value of each block, its largest magnitude as integer, and whether all are equal."""
-    least, greatest = block_min(bits), block_max(bits)
-    unsigned = bits.to(tl.uint64 if DTYPE == tl.float64 else tl.uint32, bitcast=True)
-    negative = block_max(unsigned).to(bits.dtype, bitcast=True)
+def range_of(least, greatest, unsigned, DTYPE: tl.constexpr):
+    """Return smallest and largest value, and the largest magnitude as integer, from three extremes of the integers.
+
+    Args:
+        least: The smallest integer.
+        greatest: The largest integer.
+        unsigned: The largest without a sign: of negative values, if there are any, the smallest.
+        DTYPE: Of the values.
+    """
     SIGN: tl.constexpr = 2**63 if DTYPE == tl.float64 else (2**15 if DTYPE == tl.float16 else 2**31)
-    top = tl.maximum(greatest & (SIGN - 1), negative & (SIGN - 1))
+    negative = unsigned.to(least.dtype, bitcast=True)
     low = ordered_value(tl.where(least < 0, negative, least), DTYPE)
     high = ordered_value(tl.where(greatest < 0, least, greatest), DTYPE)
-    return low, high, top, least == greatest
+    return low, high, tl.maximum(greatest & (SIGN - 1), negative & (SIGN - 1))
+
+
+@triton.jit
+def without_sign(bits):
+    """Return integers as unsigned ones."""
+    return bits.to(tl.uint64 if bits.dtype == tl.int64 else tl.uint32, bitcast=True)
+
+
+@triton.jit
+def range_kernel(x, sizes, numel: tl.int64, DTYPE: tl.constexpr, SIZE: tl.constexpr):
+    """Write keys of the largest and the negated smallest finite value behind the sizes, by atomic maximum from zero."""
+    # From the end, which was written last and may be in the cache still, to the beginning, which is encoded first.
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * SIZE
+    left = tl.minimum(numel - first, SIZE).to(tl.int32)
+    i = tl.arange(0, SIZE)
+    x += first
+    if left < SIZE:
+        # After the end stands the first value once more.
+        stored = tl.load(x + i, mask=i < left, other=tl.load(x))
+    else:
+        stored = tl.load(x + i)
+    v = widen(stored, DTYPE)
+    bits = ordered_bits(stored, v)
+    low, high, top = range_of(tl.min(bits, 0), tl.max(bits, 0), tl.max(without_sign(bits), 0), DTYPE)
+    # Rare: infinities and NaN do not count.
+    if (ordered_value(top, DTYPE) < float("inf")) == 0:
+        finite = tl.abs(v) < float("inf")
+        high = tl.max(tl.where(finite, v, -float("inf")), 0)
+        low = tl.min(tl.where(finite, v, float("inf")), 0)
+    keys = (sizes + RANGE).to(tl.pointer_type(tl.uint64))
+    if high >= low:
+        tl.atomic_max(keys, key_of(high.to(tl.float64)), sem="relaxed")
+        tl.atomic_max(keys + 1, key_of(-low.to(tl.float64)), sem="relaxed")
 
 
 @triton.jit
@@ -248,7 +267,9 @@ def encode_kernel(
     if eb == 0:
         mask = join_bits(bits != 0)
     place, n = places_of(count_ones(mask))
-    lowest, greatest, top, repeated = block_range(bits, DTYPE)
+    least, greatest = block_min(bits), block_max(bits)
+    lowest, highest, top = range_of(least, greatest, block_max(without_sign(bits)), DTYPE)
+    repeated = least == greatest
     if left < 4096:
         here = of_block(tl.where(inside > 0, inside, 1)) > (i & 255)
         MOST: tl.constexpr = 2**63 - 1 if SIZE == 8 else 2**31 - 1
@@ -260,8 +281,8 @@ def encode_kernel(
     largest = ordered_value(tl.max(top, 0), DTYPE)
     if ((largest < limit) == 0) | (eb >= 1.0):
         v = usable_values(v, limit, eb, ROUNDING)
-        lowest, greatest = block_min(v), block_max(v)
-        largest = tl.max(tl.maximum(tl.abs(lowest), tl.abs(greatest)), 0)
+        lowest, highest = block_min(v), block_max(v)
+        largest = tl.max(tl.maximum(tl.abs(lowest), tl.abs(highest)), 0)
     code = tl.where(eb == 0, 0, shrink_code(largest, safe, DTYPE))
     eb_c = shrink(safe, code, DTYPE)
     inverse = divide(tl.full((), 0.5, eb_c.dtype), eb_c)
@@ -283,7 +304,7 @@ def encode_kernel(
     if ROUNDING == NEAREST:
         # Larger values have no smaller levels.
         low = levels_of(lowest, eb_c, inverse, 0, ROUNDING).to(tl.int32, bitcast=True) - 0x4B400000
-        high = levels_of(greatest, eb_c, inverse, 0, ROUNDING).to(tl.int32, bitcast=True) - 0x4B400000
+        high = levels_of(highest, eb_c, inverse, 0, ROUNDING).to(tl.int32, bitcast=True) - 0x4B400000
     else:
         low, high = lanes_min(least) - 0x4B400000, lanes_max(most) - 0x4B400000
     # 256 times 0x4B400000, modulo 2^32.

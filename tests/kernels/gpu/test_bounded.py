@@ -67,6 +67,24 @@ def test_sizes(numel):
     check(content("relu", numel, torch.float32), 1e-2, INF, NEAREST)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["normal", "negative", "relu"])
+def test_whole_groups(dtype, name):
+    """Groups with all values and no zeros take other ways than those with gaps."""
+    x = content(name, 2 * PLANE_GROUP, dtype)
+    if name == "negative":  # no value is larger than zero, and none is repeated in a block
+        x = -content("normal", 2 * PLANE_GROUP, dtype).abs() - 0.5
+    check(x, *((INF, 1e-2) if name == "negative" else (1e-2, INF)), NEAREST)
+
+
+def test_range_of_values_of_one_sign_and_of_values_that_are_not_finite():
+    """The range is that of the finite values: zero is not among them, nor what lies behind the last."""
+    x = content("normal", 300, torch.float32).abs() + 5.0
+    for values in (x, -x, torch.cat([x, -x])):
+        for special in ([], [INF, -INF, float("nan")]):
+            check(torch.cat([values, values.new_tensor(special)]), INF, 1e-2, NEAREST)
+
+
 def encode_guarded(
     x: torch.Tensor, format: BoundedFormat, capacity: int, factors: tuple[float, ...], monkeypatch
 ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
