@@ -306,7 +306,6 @@ def decode_kernel(
     coded, dense = tl.full((2, 4, 16), 0xFFFFFFFF, tl.uint32), (total >> 26) == 16
     if not dense:
         coded = tl.where(plain[None, None, :], get_flags(payload, at, sparse, left), 0)
-    words = read_words(payload, ((total & 65535) + 3) >> 2, SIZE)
     at += tl.where(sparse, inside, 0)
 
     i = tile_index()
@@ -314,6 +313,7 @@ def decode_kernel(
     if MASK:
         tl.store(out + i, tile_bits(coded).to(tl.uint8), mask=here)
     else:
+        words = read_words(payload, ((total & 65535) + 3) >> 2, SIZE)
         eb = tl.load(meta.to(tl.pointer_type(tl.float64))).to(tl.float64 if DTYPE == tl.float64 else tl.float32)
         code = tl.load(meta + 16 + groups * 4 + group).to(tl.int32) & 15
         base = tl.where(second > 127, second - 256, second)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from encke.kernels.gpu.common import INTERPRETED, divide, exponent, float_bits, narrow, widen
-from encke.kernels.gpu.planes_forms import bit_width, choose_forms, integers_of, less_four, shift_planes, unary_codes
+from encke.kernels.gpu.planes_forms import bit_width, choose_forms, integers_of, less_four, shift_planes
 from encke.kernels.gpu.planes_put import (
     put_chunk,
     put_flags,
@@ -216,8 +216,20 @@ def decoded_of(level, eb_c, hash, DTYPE: tl.constexpr, ROUNDING: tl.constexpr):
 
 
 @triton.jit
+def quotient_bytes(levels, form, k):
+    """Return the quotients of numbers, at most 255: four bytes in a word for each of eight slices."""
+    slope, shift = form
+    bytes, down = (), tl.minimum(k + 9, 31).to(tl.uint32)[None, None, :, None]
+    for slice in tl.static_range(8):
+        number = integers_of(levels[slice], slope[None, None, :, None], shift[None, None, :, None])
+        quotient = (number << 9).to(tl.uint32, bitcast=True) >> down
+        bytes += (join_lanes(quotient.to(tl.int32), True),)  # type: ignore[assignment]
+    return bytes
+
+
+@triton.jit
 def far_numbers(x, group, left, limits, step, seed, form, DTYPE: tl.constexpr, ROUNDING: tl.constexpr):
-    """Return the numbers of a tile, from its values: groups with numbers above 255 are rare, and others keep bytes."""
+    """Return the numbers of a tile, from its values: few groups need more than bytes when they are written."""
     limit, eb = limits
     eb_c, inverse = step
     slope, shift = form
@@ -316,21 +328,21 @@ def encode_kernel(
     bytes = ()
     for slice in tl.static_range(8):
         slice_numbers = integers_of(levels[slice], slope[None, None, :, None], shift[None, None, :, None])
-        bytes += (join_lanes(slice_numbers),)  # type: ignore[assignment]
+        bytes += (join_lanes(slice_numbers, False),)  # type: ignore[assignment]
     planes = transpose(bytes)
-    # Which of eight planes any block has, and whether there are numbers above 255, and zeros.
-    some = ((1 << tl.minimum(k, 8)) - 1) | ((most > 255).to(tl.int32) << 8) | ((n < 256).to(tl.int32) << 9)
-    some = tl.reduce(some, 0, either)
-    far, dense = (some & 256) > 0, some < 512
-    if far:
-        number = far_numbers(x, group, left, limits, step, seed, form, DTYPE, ROUNDING)
-        quotient = number >> of_block(k)
-        more0, more1, more2 = join_bits(quotient > 0), join_bits(quotient > 1), join_bits(quotient > 2)
-        more3 = join_bits(quotient > 3)
+    # Which of eight planes any block has, and whether there are numbers or quotients above 255, more planes, and zeros.
+    some = ((1 << tl.minimum(k, 9)) - 1) | ((most > 255).to(tl.int32) << 9) | (((most >> k) > 255).to(tl.int32) << 10)
+    some = tl.reduce(some | ((n < 256).to(tl.int32) << 11), 0, either)
+    far, dense = (some & 0x500) > 0, some < 2048
+    if (some & 512) > 0:
+        q0, q1, q2, q3, q4, q5, q6, q7 = transpose(quotient_bytes(levels, form, k))
     else:
-        more0, more1, more2, more3 = unary_codes(planes, k[None, None, :])
+        q0, q1, q2, q3, q4, q5, q6, q7 = shift_planes(planes, k[None, None, :])
     alive = tl.where((fixed | ((k > 7) & (most < 256)))[None, None, :], 0, mask)
-    more0, more1, more2, more3 = more0 & alive, more1 & alive, more2 & alive, more3 & alive
+    more3 = (q2 | q3 | q4 | q5 | q6 | q7) & alive
+    more2 = more3 | (q0 & q1 & alive)
+    more1 = more3 | (q1 & alive)
+    more0 = more1 | (q0 & alive)
     place0, count0 = places_of(count_ones(more0))
     place1, count1 = places_of(count_ones(more1))
     place2, count2 = places_of(count_ones(more2))
@@ -395,7 +407,7 @@ def encode_kernel(
     if (total >> 26) > 0:
         put_number(words, last - 5, width)
         if far == 0:
-            rests = less_four(shift_planes(planes, k[None, None, :]))
+            rests = less_four((q0, q1, q2, q3, q4, q5, q6, q7))
             some = (1 << tl.max(width, 0)) - 1
             put_chunk(words, last[None, None, :] + place3, escapes, width, some, rests, more3, moves_of(more3), False)
     close_words(payload, words, units)

@@ -99,26 +99,3 @@ def less_four(planes):
     some6 = some5 | p6
     p7, p6, p5 = p7 ^ some6 ^ none, p6 ^ some5 ^ none, p5 ^ some4 ^ none
     return p0, p1, p2 ^ none, p3 ^ p2 ^ none, p4 ^ some3 ^ none, p5, p6, p7
-
-
-@triton.jit
-def unary_codes(planes, k):
-    """Return which numbers below 256 have a quotient larger than 0, 1, 2 and 3, with k low bits below 8."""
-    p0, p1, p2, p3, p4, p5, p6, p7 = planes
-    one, two, four = (k & 1) > 0, (k & 2) > 0, (k & 4) > 0
-    # Which numbers have a bit from this one on, and which have a quotient larger than 2 with so many low bits.
-    s6 = p6 | p7
-    s5 = p5 | s6
-    s4 = p4 | s5
-    s3 = p3 | s4
-    s2 = p2 | s3
-    s1 = p1 | s2
-    s0 = p0 | s1
-    t0, t1, t2, t3 = s2 | (p0 & p1), s3 | (p1 & p2), s4 | (p2 & p3), s5 | (p3 & p4)
-    t4, t5, t6 = s6 | (p4 & p5), p7 | (p5 & p6), p6 & p7
-    s0, s1, s2, s3 = tl.where(four, s4, s0), tl.where(four, s5, s1), tl.where(four, s6, s2), tl.where(four, p7, s3)
-    s4, s5 = tl.where(four, 0, s4), tl.where(four, 0, s5)
-    t0, t1, t2, t3 = tl.where(four, t4, t0), tl.where(four, t5, t1), tl.where(four, t6, t2), tl.where(four, 0, t3)
-    s0, s1, s2, s3 = tl.where(two, s2, s0), tl.where(two, s3, s1), tl.where(two, s4, s2), tl.where(two, s5, s3)
-    t0, t1 = tl.where(two, t2, t0), tl.where(two, t3, t1)
-    return tl.where(one, s1, s0), tl.where(one, s2, s1), tl.where(one, t1, t0), tl.where(one, s3, s2)

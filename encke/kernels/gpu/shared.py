@@ -90,8 +90,11 @@ def close_words(payload, words, units):
 
 @triton.jit
 def read_words(payload, units, SIZE: tl.constexpr):
-    """Return where the bits of a group of so many words can be read."""
-    if INTERPRETED:
+    """Return where the bits of a group of so many words can be read.
+
+    There is not enough shared memory for fp64 and for what Triton itself needs.
+    """
+    if INTERPRETED or SIZE == 8:
         return payload
     else:
         words = shared_words(units, SIZE)
@@ -138,6 +141,15 @@ def get_words(words, bit, count):
     """Read `count` bits from a bit on; others come along."""
     if INTERPRETED:
         return load_words(words, bit, count)
+    elif words.dtype.is_ptr():
+        # Triton looks for the best layout of each of its own loads, for half a minute.
+        return tl.inline_asm_elementwise(
+            "{.reg .pred p, q; .reg .b32 l, h; setp.gt.s32 p, $3, 0; setp.gt.s32 q, $4, 32; mov.b32 l, 0; mov.b32 h, 0;"
+            "@p ld.global.nc.b32 l, [$1]; @q ld.global.nc.b32 h, [$1+4]; shf.r.wrap.b32 $0, l, h, $2;}",
+            "=r,l,r,r,r",
+            [(words.to(tl.pointer_type(tl.uint32)) + (bit >> 5)).to(tl.int64), bit, count, (bit & 31) + count],
+            dtype=tl.uint32, is_pure=True, pack=1,
+        )  # fmt: skip
     else:
         return tl.inline_asm_elementwise(
             "{.reg .b32 a, l, h; shr.u32 a, $2, 3; and.b32 a, a, 0x1FFFFFFC; add.u32 a, a, $1;"

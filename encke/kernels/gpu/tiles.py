@@ -19,6 +19,9 @@ EVERY_BYTE = tl.constexpr(0x01010101)
 PICK_BYTES = tl.constexpr(
     "{.reg .b32 a, b; prmt.b32 a, $1, $2, 0x0040; prmt.b32 b, $3, $4, 0x0040; prmt.b32 $0, a, b, 0x5410;}"
 )
+SATURATE_BYTES = tl.constexpr(
+    "{.reg .b32 a; cvt.pack.sat.u8.s32.b32 a, $4, $3, 0; cvt.pack.sat.u8.s32.b32 $0, $2, $1, a;}"
+)
 # Bytes of a word, each multiplied.
 MULTIPLY_BYTES = tl.constexpr(
     "{.reg .b32 a, b, c, d; and.b32 a, $1, 255; prmt.b32 b, $1, 0, 0x4441; prmt.b32 c, $1, 0, 0x4442;"
@@ -149,24 +152,28 @@ def split_tile(v):
 
 
 @triton.jit
-def pick_bytes(first, second, third, fourth):
-    """Join the lowest bytes of four words."""
+def pick_bytes(first, second, third, fourth, SATURATED: tl.constexpr):
+    """Join four words, their lowest bytes or at most 255 of each."""
     if INTERPRETED:
+        if SATURATED:
+            first, second = tl.minimum(first, 255), tl.minimum(second, 255)
+            third, fourth = tl.minimum(third, 255), tl.minimum(fourth, 255)
         low = (first & 255) | ((second & 255) << 8)
         return (low | ((third & 255) << 16) | ((fourth & 255) << 24)).to(tl.uint32, bitcast=True)
     else:
         return tl.inline_asm_elementwise(
-            PICK_BYTES, "=r,r,r,r,r", [first, second, third, fourth], dtype=tl.uint32, is_pure=True, pack=1
-        )
+            SATURATE_BYTES if SATURATED else PICK_BYTES, "=r,r,r,r,r", [first, second, third, fourth],
+            dtype=tl.uint32, is_pure=True, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
-def join_lanes(v):
-    """Join the lowest bytes of four lanes to one word: [half, word, block]."""
+def join_lanes(v, SATURATED: tl.constexpr):
+    """Join four lanes, their lowest bytes or at most 255 of each, to one word: [half, word, block]."""
     even, odd = tl.split(tl.reshape(v, (2, 4, 16, 2, 2)))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
-    return pick_bytes(first, second, third, fourth)
+    return pick_bytes(first, second, third, fourth, SATURATED)
 
 
 @triton.jit
@@ -180,7 +187,7 @@ def nonzero_bits(v):
         lanes = tl.inline_asm_elementwise(
             PICK_NONZERO, "=r,f,f,f,f,f,f,f,f", [v0, v1, v2, v3, v4, v5, v6, v7], dtype=tl.uint32, is_pure=True, pack=1
         )
-        return join_lanes(lanes)
+        return join_lanes(lanes, False)
 
 
 @triton.jit
@@ -299,7 +306,7 @@ def gather(word, moves):
 def spread(word, mask, moves):
     """Move the lowest bits of a word to the places under the mask of the moves."""
     one, two, four, second, third, fourth = moves
-    word = pick_bytes(word, word >> second, word >> third, word >> fourth)
+    word = pick_bytes(word, word >> second, word >> third, word >> fourth, False)
     word = (word & (four ^ 0xFFFFFFFF)) | ((word << 4) & four)
     word = (word & (two ^ 0xFFFFFFFF)) | ((word << 2) & two)
     word = (word & (one ^ 0xFFFFFFFF)) | ((word << 1) & one)
