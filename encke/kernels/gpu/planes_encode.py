@@ -16,7 +16,7 @@ from encke.kernels.gpu.planes_put import (
     put_round,
     put_tables,
 )
-from encke.kernels.gpu.shared import close_words, open_words, put_words
+from encke.kernels.gpu.shared import close_words, open_words, put_words, reserve, reserved_of
 from encke.kernels.gpu.tiles import (
     ALL_ZERO,
     AS_IS,
@@ -365,16 +365,12 @@ def encode_kernel(
     sums = tl.cumsum(sums, 0)
     start, total = (sums & 65535) - size, tl.max(sums, 0)
     units = ((total & 65535) + 3) >> 2
-    reserved = tl.atomic_add(sizes + attempt, units.to(tl.int64), sem="relaxed")
+    reservation = reserve(sizes + attempt, units)
     flags = (sparse.to(tl.int32) << 3) | (fixed.to(tl.int32) << 4) | (order << 5)
     second = tl.where(wide, (size >> 8) | (k << 3), base)
     what = tl.where(plain, flags | tl.where(wide, 128, k), special)
     head = tl.where(plain, (size & 255) | ((second & 255) << 8), 0) | (what << 16)
-    put_tables(meta, group, groups, reserved, code, head, inside)
-    if (reserved + units) * 4 > capacity:
-        return
-    payload += reserved * 4
-    words = open_words(payload, units, SIZE)
+    words = open_words(payload, reservation, units, capacity, SIZE)
 
     at = start * 8
     if ((total >> 21) & 31) > 0:
@@ -410,6 +406,12 @@ def encode_kernel(
             rests = less_four((q0, q1, q2, q3, q4, q5, q6, q7))
             some = (1 << tl.max(width, 0)) - 1
             put_chunk(words, last[None, None, :] + place3, escapes, width, some, rests, more3, moves_of(more3), False)
+
+    reserved = reserved_of(reservation)
+    put_tables(meta, group, groups, reserved, code, head, inside)
+    if (reserved + units) * 4 > capacity:
+        return
+    payload += reserved * 4
     close_words(payload, words, units)
     if ((total >> 16) & 31) > 0:
         tl.debug_barrier()

@@ -56,15 +56,32 @@ def fetch_words(payload, words, at, units):
 
 
 @triton.jit
-def open_words(payload, units, SIZE: tl.constexpr):
-    """Return where a group of so many words is composed, all zero."""
+def reserve(counter, units):
+    """Add to a counter, and return its value before: in one thread, so that nobody waits before `reserved_of`."""
+    thread = tl.arange(0, 128)
+    return tl.atomic_add(counter + thread * 0, units.to(tl.int64) + thread * 0, mask=thread == 0, sem="relaxed")
+
+
+@triton.jit
+def reserved_of(reservation):
+    """Return what `reserve` has found, in all threads. Offsets have 32 bits."""
+    return tl.sum(tl.where(tl.arange(0, 128) == 0, tl.minimum(reservation, 0xFFFFFFFF), 0).to(tl.uint32), 0).to(
+        tl.int64
+    )
+
+
+@triton.jit
+def open_words(payload, reservation, units, capacity, SIZE: tl.constexpr):
+    """Return where a group of so many words is composed, all zero; null where the interpreter has no space for it."""
     if INTERPRETED:
+        reserved = reserved_of(reservation)
+        fits = (reserved + units) * 4 <= capacity
         at = 0
         while at < units:
             word = at + tl.arange(0, USUAL)
-            tl.store(payload.to(tl.pointer_type(tl.int32)) + word, 0, mask=word < units)
+            tl.store((payload + reserved * 4).to(tl.pointer_type(tl.int32)) + word, 0, mask=fits & (word < units))
             at += USUAL
-        return payload
+        return tl.where(fits, (payload + reserved * 4).to(tl.int64), 0).to(tl.pointer_type(tl.uint8))
     else:
         words = shared_words(units, SIZE)
         zero_words(words, 0)
@@ -114,9 +131,9 @@ def put_words(words, bit, word):
     if INTERPRETED:
         there = words.to(tl.pointer_type(tl.int32)) + (bit >> 5)
         moved = word.to(tl.uint64) << (bit & 31).to(tl.uint64)
-        low, high = moved.to(tl.int32), (moved >> 32).to(tl.int32)
-        tl.atomic_or(there, low, mask=low != 0, sem="relaxed")
-        tl.atomic_or(there + 1, high, mask=high != 0, sem="relaxed")
+        low, high, fits = moved.to(tl.int32), (moved >> 32).to(tl.int32), words.to(tl.int64) != 0
+        tl.atomic_or(there, low, mask=fits & (low != 0), sem="relaxed")
+        tl.atomic_or(there + 1, high, mask=fits & (high != 0), sem="relaxed")
     else:
         # Zeros too: there is room, and a condition would become a branch.
         tl.inline_asm_elementwise(
