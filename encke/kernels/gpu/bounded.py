@@ -8,13 +8,14 @@ import struct
 import torch
 from torch import Tensor
 
-from encke.kernels.formats import DITHERED, PLANE_GROUP, SMALLEST_BOUND, BoundedFormat
+from encke.kernels.formats import DITHERED, NEAREST, PLANE_GROUP, SMALLEST_BOUND, BoundedFormat
 from encke.kernels.gpu.launch import TYPES, launch_kernel, seed_halves
 from encke.kernels.gpu.planes_decode import decode_kernel
 from encke.kernels.gpu.planes_encode import encode_kernel, range_kernel
 
 WARPS = 4  # of a group: 32 values a thread, whose bits are one word
-ENCODE_REGISTERS, DECODE_REGISTERS = 128, 80  # of a thread: what is spilled belongs to rare paths
+ENCODE_REGISTERS, DECODE_REGISTERS = 96, 80  # of a thread: what is spilled belongs to rare paths
+MORE_REGISTERS = 128  # for encoding with random rounding, and fp64
 RANGE_SIZE = 16384  # values that a program of the range kernel reads
 FIRST_SHARE = 0.3  # of the source's bytes: capacity of a payload about which nothing is known
 SIZES = 8  # words that encoding counts in: sizes of up to 4 attempts, largest and smallest value
@@ -67,10 +68,12 @@ def bounded_encode_within(
     if relative:
         launch_kernel(range_kernel, -(-numel // RANGE_SIZE), (x, sizes), (numel,), (kind, RANGE_SIZE), 8, specialised=1)
     groups, tensors, constants = -(-numel // PLANE_GROUP), (x, meta, payload, sizes), (kind, relative, format.rounding)
+    usual = format.rounding == NEAREST and dtype != torch.float64
+    registers = ENCODE_REGISTERS if usual else MORE_REGISTERS
     for attempt, factor in enumerate(factors):
         bound = format.bound * factor if relative else usable_bound(format.bound * factor, dtype)
         numbers = (numel, capacity, attempt, bound, format.relative * factor, *halves)
-        launch_kernel(encode_kernel, groups, tensors, numbers, constants, WARPS, ENCODE_REGISTERS, specialised=1)
+        launch_kernel(encode_kernel, groups, tensors, numbers, constants, WARPS, registers, specialised=1)
     return meta, payload
 
 

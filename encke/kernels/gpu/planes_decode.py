@@ -5,13 +5,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from encke.kernels.gpu.common import INTERPRETED, float_bits, narrow, widen
+from encke.kernels.gpu.common import float_bits, narrow, widen
+from encke.kernels.gpu.shared import get_words, load_words, read_words
 from encke.kernels.gpu.tiles import (
     AS_IS,
-    EVERY_BYTE,
     REPEATED,
     count_ones,
     dither_of,
+    full_places,
     lane_floats,
     lane_masks,
     moves_of,
@@ -28,54 +29,33 @@ from encke.kernels.gpu.tiles import (
 
 
 @triton.jit
-def load_words(payload, bit, count):
-    """Read `count` bits from a bit of the payload on; others come along."""
-    words = payload.to(tl.pointer_type(tl.uint32)) + (bit >> 5)
-    low = tl.load(words, mask=count > 0, other=0).to(tl.uint64)
-    high = tl.load(words + 1, mask=(bit & 31) + count > 32, other=0).to(tl.uint64)
-    return ((low | (high << 32)) >> (bit & 31).to(tl.uint64)).to(tl.uint32)
-
-
-@triton.jit
-def get_words(payload, bit, count):
-    """Read words as `load_words` does. Triton looks for the best layout of each of its own loads, for half a minute."""
-    if INTERPRETED:
-        return load_words(payload, bit, count)
-    else:
-        words = (payload.to(tl.pointer_type(tl.uint32)) + (bit >> 5)).to(tl.int64)
-        return tl.inline_asm_elementwise(
-            "{.reg .pred p, q; .reg .b32 l, h; setp.gt.s32 p, $3, 0; setp.gt.s32 q, $4, 32; mov.b32 l, 0; mov.b32 h, 0;"
-            "@p ld.global.nc.b32 l, [$1]; @q ld.global.nc.b32 h, [$1+4]; shf.r.wrap.b32 $0, l, h, $2;}",
-            "=r,l,r,r,r", [words, bit, count, (bit & 31) + count], dtype=tl.uint32, is_pure=True, pack=1,
-        )  # fmt: skip
-
-
-@triton.jit
-def get_plane(payload, bit, count, n, p, width, mask, moves):
-    """Read plane p of the blocks that have one; planes lie n bits apart."""
+def get_plane(words, bit, count, n, p, width, mask, moves, dense):
+    """Read plane p of the blocks that have one; planes lie n bits apart. `dense`: the mask has all bits."""
     here = (p < width)[None, None, :]
-    word = get_words(payload, bit + (p * n)[None, None, :], tl.where(here, count, 0))
-    return spread(word, tl.where(here, mask, 0), moves)
+    word = get_words(words, bit + (p * n)[None, None, :], tl.where(here, count, 0))
+    if not dense:
+        word = spread(word, mask, moves)
+    return tl.where(here, word, 0)
 
 
 @triton.jit
-def get_chunk(payload, bit, count, n, width, most, mask, moves):
+def get_chunk(words, bit, count, n, width, most, mask, moves, dense):
     """Read the first `width` of eight planes under the mask of the moves; others are zero."""
     p0 = tl.zeros((2, 4, 16), tl.uint32)
     p1, p2, p3, p4, p5, p6, p7 = p0, p0, p0, p0, p0, p0, p0
     # By twos: a branch less, and loads that do not wait for each other.
     if most > 0:
-        p0 = get_plane(payload, bit, count, n, 0, width, mask, moves)
-        p1 = get_plane(payload, bit, count, n, 1, width, mask, moves)
+        p0 = get_plane(words, bit, count, n, 0, width, mask, moves, dense)
+        p1 = get_plane(words, bit, count, n, 1, width, mask, moves, dense)
     if most > 2:
-        p2 = get_plane(payload, bit, count, n, 2, width, mask, moves)
-        p3 = get_plane(payload, bit, count, n, 3, width, mask, moves)
+        p2 = get_plane(words, bit, count, n, 2, width, mask, moves, dense)
+        p3 = get_plane(words, bit, count, n, 3, width, mask, moves, dense)
     if most > 4:
-        p4 = get_plane(payload, bit, count, n, 4, width, mask, moves)
-        p5 = get_plane(payload, bit, count, n, 5, width, mask, moves)
+        p4 = get_plane(words, bit, count, n, 4, width, mask, moves, dense)
+        p5 = get_plane(words, bit, count, n, 5, width, mask, moves, dense)
     if most > 6:
-        p6 = get_plane(payload, bit, count, n, 6, width, mask, moves)
-        p7 = get_plane(payload, bit, count, n, 7, width, mask, moves)
+        p6 = get_plane(words, bit, count, n, 6, width, mask, moves, dense)
+        p7 = get_plane(words, bit, count, n, 7, width, mask, moves, dense)
     return p0, p1, p2, p3, p4, p5, p6, p7
 
 
@@ -88,12 +68,12 @@ def tile_bits(word):
 
 
 @triton.jit
-def add_planes(number, payload, bit, count, n, width, shift, mask):
+def add_planes(number, words, bit, count, n, width, shift, mask):
     """Add numbers of any width under a mask, shifted, to a tile."""
     moves, most = moves_of(mask), tl.max(width, 0)
     p = 0
     while p < most:
-        number += tile_bits(get_plane(payload, bit, count, n, p, width, mask, moves)) << of_block(shift + p)
+        number += tile_bits(get_plane(words, bit, count, n, p, width, mask, moves, False)) << of_block(shift + p)
         p += 1
     return number
 
@@ -101,10 +81,13 @@ def add_planes(number, payload, bit, count, n, width, shift, mask):
 @triton.jit
 def get_flags(payload, at, sparse, left):
     """Read which values are not zero, of the `left` ones in the group: all where a block is not sparse."""
-    valid, here = valid_bits(left), sparse[None, None, :]
-    count = count_ones(valid)
-    place, _ = places_of(count)
-    # Triton's own load: threads get the layout of the others from it.
+    here = sparse[None, None, :]
+    valid, count, place = tl.full((2, 4, 16), 0xFFFFFFFF, tl.uint32), tl.full((2, 4, 16), 32, tl.int32), full_places()
+    if left < 4096:
+        valid = valid_bits(left)
+        count = count_ones(valid)
+        place, _ = places_of(count)
+    # From global memory, by Triton's own load: threads get the layout of the others from it.
     flags = load_words(payload, at[None, None, :] + place, tl.where(here, count, 0))
     if left < 4096:
         flags = spread(flags, valid, moves_of(valid))
@@ -112,101 +95,135 @@ def get_flags(payload, at, sparse, left):
 
 
 @triton.jit
-def get_round(payload, at, alive):
+def get_round(words, at, alive):
     """Read a bit of the unary codes that have not ended, and return where it ends."""
     count = count_ones(alive)
     place, total = places_of(count)
-    word = get_words(payload, at[None, None, :] + place, count)
+    word = get_words(words, at[None, None, :] + place, count)
     return spread(word, alive, moves_of(alive)), at + total
 
 
 @triton.jit
-def get_unary(payload, at, place, count, n, coded, fixed, moves):
+def get_unary(words, at, place, count, n, coded, fixed, moves, dense):
     """Read unary codes: which quotients are larger than 0, 1, 2 and 3, and where the codes end."""
     alive = tl.where(fixed[None, None, :], 0, coded)
-    word = get_words(payload, at[None, None, :] + place, tl.where(fixed[None, None, :], 0, count))
-    more0 = spread(word, alive, moves)
-    more1, at = get_round(payload, at + tl.where(fixed, 0, n), more0)
-    more2, at = get_round(payload, at, more1)
-    more3, at = get_round(payload, at, more2)
+    word = get_words(words, at[None, None, :] + place, tl.where(fixed[None, None, :], 0, count))
+    if not dense:
+        word = spread(word, coded, moves)
+    more0 = word & alive
+    more1, at = get_round(words, at + tl.where(fixed, 0, n), more0)
+    more2, at = get_round(words, at, more1)
+    more3, at = get_round(words, at, more2)
     return more0, more1, more2, more3, at
 
 
 @triton.jit
-def get_width(payload, at, some):
+def get_width(words, at, some):
     """Read the width of what is left of the quotients of blocks that have `some`."""
-    return (get_words(payload, at, tl.where(some > 0, 5, 0)) & 31).to(tl.int32)
+    return tl.where(some > 0, get_words(words, at, tl.where(some > 0, 5, 0)) & 31, 0).to(tl.int32)
 
 
 @triton.jit
-def get_bytes(payload, at, k, coded, fixed):
-    """Read numbers below 256 from bit `at` of each block: four bytes in a word for each of eight slices."""
-    moves, count = moves_of(coded), count_ones(coded)
-    place, n = places_of(count)
-    low = transpose(get_chunk(payload, at[None, None, :] + place, count, n, k, tl.max(k, 0), coded, moves))
-    more0, more1, more2, more3, at = get_unary(payload, at + n * k, place, count, n, coded, fixed, moves)
+def raise_planes(planes, k):
+    """Return planes of numbers below 256, multiplied by 2^k."""
+    p0, p1, p2, p3, p4, p5, p6, p7 = planes
+    one, two, four = (k & 1) > 0, (k & 2) > 0, (k & 4) > 0
+    p7, p6, p5, p4 = tl.where(one, p6, p7), tl.where(one, p5, p6), tl.where(one, p4, p5), tl.where(one, p3, p4)
+    p3, p2, p1, p0 = tl.where(one, p2, p3), tl.where(one, p1, p2), tl.where(one, p0, p1), tl.where(one, 0, p0)
+    p7, p6, p5, p4 = tl.where(two, p5, p7), tl.where(two, p4, p6), tl.where(two, p3, p5), tl.where(two, p2, p4)
+    p3, p2, p1, p0 = tl.where(two, p1, p3), tl.where(two, p0, p2), tl.where(two, 0, p1), tl.where(two, 0, p0)
+    p7, p6, p5, p4 = tl.where(four, p3, p7), tl.where(four, p2, p6), tl.where(four, p1, p5), tl.where(four, p0, p4)
+    return tl.where(four, 0, p0), tl.where(four, 0, p1), tl.where(four, 0, p2), tl.where(four, 0, p3), p4, p5, p6, p7
+
+
+@triton.jit
+def turn_planes(planes, zigzag):
+    """Return planes of numbers, for zigzag ones of 127 more than the distance: it is -h for 2h and h + 1 for 2h + 1."""
+    p0, p1, p2, p3, p4, p5, p6, p7 = planes
+    even = p0 ^ 0xFFFFFFFF
+    t0, t1, t2, t3 = (
+        tl.where(zigzag, p1 ^ even, p0),
+        tl.where(zigzag, p2 ^ even, p1),
+        tl.where(zigzag, p3 ^ even, p2),
+        tl.where(zigzag, p4 ^ even, p3),
+    )
+    t4, t5, t6 = tl.where(zigzag, p5 ^ even, p4), tl.where(zigzag, p6 ^ even, p5), tl.where(zigzag, p7 ^ even, p6)
+    return t0, t1, t2, t3, t4, t5, t6, tl.where(zigzag, p0, p7)
+
+
+@triton.jit
+def get_bytes(words, at, k, coded, fixed, zigzag, dense):
+    """Read numbers below 256 from bit `at` of each block, turned: four bytes in a word for each of eight slices."""
+    moves, count = (coded, coded, coded, coded, coded, coded), tl.full((2, 4, 16), 32, tl.int32)
+    place, n = full_places(), tl.full((16,), 256, tl.int32)
+    if not dense:
+        moves, count = moves_of(coded), count_ones(coded)
+        place, n = places_of(count)
+    p0, p1, p2, p3, p4, p5, p6, p7 = get_chunk(
+        words, at[None, None, :] + place, count, n, k, tl.max(k, 0), coded, moves, dense
+    )
+    more0, more1, more2, more3, at = get_unary(words, at + n * k, place, count, n, coded, fixed, moves, dense)
     q0, q1, q2 = (more0 ^ more1) | (more2 ^ more3), more1 ^ more3, more3
     q3 = tl.zeros((2, 4, 16), tl.uint32)
     q4, q5, q6, q7 = q3, q3, q3, q3
     count = count_ones(more3)
     place, n = places_of(count)
-    width = get_width(payload, at, n)
+    width = get_width(words, at, n)
     most = tl.max(width, 0)
     if most > 0:
         bit = (at + 5)[None, None, :] + place
-        p0, p1, p2, p3, p4, p5, p6, p7 = get_chunk(payload, bit, count, n, width, most, more3, moves_of(more3))
+        r0, r1, r2, r3, r4, r5, r6, r7 = get_chunk(words, bit, count, n, width, most, more3, moves_of(more3), False)
         # Four more, plane by plane.
-        q0, q1, q2, carry = q0 | p0, q1 | p1, more3 ^ p2, more3 & p2
-        q3, carry = p3 ^ carry, p3 & carry
-        q4, carry = p4 ^ carry, p4 & carry
-        q5, carry = p5 ^ carry, p5 & carry
-        q6, q7 = p6 ^ carry, p7 ^ (p6 & carry)
-    return low, transpose((q0, q1, q2, q3, q4, q5, q6, q7))
+        q0, q1, q2, carry = q0 | r0, q1 | r1, more3 ^ r2, more3 & r2
+        q3, carry = r3 ^ carry, r3 & carry
+        q4, carry = r4 ^ carry, r4 & carry
+        q5, carry = r5 ^ carry, r5 & carry
+        q6, q7 = r6 ^ carry, r7 ^ (r6 & carry)
+    q0, q1, q2, q3, q4, q5, q6, q7 = raise_planes((q0, q1, q2, q3, q4, q5, q6, q7), k[None, None, :])
+    planes = (p0 | q0, p1 | q1, p2 | q2, p3 | q3, p4 | q4, p5 | q5, p6 | q6, p7 | q7)
+    return transpose(turn_planes(planes, zigzag))
 
 
 @triton.jit
-def get_numbers(payload, at, k, coded, fixed):
+def get_numbers(words, at, k, coded, fixed):
     """Read numbers of any size from bit `at` of each block: a tile."""
     count = count_ones(coded)
     place, n = places_of(count)
     number = tl.zeros((2, 4, 16, 8, 4), tl.int32)
-    number = add_planes(number, payload, at[None, None, :] + place, count, n, k, tl.zeros_like(k), coded)
-    more0, more1, more2, more3, at = get_unary(payload, at + n * k, place, count, n, coded, fixed, moves_of(coded))
+    number = add_planes(number, words, at[None, None, :] + place, count, n, k, tl.zeros_like(k), coded)
+    more0, more1, more2, more3, at = get_unary(words, at + n * k, place, count, n, coded, fixed, moves_of(coded), False)
     number += (tile_bits(more0) + tile_bits(more1) + tile_bits(more2) + tile_bits(more3)) << of_block(k)
     count = count_ones(more3)
     place, n = places_of(count)
-    return add_planes(number, payload, (at + 5)[None, None, :] + place, count, n, get_width(payload, at, n), k, more3)
+    return add_planes(number, words, (at + 5)[None, None, :] + place, count, n, get_width(words, at, n), k, more3)
 
 
 @triton.jit
-def slice_values(bytes, coded, form, step, SLICE: tl.constexpr, DTYPE: tl.constexpr, DITHERED: tl.constexpr):
-    """Decode the numbers of a slice."""
-    sign, zero, zigzag = form
+def slice_values(bytes, form, step, SLICE: tl.constexpr, DITHERED: tl.constexpr):
+    """Decode the numbers of a slice, zeros excepted."""
+    sign, zero = form
     eb_c, group, seed_low, seed_high = step
-    # Zigzag: 127 more than the distance from the base, which is -h for 2h and h + 1 for 2h + 1.
-    turned = ((bytes >> 1) & 0x7F7F7F7F) ^ 0x7F7F7F7F ^ ((bytes & EVERY_BYTE) * 255)
-    level = tl.fma(lane_floats(tl.where(zigzag, turned, bytes)).to(eb_c.dtype), sign, zero)
+    level = tl.fma(lane_floats(bytes).to(eb_c.dtype), sign, zero)
     if DITHERED:
         level += dither_of(random_of(group, slice_index(SLICE), seed_low, seed_high), eb_c.dtype)
-    bits = float_bits(level * (eb_c * 2.0))
-    bits &= lane_masks(coded << (7 - SLICE)).to(bits.dtype)
-    return narrow(bits.to(eb_c.dtype, bitcast=True), DTYPE)
+    return float_bits(level * (eb_c * 2.0))
 
 
 @triton.jit
-def narrow_values(payload, at, k, base, what, coded, step, DTYPE: tl.constexpr, DITHERED: tl.constexpr):
+def narrow_values(words, at, k, base, what, coded, step, dense, DTYPE: tl.constexpr, DITHERED: tl.constexpr):
     """Decode a group in which no number is larger than 255."""
     dtype = step[0].dtype
     order = (what >> 5) & 3
-    sign, zigzag = tl.where(order == 2, -1, 1), (order > 0)[None, None, :]
+    sign = tl.where(order == 2, -1, 1)
     zero = (base - sign * tl.where(order > 0, 32768 + 127, 32768)).to(dtype) + (0.0 if DITHERED else 0.5)
-    form = (sign.to(dtype)[None, None, :, None], zero[None, None, :, None], zigzag)
-    low, quotients = get_bytes(payload, at, k, coded, (what & 16) > 0)
-    shift = k.to(tl.uint32)[None, None, :]
+    form = (sign.to(dtype)[None, None, :, None], zero[None, None, :, None])
+    bytes = get_bytes(words, at, k, coded, (what & 16) > 0, (order > 0)[None, None, :], dense)
     values = ()
     for slice in tl.static_range(8):
-        bytes = low[slice] | (quotients[slice] << shift)
-        values += (slice_values(bytes, coded, form, step, slice, DTYPE, DITHERED),)  # type: ignore[assignment]
+        bits = slice_values(bytes[slice], form, step, slice, DITHERED)
+        if not dense:
+            bits &= lane_masks(coded << (7 - slice)).to(bits.dtype)
+        values += (narrow(bits.to(dtype, bitcast=True), DTYPE),)  # type: ignore[assignment]
     # One tile for one store: Triton looks for the best layout of each.
     even = tl.join(tl.join(values[0], values[4]), tl.join(values[2], values[6]))  # type: ignore[misc]
     odd = tl.join(tl.join(values[1], values[5]), tl.join(values[3], values[7]))  # type: ignore[misc]
@@ -214,11 +231,11 @@ def narrow_values(payload, at, k, base, what, coded, step, DTYPE: tl.constexpr, 
 
 
 @triton.jit
-def wide_values(payload, at, k, base, what, coded, step, DTYPE: tl.constexpr, DITHERED: tl.constexpr):
+def wide_values(words, at, k, base, what, coded, step, DTYPE: tl.constexpr, DITHERED: tl.constexpr):
     """Decode a group with numbers of any size."""
     eb_c, group, seed_low, seed_high = step
     order = (what >> 5) & 3
-    number = get_numbers(payload, at, k, coded, (what & 16) > 0)
+    number = get_numbers(words, at, k, coded, (what & 16) > 0)
     half = (number + 1) >> 1
     distance = tl.where((number & 1) > 0, half, -half) * of_block(tl.where(order == 2, -1, 1))
     level = (tl.where(of_block(order) == 0, number, distance) + of_block(base)).to(eb_c.dtype)
@@ -269,8 +286,11 @@ def decode_kernel(
     size = tl.where(wide, first | ((second & 7) << 8), first)
     size = tl.where(what == AS_IS, inside * SIZE, tl.where(what == REPEATED, SIZE, tl.where(plain, size, 0)))
     raw = tl.where((what == AS_IS) | (what == REPEATED), inside, 0)
-    # The sum of the sizes, and how many blocks are raw or wide.
-    sums = tl.cumsum(size | ((raw > 0).to(tl.int32) << 16) | (wide.to(tl.int32) << 21), 0)
+    sparse = plain & ((what & 8) > 0)
+    full = plain & (sparse == 0) & (inside == 256)
+    # The sum of the sizes, and how many blocks are raw, wide or without zeros.
+    sums = size | ((raw > 0).to(tl.int32) << 16) | (wide.to(tl.int32) << 21) | (full.to(tl.int32) << 26)
+    sums = tl.cumsum(sums, 0)
     start = (sums & 65535) - size
     total = tl.max(sums, 0)
     offset = tl.load((meta + 16).to(tl.pointer_type(tl.uint32)) + group).to(tl.int64) * 4
@@ -283,8 +303,9 @@ def decode_kernel(
     payload += offset
 
     at = start * 8 + tl.where(wide, 32, 0)
-    sparse = plain & ((what & 8) > 0)
-    coded = tl.where(plain[None, None, :], get_flags(payload, at, sparse, left), 0)
+    coded, dense = tl.full((2, 4, 16), 0xFFFFFFFF, tl.uint32), (total >> 26) == 16
+    if not dense:
+        coded = tl.where(plain[None, None, :], get_flags(payload, at, sparse, left), 0)
     at += tl.where(sparse, inside, 0)
 
     i = tile_index()
@@ -292,19 +313,20 @@ def decode_kernel(
     if MASK:
         tl.store(out + i, tile_bits(coded).to(tl.uint8), mask=here)
     else:
+        words = read_words(payload, ((total & 65535) + 3) >> 2, SIZE)
         eb = tl.load(meta.to(tl.pointer_type(tl.float64))).to(tl.float64 if DTYPE == tl.float64 else tl.float32)
         code = tl.load(meta + 16 + groups * 4 + group).to(tl.int32) & 15
         base = tl.where(second > 127, second - 256, second)
-        base = tl.where(wide, get_words(payload, start * 8, tl.where(wide, 32, 0)).to(tl.int32, bitcast=True), base)
+        base = tl.where(wide, get_words(words, start * 8, tl.where(wide, 32, 0)).to(tl.int32, bitcast=True), base)
         k = tl.where(plain, tl.where(wide, second >> 3, what & 7), 0)
         seed = (meta + 8).to(tl.pointer_type(tl.int32))
         step = (shrink(eb, code, DTYPE), group, tl.load(seed), tl.load(seed + 1))
-        any_wide = (total >> 21) > 0
+        any_wide = ((total >> 21) & 31) > 0
         # Not in a branch, where it would take more registers and instructions.
-        values = narrow_values(payload, at, k, base, what, coded, step, DTYPE, DITHERED)
+        values = narrow_values(words, at, k, base, what, coded, step, dense, DTYPE, DITHERED)
         tl.store(out + i, values, mask=here & (any_wide == 0))
         if any_wide:
-            values = wide_values(payload, at, k, base, what, coded, step, DTYPE, DITHERED)
+            values = wide_values(words, at, k, base, what, coded, step, DTYPE, DITHERED)
             tl.store(out + i, values, mask=here)
 
     if ((total >> 16) & 31) > 0:

@@ -5,7 +5,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from encke.kernels.gpu.common import INTERPRETED, divide, exponent, float_bits, highest, narrow, widen
+from encke.kernels.gpu.common import INTERPRETED, divide, exponent, float_bits, narrow, widen
+from encke.kernels.gpu.planes_forms import bit_width, choose_forms, integers_of, less_four, shift_planes
+from encke.kernels.gpu.planes_put import (
+    put_chunk,
+    put_flags,
+    put_number,
+    put_planes,
+    put_raw,
+    put_round,
+    put_tables,
+)
+from encke.kernels.gpu.shared import close_words, open_words, put_words, reserve, reserved_of
 from encke.kernels.gpu.tiles import (
     ALL_ZERO,
     AS_IS,
@@ -14,26 +25,27 @@ from encke.kernels.gpu.tiles import (
     REPEATED,
     ROUNDS,
     STOCHASTIC,
-    block_highest,
     block_max,
     block_min,
-    block_sum,
     count_ones,
     dither_of,
     either,
-    first_thread,
     gather,
     join_bits,
     join_lanes,
+    lanes_max,
+    lanes_min,
+    lanes_sum,
     moves_of,
+    nonzero_bits,
     of_block,
     places_of,
     random_of,
     shrink,
-    split_slices,
+    slice_index,
+    split_tile,
     tile_index,
     transpose,
-    valid_bits,
 )
 
 ORIGIN = tl.constexpr(12582912.0)  # 1.5 * 2^23: a float that is larger by an integer has it in its last bits
@@ -57,23 +69,6 @@ def value_of(key):
 
 
 @triton.jit
-def range_kernel(x, sizes, numel: tl.int64, DTYPE: tl.constexpr, SIZE: tl.constexpr):
-    """Write keys of the largest and the negated smallest finite value behind the sizes, by atomic maximum from zero."""
-    first = tl.program_id(0).to(tl.int64) * SIZE
-    left = tl.minimum(numel - first, SIZE).to(tl.int32)
-    i = tl.arange(0, SIZE)
-    # After the end stands NaN, which is not finite either.
-    v = widen(tl.load(x + first + i, mask=i < left, other=0x7FC0 if DTYPE == tl.bfloat16 else float("nan")), DTYPE)
-    finite = tl.abs(v) < float("inf")
-    high = tl.max(tl.where(finite, v, -float("inf")), 0)
-    low = tl.min(tl.where(finite, v, float("inf")), 0)
-    keys = (sizes + RANGE).to(tl.pointer_type(tl.uint64))
-    if high >= low:
-        tl.atomic_max(keys, key_of(high.to(tl.float64)), sem="relaxed")
-        tl.atomic_max(keys + 1, key_of(-low.to(tl.float64)), sem="relaxed")
-
-
-@triton.jit
 def usable_bound(sizes, bound, rel, DTYPE: tl.constexpr, RELATIVE: tl.constexpr):
     """Round min(bound, rel * range) down, clamp it, zero where too small; the host has done that for `bound` alone."""
     eb = tl.full((), bound, tl.float64)
@@ -94,10 +89,69 @@ def usable_bound(sizes, bound, rel, DTYPE: tl.constexpr, RELATIVE: tl.constexpr)
 
 
 @triton.jit
-def wide_bits(stored):
-    """Return the bits of stored values as integers of at least 32 bits."""
-    bits = float_bits(stored)
-    return bits if stored.dtype == tl.float64 else bits.to(tl.int32)
+def ordered_bits(stored, v):
+    """Return integers of at least 32 bits for stored values: in the order of the magnitudes among values of a sign."""
+    # Conversion of fp16 would change a NaN.
+    return float_bits(stored).to(tl.int32) if stored.dtype == tl.float16 else float_bits(v)
+
+
+@triton.jit
+def ordered_value(bits, DTYPE: tl.constexpr):
+    """Return the value of an integer."""
+    if DTYPE == tl.float16:
+        return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        return bits.to(tl.float64 if DTYPE == tl.float64 else tl.float32, bitcast=True)
+
+
+@triton.jit
+def range_of(least, greatest, unsigned, DTYPE: tl.constexpr):
+    """Return smallest and largest value, and the largest magnitude as integer, from three extremes of the integers.
+
+    Args:
+        least: The smallest integer.
+        greatest: The largest integer.
+        unsigned: The largest without a sign: of negative values, if there are any, the smallest.
+        DTYPE: Of the values.
+    """
+    SIGN: tl.constexpr = 2**63 if DTYPE == tl.float64 else (2**15 if DTYPE == tl.float16 else 2**31)
+    negative = unsigned.to(least.dtype, bitcast=True)
+    low = ordered_value(tl.where(least < 0, negative, least), DTYPE)
+    high = ordered_value(tl.where(greatest < 0, least, greatest), DTYPE)
+    return low, high, tl.maximum(greatest & (SIGN - 1), negative & (SIGN - 1))
+
+
+@triton.jit
+def without_sign(bits):
+    """Return integers as unsigned ones."""
+    return bits.to(tl.uint64 if bits.dtype == tl.int64 else tl.uint32, bitcast=True)
+
+
+@triton.jit
+def range_kernel(x, sizes, numel: tl.int64, DTYPE: tl.constexpr, SIZE: tl.constexpr):
+    """Write keys of the largest and the negated smallest finite value behind the sizes, by atomic maximum from zero."""
+    # From the end, which was written last and may be in the cache still, to the beginning, which is encoded first.
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * SIZE
+    left = tl.minimum(numel - first, SIZE).to(tl.int32)
+    i = tl.arange(0, SIZE)
+    x += first
+    if left < SIZE:
+        # After the end stands the first value once more.
+        stored = tl.load(x + i, mask=i < left, other=tl.load(x))
+    else:
+        stored = tl.load(x + i)
+    v = widen(stored, DTYPE)
+    bits = ordered_bits(stored, v)
+    low, high, top = range_of(tl.min(bits, 0), tl.max(bits, 0), tl.max(without_sign(bits), 0), DTYPE)
+    # Rare: infinities and NaN do not count.
+    if (ordered_value(top, DTYPE) < float("inf")) == 0:
+        finite = tl.abs(v) < float("inf")
+        high = tl.max(tl.where(finite, v, -float("inf")), 0)
+        low = tl.min(tl.where(finite, v, float("inf")), 0)
+    keys = (sizes + RANGE).to(tl.pointer_type(tl.uint64))
+    if high >= low:
+        tl.atomic_max(keys, key_of(high.to(tl.float64)), sem="relaxed")
+        tl.atomic_max(keys + 1, key_of(-low.to(tl.float64)), sem="relaxed")
 
 
 @triton.jit
@@ -123,9 +177,20 @@ def floor_of(v):
 
 
 @triton.jit
-def levels_of(v, eb_c, hash, ROUNDING: tl.constexpr):
+def usable_values(v, limit, eb, ROUNDING: tl.constexpr):
+    """Return values with zeros for those that have no level, and none whose product with 0.5 / eb is rounded to zero.
+
+    With bounds below 1 no product is. With others, what is next to zero has the level and the error of 2^-28.
+    """
+    v = tl.where(tl.abs(v) < limit, v, 0.0)
+    if ROUNDING == NEAREST:
+        v = tl.where(v < 0, tl.minimum(v, tl.where(eb < 1.0, 0.0, -(2.0**-28)).to(v.dtype)), v)
+    return v
+
+
+@triton.jit
+def levels_of(v, eb_c, inverse, hash, ROUNDING: tl.constexpr):
     """Return ORIGIN plus the levels of finite values, fp32: the last bits are the level, without a conversion."""
-    inverse = divide(tl.full((), 0.5, eb_c.dtype), eb_c)
     shifted = v - eb_c if ROUNDING == STOCHASTIC else v
     level = floor_of(shifted * inverse)
     if ROUNDING != NEAREST:
@@ -133,10 +198,6 @@ def levels_of(v, eb_c, hash, ROUNDING: tl.constexpr):
         level = tl.where(hash < (rest * 16777216.0).to(tl.int32), level + 1.0, level)
     if ROUNDING == STOCHASTIC:
         level = tl.where(v < 0, tl.minimum(level, ORIGIN - 1.0), tl.maximum(level, ORIGIN))
-    if ROUNDING == NEAREST:
-        # With smaller steps no product of a negative value is rounded to zero.
-        if eb_c >= 1.0:
-            level = tl.where(v < 0, tl.minimum(level, ORIGIN - 1.0), level)
     return level if ROUNDING == NEAREST else tl.where(v != 0, level, ORIGIN)
 
 
@@ -155,183 +216,27 @@ def decoded_of(level, eb_c, hash, DTYPE: tl.constexpr, ROUNDING: tl.constexpr):
 
 
 @triton.jit
-def bit_width(v):
-    """Return how many bits an integer between 0 and 2^24 needs."""
-    return tl.maximum((v.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126, 0)
+def quotient_bytes(levels, form, k):
+    """Return the quotients of numbers, at most 255: four bytes in a word for each of eight slices."""
+    slope, shift = form
+    bytes, down = (), tl.minimum(k + 9, 31).to(tl.uint32)[None, None, :, None]
+    for slice in tl.static_range(8):
+        number = integers_of(levels[slice], slope[None, None, :, None], shift[None, None, :, None])
+        quotient = (number << 9).to(tl.uint32, bitcast=True) >> down
+        bytes += (join_lanes(quotient.to(tl.int32), True),)  # type: ignore[assignment]
+    return bytes
 
 
 @triton.jit
-def rice_parameter(n, total):
-    """Return the number of low bits for n values with that sum, which is at most 2^31."""
-    each = (n * 3).to(tl.uint32)
-    k = tl.maximum(bit_width(total) - bit_width(each) - 1, 0)
-    for _ in tl.static_range(3):
-        k += (total > ((each << k.to(tl.uint32)) >> 1)).to(tl.int32)
-    return k
-
-
-@triton.jit
-def estimate(n, total, k):
-    """Return about how many bits n values with that sum take with k low bits each."""
-    each, shift = n.to(tl.uint32), k.to(tl.uint32)
-    half = ((each << shift) - each) >> 1
-    return n * (k + 1) + (tl.where(total > half, total - half, 0) >> shift).to(tl.int32)
-
-
-@triton.jit
-def number_of(level, slope, shift):
-    """Return the numbers of levels: distances from a base of one kind, or zigzag. All is exact in fp32."""
-    return tl.abs(level * slope + shift) - 0.5
-
-
-@triton.jit
-def tile_numbers(level, slope, shift):
-    """Return the numbers of a tile as int32 with 75 in the highest byte, without a conversion."""
-    return (tl.abs(tl.fma(level, of_block(slope), of_block(shift))) + 8388607.5).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def choose_forms(level, low, high, total, n):
-    """Return slope and shift of the numbers to store, their largest, base, order, low bits and whether that is all."""
-    mean = divide(total.to(tl.float32), tl.maximum(n, 1).to(tl.float32))
-    centre = tl.floor(mean + 0.5)
-    down = mean < centre
-    # Order 2 is order 1 of negated levels.
-    slope = tl.where(down, -2.0, 2.0)
-    shift = centre * -slope - 0.5
-    of_zero = number_of(0.0, slope, shift).to(tl.int32)
-    turned = tile_numbers(level, slope, shift) - 0x4B000000
-    sum_turned = (block_sum(turned) - (256 - n) * of_zero).to(tl.uint32)
-    sum_plain = (total - n * low).to(tl.uint32)
-    k_plain, k_turned = rice_parameter(n, sum_plain), rice_parameter(n, sum_turned)
-    bits_plain, bits_turned = estimate(n, sum_plain, k_plain), estimate(n, sum_turned, k_turned)
-    width = bit_width(high - low)
-    fixed = n * width <= tl.minimum(bits_plain, bits_turned)
-    zigzag = (fixed == 0) & (bits_turned < bits_plain)
-    k = tl.where(fixed, width, tl.where(zigzag, k_turned, k_plain))
-    base = tl.where(zigzag, centre.to(tl.int32), low)
-    order = tl.where(zigzag, tl.where(down, 2, 1), 0)
-    slope, shift = tl.where(zigzag, slope, 1.0), tl.where(zigzag, shift, 0.5 - low.to(tl.float32))
-    ends = tl.maximum(number_of(low.to(tl.float32), slope, shift), number_of(high.to(tl.float32), slope, shift))
-    return slope, shift, ends.to(tl.int32), base, order, k, fixed
-
-
-@triton.jit
-def less_four(planes):
-    """Return planes of numbers from 4 on, less four: bit 2 is inverted, and what lies above takes the borrow."""
-    p0, p1, p2, p3, p4, p5, p6, p7 = planes
-    some3, none = p2 | p3, 0xFFFFFFFF
-    some4 = some3 | p4
-    some5 = some4 | p5
-    some6 = some5 | p6
-    p7, p6, p5 = p7 ^ some6 ^ none, p6 ^ some5 ^ none, p5 ^ some4 ^ none
-    return p0, p1, p2 ^ none, p3 ^ p2 ^ none, p4 ^ some3 ^ none, p5, p6, p7
-
-
-@triton.jit
-def put_words(payload, bit, word):
-    """Write words that end with their highest bit that is set, from a bit of the payload on."""
-    words = payload.to(tl.pointer_type(tl.int32)) + (bit >> 5)
-    moved = word.to(tl.uint64) << (bit & 31).to(tl.uint64)
-    low, high = moved.to(tl.int32), (moved >> 32).to(tl.int32)
-    # Words are shared by threads, and bits are not: the order does not matter.
-    if INTERPRETED:
-        tl.atomic_or(words, low, mask=low != 0, sem="relaxed")
-        tl.atomic_or(words + 1, high, mask=high != 0, sem="relaxed")
-    else:
-        # Triton looks for a layout of each of its own.
-        tl.inline_asm_elementwise(
-            "{.reg .pred p, q; setp.ne.b32 p, $2, 0; setp.ne.b32 q, $3, 0; mov.b32 $0, 0;"
-            "@p red.relaxed.gpu.global.or.b32 [$1], $2; @q red.relaxed.gpu.global.or.b32 [$1+4], $3;}",
-            "=r,l,r,r", [words.to(tl.int64), low, high], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@triton.jit
-def put_number(payload, bit, number):
-    """Write a number of each block."""
-    word = tl.where(first_thread(), number[None, None, :], 0)
-    put_words(payload, bit[None, None, :] + tl.zeros_like(word), word.to(tl.uint32, bitcast=True))
-
-
-@triton.jit
-def put_chunk(payload, bit, count, planes, width, some, mask, moves):
-    """Write the first `width` of eight planes under the mask of the moves, `count` bits apart.
-
-    `some` has a bit for each plane that any block has.
-    """
-    for p in tl.static_range(8):
-        if ((some >> p) & 1) > 0:
-            word = tl.where((p < width)[None, None, :], planes[p] & mask, 0)
-            put_words(payload, bit + (p * count)[None, None, :], gather(word, moves))
-
-
-@triton.jit
-def put_planes(payload, bit, count, number, FIRST: tl.constexpr, width, mask):
-    """Write bits FIRST to `width` of the numbers under the mask, one plane after the other."""
-    moves, most = moves_of(mask), tl.max(width, 0)
-    p = tl.full((), FIRST, tl.int32)
-    while p < most:
-        word = tl.where((p < width)[None, None, :], join_bits((number >> p) & 1) & mask, 0)
-        put_words(payload, bit + (p * count)[None, None, :], gather(word, moves))
-        p += 1
-
-
-@triton.jit
-def put_round(payload, bit, alive, more):
-    """Write a bit of the unary codes that have not ended."""
-    put_words(payload, bit, gather(more, moves_of(alive)))
-
-
-@triton.jit
-def put_flags(payload, at, mask, left):
-    """Write the bits of the values that there are; `left` remain in the group."""
-    valid = valid_bits(left)
-    if left < 4096:
-        mask = gather(mask & valid, moves_of(valid))
-    place, _ = places_of(count_ones(valid))
-    put_words(payload, at[None, None, :] + place, mask)
-
-
-@triton.jit
-def put_raw(payload, start, x, count, SIZE: tl.constexpr):
-    """Copy the first `count` stored values of each block to byte `start`, byte by byte."""
-    first = 0
-    while first < 256:
-        i = (first + tl.arange(0, 16))[None, :]
-        here = i < count[:, None]
-        bits = float_bits(tl.load(x + (tl.arange(0, 16) * 256)[:, None] + i, mask=here, other=0))
-        part = 0
-        while part < SIZE:
-            tl.store(payload + start[:, None] + i * SIZE + part, ((bits >> (8 * part)) & 255).to(tl.uint8), mask=here)
-            part += 1
-        first += 16
-
-
-@triton.jit
-def put_tables(meta, group, groups, offset, code, head, inside):
-    """Write the metadata of a group."""
-    tl.store((meta + 16).to(tl.pointer_type(tl.int32)) + group, offset.to(tl.int32))
-    tl.store(meta + 16 + groups * 4 + group, code.to(tl.uint8))
-    # The first thread of a block writes its head: a tensor of one number for each block would go to other threads.
-    head = head[None, None, :] + tl.zeros((2, 4, 16), tl.int32)
-    heads = meta + 16 + groups * 5 + (group * 16 + tl.arange(0, 16)[None, None, :] + tl.zeros_like(head)) * 3
-    here = first_thread() & (inside > 0)[None, None, :]
-    byte = 0
-    while byte < 3:
-        tl.store(heads + byte, ((head >> (8 * byte)) & 255).to(tl.uint8), mask=here)
-        byte += 1
-
-
-@triton.jit
-def put_zeros(payload, units):
-    """Set the words of a group to zero."""
-    at = 0
-    while at < units:
-        word = at + tl.arange(0, 1024)
-        tl.store(payload.to(tl.pointer_type(tl.int32)) + word, 0, mask=word < units)
-        at += 1024
-    tl.debug_barrier()
+def far_numbers(x, group, left, limits, step, seed, form, DTYPE: tl.constexpr, ROUNDING: tl.constexpr):
+    """Return the numbers of a tile, from its values: few groups need more than bytes when they are written."""
+    limit, eb = limits
+    eb_c, inverse = step
+    slope, shift = form
+    i = tile_index()
+    v = usable_values(widen(tl.load(x + i, mask=i < left, other=0), DTYPE), limit, eb, ROUNDING)
+    level = levels_of(v, eb_c, inverse, random_of(group, i, seed[0], seed[1]), ROUNDING) - ORIGIN
+    return integers_of(level, of_block(slope), of_block(shift)) & 0x7FFFFF
 
 
 @triton.jit(do_not_specialize=["capacity", "attempt", "seed_low", "seed_high"])
@@ -344,7 +249,10 @@ def encode_kernel(
 
     Each attempt has a counter. One behind the first does nothing if the one before had enough space, or did nothing.
     """
-    if (attempt > 0) & (tl.load(sizes + tl.maximum(attempt - 1, 0)) * 4 <= capacity):
+    done = False
+    if attempt > 0:
+        done = tl.load(sizes + attempt - 1) * 4 <= capacity
+    if done:
         return
     SIZE: tl.constexpr = 8 if DTYPE == tl.float64 else (4 if DTYPE == tl.float32 else 2)
     group = tl.program_id(0).to(tl.int64)
@@ -353,52 +261,84 @@ def encode_kernel(
     eb = allowed * 0.5 if ROUNDING == STOCHASTIC else allowed
     if group == 0:
         tl.store(meta.to(tl.pointer_type(tl.float64)), eb.to(tl.float64))
-        seed = (meta + 8).to(tl.pointer_type(tl.int32))
-        tl.store(seed, seed_low)
-        tl.store(seed + 1, seed_high)
+        seeds = (meta + 8).to(tl.pointer_type(tl.int32))
+        tl.store(seeds, seed_low)
+        tl.store(seeds + 1, seed_high)
     left = tl.minimum(numel - group * 4096, 4096).to(tl.int32)
     inside = tl.minimum(tl.maximum(left - tl.arange(0, 16) * 256, 0), 256)
     i = tile_index()
     x += group * 4096
-    stored = tl.load(x + i, mask=i < left, other=0)
-    v, bits = widen(stored, DTYPE), wide_bits(stored)
-    mask = join_bits(v != 0)
+    # Zeros for what is not there take as many instructions as the loads.
+    if left < 4096:
+        stored = tl.load(x + i, mask=i < left, other=0)
+    else:
+        stored = tl.load(x + i)
+    v = widen(stored, DTYPE)
+    bits = ordered_bits(stored, v)
+    mask = nonzero_bits(v)
     if eb == 0:
         mask = join_bits(bits != 0)
     place, n = places_of(count_ones(mask))
     least, greatest = block_min(bits), block_max(bits)
+    lowest, highest, top = range_of(least, greatest, block_max(without_sign(bits)), DTYPE)
+    repeated = least == greatest
     if left < 4096:
         here = of_block(tl.where(inside > 0, inside, 1)) > (i & 255)
         MOST: tl.constexpr = 2**63 - 1 if SIZE == 8 else 2**31 - 1
-        least, greatest = block_min(tl.where(here, bits, MOST)), block_max(tl.where(here, bits, -MOST - 1))
+        repeated = block_min(tl.where(here, bits, MOST)) == block_max(tl.where(here, bits, -MOST - 1))
 
     safe = tl.where(eb == 0, 1.0, eb).to(eb.dtype)
     limit = safe * 1048576.0
-    top = block_highest(tl.abs(v))
-    beyond = (top < limit) == 0
-    largest = highest(top, 0)
-    if (largest < limit) == 0:
-        v = tl.where(tl.abs(v) < limit, v, 0.0)
-        largest = highest(block_highest(tl.abs(v)), 0)
+    beyond = (ordered_value(top, DTYPE) < limit) == 0
+    largest = ordered_value(tl.max(top, 0), DTYPE)
+    if ((largest < limit) == 0) | (eb >= 1.0):
+        v = usable_values(v, limit, eb, ROUNDING)
+        lowest, highest = block_min(v), block_max(v)
+        largest = tl.max(tl.maximum(tl.abs(lowest), tl.abs(highest)), 0)
     code = tl.where(eb == 0, 0, shrink_code(largest, safe, DTYPE))
     eb_c = shrink(safe, code, DTYPE)
-    hash = random_of(group, i, seed_low, seed_high)
-    level = levels_of(v, eb_c, hash, ROUNDING)
-    level_bits = level.to(tl.int32, bitcast=True)
-    low, high = block_min(level_bits) - 0x4B400000, block_max(level_bits) - 0x4B400000
-    level_sum = block_sum(level_bits - 0x4B400000)
-    level -= ORIGIN
-    # Zeros pass.
-    error = block_highest(tl.abs(decoded_of(level, eb_c, hash, DTYPE, ROUNDING) - v))
-    must_raw = beyond | ((tl.where(eb == 0, float("inf"), error) <= allowed) == 0)
+    inverse = divide(tl.full((), 0.5, eb_c.dtype), eb_c)
+    # Slice by slice, so that no thread has to keep all values, levels and errors.
+    slices, levels = split_tile(v), ()
+    level_sum, error = tl.zeros((2, 4, 16, 4), tl.int32), tl.zeros((2, 4, 16, 4), eb.dtype)
+    least, most = level_sum + 0x7FFFFFFF, level_sum
+    for slice in tl.static_range(8):
+        hash = random_of(group, slice_index(slice), seed_low, seed_high)
+        level = levels_of(slices[slice], eb_c, inverse, hash, ROUNDING)
+        level_bits = level.to(tl.int32, bitcast=True)
+        level_sum += level_bits
+        if ROUNDING != NEAREST:
+            least, most = tl.minimum(least, level_bits), tl.maximum(most, level_bits)
+        level -= ORIGIN
+        # Zeros pass.
+        error = tl.maximum(error, tl.abs(decoded_of(level, eb_c, hash, DTYPE, ROUNDING) - slices[slice]))
+        levels += (level,)  # type: ignore[assignment]
+    if ROUNDING == NEAREST:
+        # Larger values have no smaller levels.
+        low = levels_of(lowest, eb_c, inverse, 0, ROUNDING).to(tl.int32, bitcast=True) - 0x4B400000
+        high = levels_of(highest, eb_c, inverse, 0, ROUNDING).to(tl.int32, bitcast=True) - 0x4B400000
+    else:
+        low, high = lanes_min(least) - 0x4B400000, lanes_max(most) - 0x4B400000
+    # 256 times 0x4B400000, modulo 2^32.
+    level_sum = lanes_sum(level_sum) - 0x40000000
+    must_raw = beyond | ((tl.where(eb == 0, float("inf"), lanes_max(error)) <= allowed) == 0)
 
-    slope, shift, most, base, order, k, fixed = choose_forms(level, low, high, level_sum, n)
-    number = tile_numbers(level, slope, shift)
-    planes = transpose(split_slices(join_lanes(number, False)))
-    quotient = (number << 9).to(tl.uint32, bitcast=True) >> of_block(tl.minimum(k + 9, 31)).to(tl.uint32)
-    quotients = transpose(split_slices(join_lanes(quotient.to(tl.int32), True)))
-    q0, q1, q2, q3, q4, q5, q6, q7 = quotients
-    alive = tl.where(fixed[None, None, :], 0, mask)
+    slope, shift, most, base, order, k, fixed = choose_forms(levels, low, high, level_sum, n)
+    limits, step, seed, form = (limit, eb), (eb_c, inverse), (seed_low, seed_high), (slope, shift)
+    bytes = ()
+    for slice in tl.static_range(8):
+        slice_numbers = integers_of(levels[slice], slope[None, None, :, None], shift[None, None, :, None])
+        bytes += (join_lanes(slice_numbers, False),)  # type: ignore[assignment]
+    planes = transpose(bytes)
+    # Which of eight planes any block has, and whether there are numbers or quotients above 255, more planes, and zeros.
+    some = ((1 << tl.minimum(k, 9)) - 1) | ((most > 255).to(tl.int32) << 9) | (((most >> k) > 255).to(tl.int32) << 10)
+    some = tl.reduce(some | ((n < 256).to(tl.int32) << 11), 0, either)
+    far, dense = (some & 0x500) > 0, some < 2048
+    if (some & 512) > 0:
+        q0, q1, q2, q3, q4, q5, q6, q7 = transpose(quotient_bytes(levels, form, k))
+    else:
+        q0, q1, q2, q3, q4, q5, q6, q7 = shift_planes(planes, k[None, None, :])
+    alive = tl.where((fixed | ((k > 7) & (most < 256)))[None, None, :], 0, mask)
     more3 = (q2 | q3 | q4 | q5 | q6 | q7) & alive
     more2 = more3 | (q0 & q1 & alive)
     more1 = more3 | (q1 & alive)
@@ -408,66 +348,71 @@ def encode_kernel(
     place2, count2 = places_of(count_ones(more2))
     place3, escapes = places_of(count_ones(more3))
     unary = tl.where(fixed, 0, n) + count0 + count1 + count2
-    furthest = most >> k
-    width = tl.where(escapes > 0, bit_width(tl.maximum(furthest - ROUNDS, 0)), 0)
+    width = tl.where(escapes > 0, bit_width(tl.maximum((most >> k) - ROUNDS, 0)), 0)
     sparse = n < inside
     size = (n * k + unary + tl.where(escapes > 0, 5 + escapes * width, 0) + tl.where(sparse, inside, 0) + 7) >> 3
     wide = (base < -128) | (base > 127) | (k > 7) | (most > 255) | (size > 255)
     size += tl.where(wide, 4, 0)
     use_raw = must_raw | (size >= inside * SIZE)
-    special = tl.where(n == 0, ALL_ZERO, tl.where(least == greatest, REPEATED, tl.where(use_raw, AS_IS, 0)))
+    special = tl.where(n == 0, ALL_ZERO, tl.where(repeated, REPEATED, tl.where(use_raw, AS_IS, 0)))
     plain = special == 0
     raw = tl.where(special == AS_IS, inside, tl.where(special == REPEATED, 1, 0))
     size = tl.where(plain, size, raw * SIZE)
-    k, width = tl.where(plain, k, 0), tl.where(plain, width, 0)
+    k, width, wide, sparse = tl.where(plain, k, 0), tl.where(plain, width, 0), wide & plain, sparse & plain
 
-    # Which planes any block has, more than eight, and whether any is raw.
-    far = (width > 0) & (furthest > 255)
-    some = ((1 << tl.minimum(k, 9)) - 1) | (((1 << tl.minimum(width, 8)) - 1) << 9)
-    some |= (far.to(tl.int32) << 17) | ((raw > 0).to(tl.int32) << 18)
-    some = tl.reduce(some, 0, either)
-    ends = tl.cumsum(size, 0)
-    start = ends - size
-    units = (tl.max(ends, 0) + 3) >> 2
-    reserved = tl.atomic_add(sizes + attempt, units.to(tl.int64), sem="relaxed")
+    # The sum of the sizes, and how many blocks are raw, wide and have escapes.
+    sums = size | ((raw > 0).to(tl.int32) << 16) | (wide.to(tl.int32) << 21) | ((width > 0).to(tl.int32) << 26)
+    sums = tl.cumsum(sums, 0)
+    start, total = (sums & 65535) - size, tl.max(sums, 0)
+    units = ((total & 65535) + 3) >> 2
+    reservation = reserve(sizes + attempt, units)
     flags = (sparse.to(tl.int32) << 3) | (fixed.to(tl.int32) << 4) | (order << 5)
     second = tl.where(wide, (size >> 8) | (k << 3), base)
     what = tl.where(plain, flags | tl.where(wide, 128, k), special)
     head = tl.where(plain, (size & 255) | ((second & 255) << 8), 0) | (what << 16)
+    words = open_words(payload, reservation, units, capacity, SIZE)
+
+    at = start * 8
+    if ((total >> 21) & 31) > 0:
+        put_number(words, at, tl.where(wide, base, 0))
+    at += tl.where(wide, 32, 0)
+    put_flags(words, at, tl.where(sparse[None, None, :], mask, 0), left)
+    at += tl.where(sparse, inside, 0)
+    mask = tl.where(plain[None, None, :], mask, 0)
+    more0, more1, more2, more3 = more0 & mask, more1 & mask, more2 & mask, more3 & mask
+    last = at + n * k + unary + 5
+    if far:
+        number = far_numbers(x, group, left, limits, step, seed, form, DTYPE, ROUNDING)
+        put_planes(words, at[None, None, :] + place, n, number, 8, k, mask)
+        rest = (number >> of_block(k)) - ROUNDS
+        put_planes(words, last[None, None, :] + place3, escapes, rest, 0, width, more3)
+
+    word, moves = more0, (mask, mask, mask, mask, mask, mask)
+    if not dense:
+        moves = moves_of(mask)
+        word = gather(more0, moves)
+    put_chunk(words, at[None, None, :] + place, n, k, some & 255, planes, mask, moves, dense)
+    at += n * k
+    put_words(words, at[None, None, :] + place, word)
+    at += tl.where(fixed, 0, n)
+    put_round(words, at[None, None, :] + place0, more0, more1)
+    at += count0
+    put_round(words, at[None, None, :] + place1, more1, more2)
+    at += count1
+    put_round(words, at[None, None, :] + place2, more2, more3)
+    if (total >> 26) > 0:
+        put_number(words, last - 5, width)
+        if far == 0:
+            rests = less_four((q0, q1, q2, q3, q4, q5, q6, q7))
+            some = (1 << tl.max(width, 0)) - 1
+            put_chunk(words, last[None, None, :] + place3, escapes, width, some, rests, more3, moves_of(more3), False)
+
+    reserved = reserved_of(reservation)
     put_tables(meta, group, groups, reserved, code, head, inside)
     if (reserved + units) * 4 > capacity:
         return
     payload += reserved * 4
-    put_zeros(payload, units)
-
-    at = start * 8
-    put_number(payload, at, tl.where(wide & plain, base, 0))
-    at += tl.where(wide, 32, 0)
-    put_flags(payload, at, tl.where((sparse & plain)[None, None, :], mask, 0), left)
-    at += tl.where(sparse, inside, 0)
-    mask = tl.where(plain[None, None, :], mask, 0)
-    more = (more0 & mask, more1 & mask, more2 & mask, more3 & mask)
-    last = at + n * k + unary + 5
-    # Rare, and first: these need the numbers, which then are no longer kept.
-    if (some & (1 << 8)) > 0:
-        put_planes(payload, at[None, None, :] + place, n, number & 0x7FFFFF, 8, k, mask)
-    if (some & (1 << 17)) > 0:
-        rest = ((number & 0x7FFFFF) >> of_block(k)) - ROUNDS
-        put_planes(payload, last[None, None, :] + place3, escapes, rest, 0, width, more[3])
-
-    moves = moves_of(mask)
-    put_chunk(payload, at[None, None, :] + place, n, planes, k, some, mask, moves)
-    at += n * k
-    put_words(payload, at[None, None, :] + place, gather(more[0], moves))
-    at += tl.where(fixed, 0, n)
-    put_round(payload, at[None, None, :] + place0, more[0], more[1])
-    at += count0
-    put_round(payload, at[None, None, :] + place1, more[1], more[2])
-    at += count1
-    put_round(payload, at[None, None, :] + place2, more[2], more[3])
-    put_number(payload, last - 5, width)
-    if (((some >> 9) & 255) > 0) & ((some & (1 << 17)) == 0):
-        rests = less_four(quotients)
-        put_chunk(payload, last[None, None, :] + place3, escapes, rests, width, some >> 9, more[3], moves_of(more[3]))
-    if (some & (1 << 18)) > 0:
+    close_words(payload, words, units)
+    if ((total >> 16) & 31) > 0:
+        tl.debug_barrier()
         put_raw(payload, start, x, raw, SIZE)

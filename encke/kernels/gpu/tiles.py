@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from encke.kernels.gpu.common import INTERPRETED, exponent, float_bits, highest, power, random32, rotate_right
+from encke.kernels.gpu.common import INTERPRETED, exponent, float_bits, power, random32, rotate_right
 
 ROUNDS = tl.constexpr(4)
 ALL_ZERO, AS_IS, REPEATED = tl.constexpr(0x60), tl.constexpr(0x61), tl.constexpr(0x62)
@@ -21,6 +21,17 @@ PICK_BYTES = tl.constexpr(
 )
 SATURATE_BYTES = tl.constexpr(
     "{.reg .b32 a; cvt.pack.sat.u8.s32.b32 a, $4, $3, 0; cvt.pack.sat.u8.s32.b32 $0, $2, $1, a;}"
+)
+# Bytes of a word, each multiplied.
+MULTIPLY_BYTES = tl.constexpr(
+    "{.reg .b32 a, b, c, d; and.b32 a, $1, 255; prmt.b32 b, $1, 0, 0x4441; prmt.b32 c, $1, 0, 0x4442;"
+    "shr.u32 d, $1, 24; mad.lo.u32 a, b, $2, a; mad.lo.u32 a, c, $3, a; mad.lo.u32 $0, d, $4, a;}"
+)
+# Bits of eight floats that are not zero, added up in the last bits of a float.
+PICK_NONZERO = tl.constexpr(
+    "{.reg .pred p; .reg .f32 a; mov.f32 a, 0f4B000000;"
+    + "".join(f"setp.neu.f32 p, ${1 + s}, 0f00000000; @p add.f32 a, a, 0f{(127 + s) << 23:08X};" for s in range(8))
+    + "mov.b32 $0, a;}"
 )
 
 
@@ -50,27 +61,33 @@ def of_block(v):
 
 
 @triton.jit
-def block_sum(v):
-    """Return the sum of each block of a tile."""
-    return tl.sum(tl.sum(tl.sum(tl.sum(v, 4), 3), 1), 0)
-
-
-@triton.jit
 def block_max(v):
     """Return the largest of each block of a tile."""
     return tl.max(tl.max(tl.max(tl.max(v, 4), 3), 1), 0)
 
 
 @triton.jit
-def block_highest(v):
-    """Return the largest of each block of a tile, or NaN."""
-    return highest(highest(highest(highest(v, 4), 3), 1), 0)
-
-
-@triton.jit
 def block_min(v):
     """Return the smallest of each block of a tile."""
     return tl.min(tl.min(tl.min(tl.min(v, 4), 3), 1), 0)
+
+
+@triton.jit
+def lanes_sum(v):
+    """Return the sum of each block of a slice."""
+    return tl.sum(tl.sum(tl.sum(v, 3), 1), 0)
+
+
+@triton.jit
+def lanes_max(v):
+    """Return the largest of each block of a slice."""
+    return tl.max(tl.max(tl.max(v, 3), 1), 0)
+
+
+@triton.jit
+def lanes_min(v):
+    """Return the smallest of each block of a slice."""
+    return tl.min(tl.min(tl.min(v, 3), 1), 0)
 
 
 @triton.jit
@@ -122,16 +139,28 @@ def join_bits(flags):
 
 
 @triton.jit
-def join_lanes(v, SATURATED: tl.constexpr):
-    """Join four lanes, their lowest bytes or at most 255 of each, to one word: [half, word, block, slice]."""
+def split_tile(v):
+    """Return eight slices of a tile: [half, word, block, lane] each."""
+    even, odd = tl.split(tl.reshape(tl.permute(v, (0, 1, 2, 4, 3)), (2, 4, 16, 4, 2, 2, 2)))
+    even0, even2 = tl.split(even)
+    odd0, odd2 = tl.split(odd)
+    s0, s4 = tl.split(even0)
+    s2, s6 = tl.split(even2)
+    s1, s5 = tl.split(odd0)
+    s3, s7 = tl.split(odd2)
+    return s0, s1, s2, s3, s4, s5, s6, s7
+
+
+@triton.jit
+def pick_bytes(first, second, third, fourth, SATURATED: tl.constexpr):
+    """Join four words, their lowest bytes or at most 255 of each."""
     if INTERPRETED:
-        v = tl.minimum(v, 255) if SATURATED else v & 255
-        return tl.sum(v.to(tl.uint32) << (tl.arange(0, 4) * 8).to(tl.uint32)[None, None, None, None, :], 4)
+        if SATURATED:
+            first, second = tl.minimum(first, 255), tl.minimum(second, 255)
+            third, fourth = tl.minimum(third, 255), tl.minimum(fourth, 255)
+        low = (first & 255) | ((second & 255) << 8)
+        return (low | ((third & 255) << 16) | ((fourth & 255) << 24)).to(tl.uint32, bitcast=True)
     else:
-        even, odd = tl.split(tl.reshape(v, (2, 4, 16, 8, 2, 2)))
-        first, third = tl.split(even)
-        second, fourth = tl.split(odd)
-        # Two or three instructions; minima, masks, shifts and sums would take more.
         return tl.inline_asm_elementwise(
             SATURATE_BYTES if SATURATED else PICK_BYTES, "=r,r,r,r,r", [first, second, third, fourth],
             dtype=tl.uint32, is_pure=True, pack=1,
@@ -139,23 +168,46 @@ def join_lanes(v, SATURATED: tl.constexpr):
 
 
 @triton.jit
-def split_slices(bytes):
-    """Return the words of eight slices, [half, word, block] each."""
-    even, odd = tl.split(tl.reshape(bytes, (2, 4, 16, 2, 2, 2)))
-    even0, even2 = tl.split(even)
-    odd0, odd2 = tl.split(odd)
-    w0, w4 = tl.split(even0)
-    w2, w6 = tl.split(even2)
-    w1, w5 = tl.split(odd0)
-    w3, w7 = tl.split(odd2)
-    return w0, w1, w2, w3, w4, w5, w6, w7
+def join_lanes(v, SATURATED: tl.constexpr):
+    """Join four lanes, their lowest bytes or at most 255 of each, to one word: [half, word, block]."""
+    even, odd = tl.split(tl.reshape(v, (2, 4, 16, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return pick_bytes(first, second, third, fourth, SATURATED)
+
+
+@triton.jit
+def nonzero_bits(v):
+    """Return which values of each thread are not zero, as a word: [half, word, block]."""
+    if INTERPRETED or v.dtype == tl.float64:
+        return join_bits(v != 0)
+    else:
+        # Two instructions a value, one of which is an addition; joining flags takes three, none of which is.
+        v0, v1, v2, v3, v4, v5, v6, v7 = split_tile(v)
+        lanes = tl.inline_asm_elementwise(
+            PICK_NONZERO, "=r,f,f,f,f,f,f,f,f", [v0, v1, v2, v3, v4, v5, v6, v7], dtype=tl.uint32, is_pure=True, pack=1
+        )
+        return join_lanes(lanes, False)
+
+
+@triton.jit
+def choose_bits(first, second, KEPT: tl.constexpr):
+    """Return the bits of the first word under KEPT and the others of the second."""
+    return tl.inline_asm_elementwise(
+        "lop3.b32 $0, $1, $2, $3, 0xE4;", "=r,r,r,r", [first, second, tl.full((), KEPT, tl.uint32)],
+        dtype=tl.uint32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
 def exchange(first, second, DISTANCE: tl.constexpr, KEPT: tl.constexpr):
     """Exchange bits between words DISTANCE slices apart: a step of a transposition."""
-    low = (first & KEPT) | ((second & KEPT) << DISTANCE)
-    return low, ((first >> DISTANCE) & KEPT) | (second & (KEPT ^ 0xFFFFFFFF))
+    low, high = second << DISTANCE, first >> DISTANCE
+    if INTERPRETED:
+        return (first & KEPT) | (low & (KEPT ^ 0xFFFFFFFF)), (high & KEPT) | (second & (KEPT ^ 0xFFFFFFFF))
+    else:
+        # One instruction each; the compiler finds two or three.
+        return choose_bits(first, low, KEPT), choose_bits(high, second, KEPT)
 
 
 @triton.jit
@@ -217,15 +269,17 @@ def next_move(left, mask, DISTANCE: tl.constexpr):
 def moves_of(mask):
     """Return how bits move when those under a mask are gathered: within bytes, then the second to fourth byte.
 
-    Which bits of bytes move by 1, 2 and 4 is found as in Hacker's Delight 7-4.
+    Which bits of bytes move by 1 and 2 is found as in Hacker's Delight 7-4. Then the upper half of a byte moves by 4,
+    unless the lower half is full.
     """
+    second, third = count_ones(mask & 0xFF).to(tl.uint32), count_ones(mask & 0xFFFF).to(tl.uint32)
+    fourth = count_ones(mask & 0xFFFFFF).to(tl.uint32)
     left = ((mask ^ 0xFFFFFFFF) << 1) & 0xFEFEFEFE
     one, left, mask = next_move(left, mask, 1)
     two, left, mask = next_move(left, mask, 2)
-    four, left, mask = next_move(left, mask, 4)
-    second = (8 - count_ones(mask & 0xFF)).to(tl.uint32)
-    third = (16 - count_ones(mask & 0xFFFF)).to(tl.uint32)
-    fourth = (24 - count_ones(mask & 0xFFFFFF)).to(tl.uint32)
+    full = mask & (mask >> 1)
+    full &= (full >> 2) & EVERY_BYTE
+    four = mask & 0xF0F0F0F0 & ((full * 0xF0) ^ 0xFFFFFFFF)
     return one, two, four, second, third, fourth
 
 
@@ -233,19 +287,26 @@ def moves_of(mask):
 def gather(word, moves):
     """Move the bits of a word, none outside the mask of the moves, to the lowest places."""
     one, two, four, second, third, fourth = moves
-    word = (word ^ (word & one)) | ((word & one) >> 1)
-    word = (word ^ (word & two)) | ((word & two) >> 2)
-    word = (word ^ (word & four)) | ((word & four) >> 4)
-    low = (word & 0xFF) | ((word & 0xFF00) >> second)
-    return low | ((word & 0xFF0000) >> third) | ((word & 0xFF000000) >> fourth)
+    # A bit that moves by two loses 3/4 of its value. Products and sums have a pipeline of their own.
+    word -= (word & one) >> 1
+    word -= ((word & two) >> 2) * 3
+    word -= ((word & four) >> 4) * 15
+    unit = tl.full((), 1, tl.uint32)
+    second, third, fourth = unit << second, unit << third, unit << fourth
+    if INTERPRETED:
+        low = (word & 255) + ((word >> 8) & 255) * second
+        return low + ((word >> 16) & 255) * third + (word >> 24) * fourth
+    else:
+        return tl.inline_asm_elementwise(
+            MULTIPLY_BYTES, "=r,r,r,r,r", [word, second, third, fourth], dtype=tl.uint32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
 def spread(word, mask, moves):
     """Move the lowest bits of a word to the places under the mask of the moves."""
     one, two, four, second, third, fourth = moves
-    low = (word & 0xFF) | ((word << second) & 0xFF00)
-    word = low | ((word << third) & 0xFF0000) | ((word << fourth) & 0xFF000000)
+    word = pick_bytes(word, word >> second, word >> third, word >> fourth, False)
     word = (word & (four ^ 0xFFFFFFFF)) | ((word << 4) & four)
     word = (word & (two ^ 0xFFFFFFFF)) | ((word << 2) & two)
     word = (word & (one ^ 0xFFFFFFFF)) | ((word << 1) & one)
@@ -266,6 +327,12 @@ def places_of(count):
     first = (before[None, None, :] >> shift) & 255
     place = first + tl.where(tl.arange(0, 2)[:, None, None] > 0, other, 0)
     return place.to(tl.int32), ((before >> 24) + (both >> 24)).to(tl.int32)
+
+
+@triton.jit
+def full_places():
+    """Return how many bits of its block stand before those of each thread where all have 32."""
+    return tl.arange(0, 2)[:, None, None] * 32 + tl.arange(0, 4)[None, :, None] * 64 + tl.zeros((2, 4, 16), tl.int32)
 
 
 @triton.jit

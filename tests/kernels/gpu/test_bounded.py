@@ -67,6 +67,23 @@ def test_sizes(numel):
     check(content("relu", numel, torch.float32), 1e-2, INF, NEAREST)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("zeros", [0, 1, 256])
+def test_whole_groups(dtype, zeros):
+    """Groups with all values and no zeros take other ways than those with gaps, even of one value."""
+    x = content("normal", PLANE_GROUP, dtype)
+    x[512 : 512 + zeros] = 0.0
+    check(x, 1e-2, INF, NEAREST)
+
+
+def test_range_of_values_of_one_sign_and_of_values_that_are_not_finite():
+    """The range is that of the finite values: zero is not among them, nor what lies behind the last."""
+    x = content("normal", 300, torch.float32).abs() + 5.0
+    for values in (x, -x, torch.cat([x, -x])):
+        for special in ([], [INF, -INF, float("nan")]):
+            check(torch.cat([values, values.new_tensor(special)]), INF, 1e-2, NEAREST)
+
+
 def encode_guarded(
     x: torch.Tensor, format: BoundedFormat, capacity: int, factors: tuple[float, ...], monkeypatch
 ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
