@@ -70,6 +70,15 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Leave what a file's tests brought along (modules, compiled kernels) to no further search for garbage."""
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 def lengthen(item: pytest.Item) -> bool:
     """Give a property test more examples. Return whether it is one."""
     test = getattr(item, "obj", None)
