@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import sys
 import time
 from collections.abc import Iterator
 
@@ -11,6 +12,10 @@ gc.disable()
 
 # Without this, bf16 matrix products die with SIGILL in oneDNN on some CPUs.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
+
+# Inductor compiles programs for ten seconds to learn which vector instructions there are; at length it may use them.
+if "PYTEST_XDIST_WORKER" not in os.environ and "--soak" not in sys.argv:
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
