@@ -67,7 +67,7 @@ class Expected:
         return packed() if callable(packed) else packed  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("constant", [False, True])
+@pytest.mark.parametrize("constant", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
 def test_gradients_equal_those_of_eager_mode_bit_for_bit(
     monkeypatch: pytest.MonkeyPatch, memory_format: torch.memory_format, constant: bool
