@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import sys
 import time
 from collections.abc import Iterator
 
@@ -11,6 +12,10 @@ gc.disable()
 
 # Without this, bf16 matrix products die with SIGILL in oneDNN on some CPUs.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
+
+# Inductor compiles programs for ten seconds to learn which vector instructions there are; at length it may use them.
+if "PYTEST_XDIST_WORKER" not in os.environ and "--soak" not in sys.argv:
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
@@ -21,9 +26,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
-    from tests.interpreter import quicken
+    import triton
 
-    quicken()
+    if triton.__version__.startswith("3.6."):  # whose private names are replaced
+        from tests.interpreter import quicken
+
+        quicken()
 
 START = pytest.StashKey[float]()
 NOT_STARTED = "not started: the time box ended before it"
@@ -65,6 +73,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Leave what a file's tests brought along (modules, compiled kernels) to no further search for garbage."""
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 def lengthen(item: pytest.Item) -> bool:

@@ -44,10 +44,10 @@ def test_memory_read_as_it_lies_gives_the_codes_of_its_flat_run(view, dtype, mon
     assert (codec.planned(x, layout, flat.numel(), state) is packed.plan) == layout.dense
 
 
-# On a GPU values are those of the reference (tests/kernels/gpu/test_plans.py): there at length only.
+# On a GPU and on a CPU values are those of the reference (tests/kernels): one of the three, the others at length only.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.soak) if name == "gpu" else name for name in IMPLEMENTATIONS]
+    "name", [name if name == "cpu" else pytest.param(name, marks=pytest.mark.soak) for name in IMPLEMENTATIONS]
 )
 @pytest.mark.parametrize(
     ("width", "signs", "dtype"), with_dtypes([(2, False), (3, False), (4, True), (8, True), (4, False)])

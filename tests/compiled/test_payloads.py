@@ -36,7 +36,7 @@ from tests.compiled.common import (
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU")
 CODECS = [
-    GroupQuant(bits=2), GroupQuant(bits=8), ErrorBounded(0.05), GroupQuant(bits=4, group=64), DualPrecision(bits=4),
+    GroupQuant(bits=2), GroupQuant(bits=8), ErrorBounded(0.05), GroupQuant(bits=2, group=64), DualPrecision(bits=4),
     GroupQuant(bits=4, signs=True), ErrorBounded(0.01, "rel", "stochastic"),
 ]  # fmt: skip
 
@@ -320,7 +320,7 @@ def test_what_is_not_finite_is_stored_exactly_from_then_on() -> None:
 
 
 def test_what_a_codec_does_not_take_is_kept_exact(seen: Seen) -> None:
-    policy = Settable(GroupQuant())
+    policy = Settable(ErrorBounded(0.01))
     model = compile(net().double())
     encke.attach(model, policy)
     plain = gradients(net().double(), images().double())

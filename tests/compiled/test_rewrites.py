@@ -177,7 +177,9 @@ def test_an_encoder_computes_the_statistics_of_the_batch_norm_that_reads_the_sam
     ],
     ids=["fp32", "channels", "contiguous", "signs", "group"],
 )
-def test_statistics_of_others_stay_as_they_are(everywhere: None, forward: list[Graph], model, policy) -> None:
+def test_statistics_of_others_stay_as_they_are(
+    everywhere: None, reference_kernels: None, forward: list[Graph], model, policy
+) -> None:
     made = model()
     form = LAST if next(made.parameters()).is_contiguous(memory_format=LAST) else torch.contiguous_format
     compiled = compile(made, backend=as_inductor_gets_it)
@@ -345,7 +347,7 @@ def test_other_batch_sizes_share_one_graph(everywhere: None, backward: list[Grap
         assert names(graph)[codecs["apply"]] == 2 and names(graph)["conv_input_grad"] == 1
 
 
-def test_operators_agree_with_their_fakes() -> None:
+def test_operators_agree_with_their_fakes(reference_kernels: None) -> None:
     x = torch.randn(4, 16, 12, 12).to(memory_format=LAST)
     grad, seed, line = torch.randn_like(x), torch.tensor([3, 5]), torch.rand(16)
     order, format = [0, 2, 3, 1], GroupFormat(2, 128, x.dtype, 16).numbers()

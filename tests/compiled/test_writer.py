@@ -67,7 +67,7 @@ class Expected:
         return packed() if callable(packed) else packed  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("constant", [False, True])
+@pytest.mark.parametrize("constant", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
 def test_gradients_equal_those_of_eager_mode_bit_for_bit(
     monkeypatch: pytest.MonkeyPatch, memory_format: torch.memory_format, constant: bool
@@ -76,7 +76,7 @@ def test_gradients_equal_those_of_eager_mode_bit_for_bit(
     if constant:
         constant_codecs(monkeypatch)
     else:
-        codecs += [ErrorBounded(0.05), DualPrecision(bits=4), GroupQuant(bits=4, group=64, signs=True)]
+        codecs += [ErrorBounded(0.05), DualPrecision(bits=4), GroupQuant(bits=4, signs=True), GroupQuant(2, group=64)]
     model = net().to(memory_format=memory_format)
     twin = copy.deepcopy(model)
     x = images().to(memory_format=memory_format)

@@ -15,15 +15,20 @@ SIZES = [0, 1, 63, 64, 65, 1000, 1023, 1024, 1025, 5000, 70000]
 SEEDS = [0, 1, -1, -(2**63), 2**63 + 12345, 2**64 - 1, 0x123456789ABCDEF]
 
 
-def with_dtypes(formats: list[tuple[int, bool]], shift: int = 0) -> list:
+def with_dtypes(formats: list[tuple[int, bool]], shift: int = 0, fp32: bool = True) -> list:
     """Return cases of bits, signs and dtype: each format with fp32 and one other dtype, which `shift` changes.
 
-    Kernels are compiled for each pair, which takes seconds. All pairs are tested at length.
+    Kernels are compiled for each pair, which takes seconds. All pairs are tested at length. Without `fp32`
+    each format has one dtype only: for kernels that no other tests compile.
     """
+
+    def chosen(i: int, j: int) -> bool:
+        return j in (0, 1 + (i + shift) % 3) if fp32 else j == (i + shift) % 4
+
     return [
         pytest.param(
             *(bits, signs, dtype),
-            marks=[] if j in (0, 1 + (i + shift) % 3) else pytest.mark.soak,
+            marks=[] if chosen(i, j) else pytest.mark.soak,
             id=f"{bits}-{signs}-{dtype}",
         )
         for i, (bits, signs) in enumerate(formats)

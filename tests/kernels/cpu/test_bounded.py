@@ -40,7 +40,9 @@ def check(x: torch.Tensor, bound: float, rel: float, rounding: int, seed: int) -
 @pytest.mark.parametrize("name", CONTENTS)
 def test_error_bounded_equals_reference(name: str, dtype: torch.dtype) -> None:
     chance = random.Random(f"{name} {dtype}")
-    for n in SIZES:
+    # The reference takes long for the largest size, which has more than one task: for each content with one dtype.
+    large = list(CONTENTS).index(name) % len(DTYPES) == DTYPES.index(dtype)
+    for n in SIZES if large else SIZES[:-1]:
         x = content(name, n, dtype)
         for _ in range(2 if n in (1000, 5000) else 1):
             bound, rel = chance.choice(LIMITS)

@@ -68,7 +68,7 @@ def test_rows_equal_reference(width: int, signs: bool, dtype: torch.dtype) -> No
     check_rows(1, width, signs, dtype)
 
 
-@pytest.mark.parametrize(("width", "signs", "dtype"), with_dtypes(FORMATS, shift=2))
+@pytest.mark.parametrize(("width", "signs", "dtype"), with_dtypes(FORMATS, shift=3, fp32=False))
 def test_rows_side_by_side_equal_reference(width: int, signs: bool, dtype: torch.dtype) -> None:
     check_rows(5, width, signs, dtype)
 
@@ -114,7 +114,7 @@ def test_constant_groups_are_exact(width: int, signs: bool, dtype: torch.dtype) 
             assert torch.equal(plan.mask(data), flat != 0)
 
 
-@pytest.mark.parametrize("group", [256, 1024, *(pytest.param(size, marks=pytest.mark.soak) for size in (64, 512))])
+@pytest.mark.parametrize("group", [64, 256, *(pytest.param(size, marks=pytest.mark.soak) for size in (512, 1024))])
 def test_every_group_size_equals_reference(group: int) -> None:
     for n in (group - 1, 3 * group, 5 * group + 7):
         x = torch.cat([content("normal", n // 2, torch.float32), content("relu", n - n // 2, torch.float32)])
