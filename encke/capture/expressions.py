@@ -176,8 +176,9 @@ def batch_norm_kernel(operands: list[Any], out: torch.dtype) -> Tensor | None:
     if len(norm) != len(rest) or any(t.numel() != packed.plan.format.stride for t in norm):
         return None
     mean, invstd, bias, weight = norm
-    found: Tensor | None = packed.plan.decode_normalised(
-        packed.buffers[0], packed.seed, (mean, invstd, weight, bias), raw.layout.size, raw.layout.stride
+    layout = raw.layout
+    found: Tensor = packed.plan.decode_strided(
+        packed.buffers[0], packed.seed, layout.size, layout.stride, (mean, invstd, weight, bias)
     )
     return found
 

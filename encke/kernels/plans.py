@@ -78,15 +78,15 @@ class GroupPlan(ABC):
         self.decode_into(data, seed, out)
         return out
 
-    def decode_strided(self, data: Tensor, seed: Seed, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-        """Return the values as a tensor without gaps of that size and stride."""
-        return self.decode(data, seed).as_strided(size, stride)
-
-    def decode_normalised(
-        self, data: Tensor, seed: Seed, norm: Norm, size: tuple[int, ...], stride: tuple[int, ...]
-    ) -> Tensor | None:
-        """Return a batch norm's result, given its input's codes, as `decode_strided` would; None without a kernel."""
-        return None
+    def decode_strided(
+        self, data: Tensor, seed: Seed, size: tuple[int, ...], stride: tuple[int, ...], norm: Norm | None = None
+    ) -> Tensor:
+        """Return the values as a tensor without gaps of that size and stride; with `norm`, the batch norm's result."""
+        x = self.decode(data, seed).as_strided(size, stride)
+        if norm is None:
+            return x
+        mean, invstd, weight, bias = (each.view(-1, *[1] * (len(size) - 2)) for each in norm)
+        return ((x - mean) * invstd * weight + bias).to(x.dtype)
 
     def mask(self, data: Tensor) -> Tensor:
         """Return whether each value is not zero, flat."""

@@ -149,20 +149,18 @@ class GpuPlan(GroupPlan):
         seeds, low, high = seed_arguments(seed, data)
         self.decoder((data, out, seeds), (*self.numbers, low, high, self.limit))
 
-    def decode_strided(self, data: Tensor, seed: Seed, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+    def decode_strided(
+        self, data: Tensor, seed: Seed, size: tuple[int, ...], stride: tuple[int, ...], norm: Norm | None = None
+    ) -> Tensor:
+        if norm is not None and self.normaliser is None:
+            return super().decode_strided(data, seed, size, stride, norm)
         out = torch.empty_strided(size, stride, dtype=self.format.dtype, device=self.device)
         seeds, low, high = seed_arguments(seed, data)
-        self.decoder((data, out, seeds), (*self.numbers, low, high, self.limit))
-        return out
-
-    def decode_normalised(
-        self, data: Tensor, seed: Seed, norm: Norm, size: tuple[int, ...], stride: tuple[int, ...]
-    ) -> Tensor | None:
-        if self.normaliser is None:
-            return None
-        out = torch.empty_strided(size, stride, dtype=self.format.dtype, device=self.device)
-        seeds, low, high = seed_arguments(seed, data)
-        self.normaliser((data, *norm, out, seeds), (*self.numbers, low, high, self.limit))
+        numbers = (*self.numbers, low, high, self.limit)
+        if norm is None:
+            self.decoder((data, out, seeds), numbers)
+        else:
+            self.normaliser((data, *norm, out, seeds), numbers)  # type: ignore[misc]
         return out
 
     def mask_into(self, data: Tensor, out: Tensor) -> None:

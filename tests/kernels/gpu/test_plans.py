@@ -42,14 +42,15 @@ def test_a_batch_norms_result_is_that_of_its_decoded_input(dtype, bits, channels
     data = theirs.encode(content("normal", channels * pixels, dtype), SEED)
     norm = tuple(torch.randn(channels, device=DEVICE) for _ in range(4))
     size, stride = (1, channels, pixels, 1), (channels * pixels, 1, channels, channels)
-    found = ours.decode_normalised(data, SEED, norm, size, stride)
-    assert found is not None and found.stride() == stride
+    found = ours.decode_strided(data, SEED, size, stride, norm)
+    expected = theirs.decode_strided(data, SEED, size, stride, norm)
+    assert found.stride() == stride and found.dtype == expected.dtype == dtype
     mean, invstd, weight, bias = (each.double()[:, None, None] for each in norm)
     exact = (theirs.decode_strided(data, SEED, size, stride).double() - mean) * invstd * weight + bias
     # Rounding of the result, and of fp32 products that may cancel.
     bound = torch.finfo(dtype).eps * exact.abs() + 1e-5 * (mean * invstd * weight).abs().add(1)
-    assert ((found.double() - exact).abs() <= bound).all()
-    assert theirs.decode_normalised(data, SEED, norm, size, stride) is None
+    for result in (found, expected):
+        assert ((result.double() - exact).abs() <= bound).all()
 
 
 @pytest.mark.parametrize(("bits", "signs", "group", "channels"), [
