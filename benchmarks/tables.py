@@ -126,6 +126,32 @@ def steps() -> str:
     return markdown(["", "method", "step", "peak", "first two steps", "collection step"], rows)
 
 
+OTHER_MODELS = "models_h200.csv"
+MODEL_NAMES = {"efficientnet_b0": "EfficientNet-B0, 256 images"}
+
+
+def models() -> str:
+    """Steps and peaks of other models."""
+    rows = []
+    for model, name in MODEL_NAMES.items():
+        for method in ("plain", "default"):
+            case = {"model": model, "method": method}
+            times, peaks, hosts = (values(OTHER_MODELS, c, **case) for c in ("pipelined_ms", "peak_bytes", "host_ms"))
+            low, high = min(peaks) / GB, max(peaks) / GB
+            collected = method != "plain"
+            rows.append(
+                [
+                    "" if collected else name,
+                    method,
+                    f"{statistics.median(times):.1f} ms ({span(times)})",
+                    f"{statistics.median(hosts):.1f} ms ({span(hosts)})",
+                    f"{low:.2f} to {high:.2f} GB" if collected else f"{high:.2f} GB",
+                    f"{median(OTHER_MODELS, 'collection_ms', **case):.0f} ms" if collected else "",
+                ]
+            )
+    return markdown(["", "method", "step", "host", "peak", "collection step"], rows)
+
+
 TRANSFORMERS = "transformer_h200.csv"
 TRANSFORMER_CASES = {
     "Llama, chunked loss": {"model": "llama", "compile": False, "chunked": True},
@@ -390,6 +416,7 @@ STUDIES = tuple(f"study_{model}" for model in STUDIED)
 TABLES = {
     "readme": Table((STEPS,), readme),
     "steps": Table((STEPS,), steps),
+    "models": Table((OTHER_MODELS,), models),
     "transformers": Table((TRANSFORMERS,), transformers),
     "cuda-graphs": Table(("speed_h200.csv",), cuda_graphs),
     "graphs-or-not": Table(("speed_h200.csv",), graphs_or_not),
