@@ -296,7 +296,8 @@ def dropout(x: Tensor, mask: Tensor, p: float) -> Tensor:
 
 def eps_of(node: Any) -> float:
     """Return what a batch norm adds to the variance."""
-    return float(saved_setting(node, "epsilon" if hasattr(type(node), "_saved_epsilon") else "eps"))
+    epsilon = saved_setting(node, "epsilon", None)  # cuDNN's name
+    return float(saved_setting(node, "eps") if epsilon is None else epsilon)
 
 
 BATCH_NORM = Rule(
