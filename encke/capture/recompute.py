@@ -251,10 +251,11 @@ def raw_operand(node: Any, slot: str) -> Any:
 
 
 def leaf_operand(node: Any, edge: int | None) -> tuple[Tensor, int] | None:
-    """Return the leaf behind an edge, with its version; None if there is none."""
+    """Return the leaf behind an edge as it is now, with its version; None if there is none."""
     source = None if edge is None or len(node.next_functions) <= edge else node.next_functions[edge][0]
     leaf = getattr(source, "variable", None)
-    return None if leaf is None else (leaf, leaf._version)
+    # Detached: plain autograd does not read it again, so other memory that it gets through `.data` must not matter.
+    return None if leaf is None else (leaf.detach(), leaf._version)
 
 
 def usable(raw: Any, device: torch.device) -> bool:
