@@ -1,7 +1,7 @@
 """Time of a training step on a GPU: step and host time, and the kernels' own time by kind.
 
 python3 benchmarks/step_kernels.py [--model resnet50] [--batch 256] [--precision fp32|bf16] [--method default]
-        [--compile | --graphs] [--collect] [--single-layers] [--top 20] [--host 40]
+        [--compile | --graphs] [--collect] [--single-layers] [--top 20] [--host 40] [--operators 40]
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--top", type=int, default=0, help="also that many kernels by name, with calls in a step")
     parser.add_argument("--host", type=int, default=0, help="also that many Python functions by their own time")
+    parser.add_argument("--operators", type=int, default=0, help="also that many operators and CUDA calls by host time")
     parser.add_argument("--collect", action="store_true", help="look at collection steps")
     parser.add_argument("--single-layers", action="store_true", help="run layers one by one, not in blocks")
     args = parser.parse_args()
@@ -115,6 +116,12 @@ def main() -> None:
     events = [event for event in profiler.key_averages() if not event.key.startswith("Optimizer")]
     for event in sorted(events, key=lambda event: -event.self_device_time_total)[: args.top]:
         print(f"  {event.self_device_time_total / 3e3:8.2f} ms {event.count / 3:6.0f} x  {event.key[:110]}")
+    if args.operators:
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            steps(3)
+        found = sorted(profiler.key_averages(), key=lambda event: -event.self_cpu_time_total)
+        for event in found[: args.operators]:
+            print(f"  {event.self_cpu_time_total / 3e3:8.2f} ms of the host {event.count / 3:6.0f} x  {event.key[:90]}")
     if args.host:
         profiled = cProfile.Profile()
         profiled.runcall(steps, 3)
