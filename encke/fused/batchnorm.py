@@ -61,9 +61,9 @@ class DeferredBatchNorm(DeferredForward):
         workspace = torch.empty(self.plan.workspace_numel, dtype=torch.float32, device=plan.device)
         seed = mix(codec.seed, key)
         data = plan.encode_moments(x, workspace, seed)
-        self.plan.normalise(
-            x, workspace, self.weight, self.bias, self.running, self.momentum, self.eps, self.statistics, self.out
-        )
+        kept = self.statistics
+        self.plan.gather(workspace, self.weight, self.bias, self.running, self.momentum, self.eps, kept)
+        self.plan.normalise(x, kept, self.out)
         return GroupQuantPacked(codec, layout, data, seed, plan)
 
     def run_unfused(self) -> None:

@@ -28,7 +28,7 @@ from encke.capture.saved import Saved
 from encke.fused.base import TrackedForward, has_triton, in_place_of
 from encke.fused.planner import Planner
 from encke.fused.program import program_of
-from encke.fused.steps import ConvStep, PackingStep, SumStep, cast_together
+from encke.fused.steps import TOGETHER, ConvStep, NormStep, PackingStep, Run, SumStep, cast_together
 from encke.torch_internals import (
     has_global_module_hooks,
     keeps_graph,
@@ -36,6 +36,8 @@ from encke.torch_internals import (
     push_saved_tensors_hooks,
 )
 
+ALIGNED = 16
+"""Codes begin at addresses of which this is a divisor."""
 OUR_HOOKS = (ModuleHook, LeaveHook)
 Operands = list[tuple[Any, ...]]
 """Parameters of each step."""
@@ -44,13 +46,15 @@ Operands = list[tuple[Any, ...]]
 class BlockSaved(Saved):
     """Everything that a block holds from forward to backward, in the place of its saved input."""
 
-    __slots__ = ("kept", "plan")
+    __slots__ = ("kept", "plan", "scratch")
 
     def __init__(self, plan: BlockPlan, saved: Saved, x: Tensor) -> None:
         super().__init__(saved.owner, saved.facts, x, saved.layout, saved.cell)
         self.plan = plan
         self.kept: list[Any] = []
         """Packed tensors and other things that the backward of each step needs."""
+        self.scratch: Any = (None, None)
+        """Memory for the sums of any batch norm's backward, and for its coefficients."""
 
     def hold(self, t: Tensor) -> BlockSaved:
         """Return itself: the hook that packs the block's input."""
@@ -67,12 +71,13 @@ class BlockFunction(torch.autograd.Function):
         """Return the result of the last step."""
         ctx.save_for_backward(x)
         values, plan = [x], held.plan
+        run = Run(plan, forward, x.device)
         if plan.copied:
             weights = [operands[number][0] for number in plan.copied]
             for number, copy in zip(plan.copied, cast_together(weights, x.dtype), strict=True):
                 operands[number] = (copy, *operands[number][1:])
         for step, module, parameters, ends in zip(plan.steps, modules, operands, plan.ends, strict=True):
-            held.kept.append(step.forward(module, values, parameters, forward))
+            held.kept.append(step.forward(module, values, parameters, run))
             for number in ends:
                 values[number] = None  # type: ignore[call-overload]
         return values[-1]
@@ -95,6 +100,9 @@ class BlockFunction(torch.autograd.Function):
             weights = [kept[number].weight() for number in held.plan.cast_again]
             for number, copy in zip(held.plan.cast_again, cast_together(weights, held.dtype), strict=True):
                 kept[number] = (copy, copy._version)
+        if held.plan.sums_numel:
+            sizes = (held.plan.sums_numel, held.plan.coefficients_numel)
+            held.scratch = tuple([torch.empty(size, dtype=torch.float32, device=grad.device) for size in sizes])
         grads: list[Any] = [*[None] * len(steps), grad]
         found: list[Any] = []
         for step in reversed(steps):
@@ -107,6 +115,7 @@ class BlockFunction(torch.autograd.Function):
                     each = each + before if type(step) is SumStep else each.add_(before)
                 grads[number] = each
             found += reversed(parameters)
+        held.scratch = (None, None)
         return (grads[0], None, None, None, None, *reversed(found))
 
 
@@ -131,6 +140,17 @@ class BlockPlan:
         self.records = [record for step in steps for record in step.records]
         """Records of what is saved inside the block, the same in every pass."""
         self.small_bytes = sum(step.small_bytes for step in steps)
+        sizes = [step.code_bytes + -step.code_bytes % ALIGNED for step in steps if step.code_bytes]
+        self.codes_size = sum(sizes)
+        self.code_sizes = sizes if self.codes_size <= TOGETHER else []
+        """Bytes of what the steps pack, where they are allocated together."""
+        norms = [step for step in steps if isinstance(step, NormStep)]
+        self.channels = [step.kernels.channels for step in norms if step.kernels is not None]
+        """Channels of the batch norms that kernels compute while their inputs are packed."""
+        self.workspace_numel = max((step.kernels.workspace_numel for step in norms if step.kernels), default=0)
+        plans = [step.backward_plan for step in norms if step.backward_plan is not None]
+        self.sums_numel = max((plan.sums_numel for plan in plans), default=0)
+        self.coefficients_numel = 3 * max((plan.channels for plan in plans), default=0)
         operation = last.facts.reader if isinstance(last, PackingStep) else "Add"
         self.function = in_place_of(operation, BlockFunction)
 

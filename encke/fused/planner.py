@@ -36,6 +36,16 @@ class Planner:
             if step is None:
                 return False
             self.steps.append(step)
+        for step in self.steps:
+            if isinstance(step, ReluStep):
+                step.join(self.steps[step.inputs[0] - 1])
+        for number, step in enumerate(self.steps, 1):
+            if isinstance(step, NormStep):
+                result = number if step.relu is None else self.steps.index(step.relu) + 1
+                readers = [reader for reader, _ in self.readers_of(result)]
+                # Convolutions make their input's gradient; a sum passes on its own, as does whoever calls the block.
+                step.grad_is_own = bool(readers) and all(type(reader) in CONVOLUTIONS for reader in readers)
+                step.plan_backward(self.x.device)
         return True
 
     def sites_of(self, call: Call, module: Any) -> list[Any]:
@@ -77,7 +87,7 @@ class Planner:
         if not large or not facts.function or steady.first is not facts or not packs_as_planned(facts):
             return None
         if type(module) in NORMS:
-            return None if facts.sharers or steady.codec.signs else NormStep(call, facts)
+            return None if facts.sharers or steady.codec.signs else NormStep(call, facts, module)
         inside = {site for reader, site in self.readers_of(len(self.steps) + 1) if type(reader) in CONVOLUTIONS}
         return ReluStep(call, facts) if facts.sharers == inside else None
 

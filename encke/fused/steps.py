@@ -6,7 +6,8 @@ A step has what does not change from pass to pass. Its `forward` computes a valu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,20 +19,47 @@ from encke.capture.ledger import CAST_AGAIN, CASTS, Record
 from encke.capture.passes import ForwardPass
 from encke.codecs.base import check_version
 from encke.codecs.groupquant import GroupQuantPacked
-from encke.codecs.layout import Layout
-from encke.fused.batchnorm import arguments_of, gradients_from_codes, normalise, plain_gradients
-from encke.fused.conv import PLAIN, convolution, convolution_backward, operands_of, split_gradients
+from encke.codecs.layout import FORMATS, Layout
+from encke.fused.batchnorm import all_fp32, arguments_of, backward_kernels, forward_kernels, normalise, plain_gradients
+from encke.fused.conv import PLAIN, convolution_backward, operands_of, split_gradients
 from encke.fused.program import Call
-from encke.fused.relu import gradient_from_codes as relu_gradient
-from encke.fused.relu import threshold_backward
+from encke.fused.relu import gradient_from_codes, threshold_backward
 from encke.kernels import GroupPlan, mix
+from encke.kernels.formats import NORM_GROUP
 from encke.torch_internals import copy_together
 
 Values = list[Any]
 """Values of a pass by number."""
-Gradients = tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]
+Gradients = tuple[tuple[Any, ...], tuple[Tensor | None, ...]]
 """Gradients of the values that a step took, and of its parameters."""
 ALL = (True, True, True)
+TOGETHER = 1 << 26
+"""Bytes up to which a block allocates all that it packs at once. More is released step by step in backward."""
+
+
+class Run:
+    """Forward of a block: the forward pass, and the memory that its steps write to.
+
+    One allocation serves many steps: with small batches the time to allocate counts.
+    """
+
+    __slots__ = ("codes", "forward", "statistics", "workspace")
+
+    def __init__(self, plan: Any, forward: ForwardPass, device: torch.device) -> None:
+        self.forward = forward
+        self.codes: Iterator[Tensor | None] = itertools.repeat(None)
+        """Memory for the codes of each step in turn; None: the step allocates it."""
+        if plan.code_sizes:
+            codes = torch.empty(plan.codes_size, dtype=torch.uint8, device=device)
+            self.codes = iter(codes.split_with_sizes(plan.code_sizes))
+        self.statistics: Any = None
+        """Memory for the statistics of each batch norm in turn."""
+        self.workspace: Any = None
+        """Memory for the moments of any batch norm's groups."""
+        if plan.channels:
+            statistics = torch.empty(4 * sum(plan.channels), dtype=torch.float32, device=device)
+            self.statistics = iter(statistics.split_with_sizes([4 * each for each in plan.channels]))
+            self.workspace = torch.empty(plan.workspace_numel, dtype=torch.float32, device=device)
 
 
 class Step:
@@ -39,6 +67,8 @@ class Step:
 
     parameters = 0
     """Number of parameters that it takes."""
+    code_bytes = 0
+    """Bytes of codes for which it takes memory from the run."""
 
     def __init__(self, call: Call, facts: SiteFacts | None = None) -> None:
         self.inputs = call.inputs
@@ -56,12 +86,19 @@ class Step:
         """Return the parameters of a call now; None where it is not the one that was planned."""
         return ()
 
-    def forward(self, module: Any, values: Values, operands: tuple[Any, ...], forward: ForwardPass) -> Any:
+    def forward(self, module: Any, values: Values, operands: tuple[Any, ...], run: Run) -> Any:
         """Append the result to the values, and return what backward needs."""
         raise NotImplementedError
 
-    def backward(self, kept: Any, grad: Tensor, held: Any) -> Gradients:
-        """Return the gradients of the values and of the parameters; `held` is what the block holds."""
+    def backward(self, kept: Any, grad: Any, held: Any) -> Gradients:
+        """Return the gradients of the values and of the parameters.
+
+        Args:
+            kept: What `forward` returned.
+            grad: Gradient of the result. For a batch norm behind which a ReLU is left to it, the ReLU's gradient and
+                its packed result.
+            held: What the block holds.
+        """
         raise NotImplementedError
 
 
@@ -76,9 +113,9 @@ class PackingStep(Step):
         record.codec = self.steady.codec
         self.records.append(record)
 
-    def number(self, forward: ForwardPass) -> int:
-        """Return the key of what is packed in this pass."""
-        return mix(forward.step, self.facts.site.number, forward.rank)
+    def seed(self, forward: ForwardPass) -> int:
+        """Return the seed of what is packed in this pass."""
+        return mix(self.steady.codec.seed, mix(forward.step, self.facts.site.number, forward.rank))
 
 
 class ConvStep(Step):
@@ -121,12 +158,12 @@ class ConvStep(Step):
             return (weight,)
         return found if bias.requires_grad else None
 
-    def forward(self, module: Any, values: Values, operands: tuple[Any, ...], forward: ForwardPass) -> Any:
+    def forward(self, module: Any, values: Values, operands: tuple[Any, ...], run: Run) -> Any:
         weight = operands[0]  # cast already
         bias = operands[1] if len(operands) == 2 else None
         if bias is not None and bias.dtype is not self.dtype:
             bias = bias.to(self.dtype)
-        y = convolution(values[self.inputs[0]], weight, bias, *self.settings)
+        y = torch.convolution(values[self.inputs[0]], weight, bias, *self.settings)
         if y.stride() != self.stride:
             # Another backend than in the pass before.
             y = torch.empty_strided(self.size, self.stride, dtype=y.dtype, device=y.device).copy_(y)
@@ -144,7 +181,7 @@ class ConvStep(Step):
             found = split_gradients(lambda: (self.restore(held), weight), grad, sizes, self.settings, needs)
         else:
             found = convolution_backward(grad, self.restore(held), weight, sizes, *self.settings, needs)
-        return found[:1], found[1 : 1 + self.parameters]  # type: ignore[return-value]
+        return found[:1], found[1 : 1 + self.parameters]
 
     def restore(self, held: Any) -> Tensor:
         """Return the value that was taken."""
@@ -164,38 +201,97 @@ class NormStep(PackingStep):
 
     parameters = 2
 
-    def __init__(self, call: Call, facts: SiteFacts) -> None:
+    def __init__(self, call: Call, facts: SiteFacts, module: Any) -> None:
         super().__init__(call, facts)
-        self.channels = self.layout.size[1:2]
+        self.channels, self.dtype = self.layout.size[1:2], module.weight.dtype
+        self.relu: ReluStep | None = None
+        """ReLU that writes the result of both, and leaves its gradient to this step."""
+        self.kernels = None
+        """Plan of kernels that compute the forward while the input is packed."""
+        plan, size = self.plan, tuple(self.layout.size)
+        if plan.fuses_forward and plan.format.group == NORM_GROUP and running_of(module) is not None:
+            self.kernels = forward_kernels().forward_plan(size, self.layout.stride, plan.format.dtype, plan.device)
+        self.code_bytes = 0 if self.kernels is None else plan.nbytes
+        self.backward_plan: Any = None
+        """Plan of kernels that read codes in backward."""
+        self.grad_is_own = False
+        """Whether the gradient of the result was made for this step alone, so that it may be written over."""
+
+    def plan_backward(self, device: torch.device) -> None:
+        """Plan the kernels of backward, when it is known what comes behind."""
+        layout, gate = self.layout, None if self.relu is None else self.relu.plan.format
+        if layout.channels_last is not None:
+            size, last = tuple(layout.size), layout.channels_last
+            self.backward_plan = backward_kernels().norm_plan(
+                size, self.plan.format, last, self.dtype, device, gate=gate
+            )
 
     def operands(self, module: Any) -> tuple[Any, ...] | None:
         weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
         for parameter in (weight, bias):
             if type(parameter) not in PLAIN or not parameter.requires_grad or parameter.shape != self.channels:
                 return None
-        return weight, bias
+            if parameter.dtype is not self.dtype:
+                return None
+        return None if self.kernels is not None and running_of(module) is None else (weight, bias)
 
-    def forward(self, module: Any, values: Values, operands: tuple[Any, ...], forward: ForwardPass) -> Any:
-        source, steady, facts = self.inputs[0], self.steady, self.facts
-        x = values[source]
-        weight, bias, settings = arguments_of(module, x, facts, steady.codec, True)
-        out, kept = normalise(x, weight, bias, settings)
-        arguments = (steady.packed_layout, steady.length, self.number(forward), facts.encoder_state)
-        if settings[4] is None:
-            packed = steady.codec.encode_run(x, *arguments)
+    def forward(self, module: Any, values: Values, operands: tuple[Any, ...], run: Run) -> Any:
+        steady, x, kernels = self.steady, values[self.inputs[0]], self.kernels
+        if kernels is None:
+            weight, bias, settings = arguments_of(module, x, self.facts, steady.codec, False)
+            out, kept = normalise(x, weight, bias, settings)
+            seed = self.seed(run.forward)
+            values.append(out)
+            data = self.plan.encode(x, seed)
+            return GroupQuantPacked(steady.codec, steady.packed_layout, data, seed, self.plan), kept
+        weight, bias = operands
+        plan, buffers = self.plan, module._buffers
+        running = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
+        statistics, seed = next(run.statistics), self.seed(run.forward)
+        data = plan.encode_moments(x, run.workspace, seed, next(run.codes))
+        kernels.gather(run.workspace, weight, bias, running, module.momentum, module.eps, statistics)
+        packed = GroupQuantPacked(steady.codec, steady.packed_layout, data, seed, plan)
+        if self.relu is not None:
+            values.append((x if self.in_place else torch.empty_like(x), x, statistics))
         else:
-            packed = settings[4].encode(steady.codec, *arguments)
-        values.append(out)
-        return packed, kept
+            values.append(x if self.in_place else torch.empty_like(x))
+            kernels.normalise(x, statistics, values[-1])
+        return packed, (statistics, None, weight, weight._version, None, 0, module.eps)
 
-    def backward(self, kept: Any, grad: Tensor, held: Any) -> Gradients:
+    def backward(self, kept: Any, grad: Any, held: Any) -> Gradients:
         packed, settings = kept
-        found = None
-        if grad.dtype is packed.dtype:
-            found = gradients_from_codes(packed, self.layout, settings, ALL, grad)
-        if found is None:
+        plan, gate, own = self.backward_plan, None, self.grad_is_own
+        if self.relu is not None:
+            grad, gate = grad
+            if plan is None or not plan.gate_bits or grad.dtype is not packed.dtype:
+                grad, gate, own = relu_gradient(gate, self.relu.layout, grad), None, False
+        if plan is None or grad.dtype is not packed.dtype:
+            if self.kernels is not None:
+                settings = (settings[0].view(4, -1), *settings[1:])
             found = plain_gradients(packed.decode_in(self.layout), settings, ALL, grad)
-        return found[:1], found[1:]  # type: ignore[return-value]
+            return found[:1], found[1:]
+        mean, invstd, weight, version = settings[:4]
+        if weight._version != version:
+            check_version(weight, version)
+        if grad.stride() != self.layout.stride:
+            last = self.layout.channels_last
+            grad, own = grad.contiguous(memory_format=FORMATS[grad.dim()] if last else torch.contiguous_format), True
+        codes = None if gate is None else gate.buffers[0]
+        grad_x, grad_weight, grad_bias = backward_kernels().norm_backward(
+            grad, packed.buffers[0], mean, invstd, weight, plan, packed.seed, True, codes, own, held.scratch
+        )
+        return (grad_x,), (grad_weight, grad_bias)
+
+
+def running_of(module: Any) -> tuple[Tensor, ...] | None:
+    """Return running mean, running variance and number of batches, which kernels update; None if they cannot."""
+    buffers, parameters = module._buffers, module._parameters
+    mean, var, batches = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
+    if not module.track_running_stats or mean is None or batches is None or module.momentum is None:
+        return None
+    if batches.dtype is not torch.int64 or batches.device != mean.device:
+        return None
+    return (mean, var, batches) if all_fp32(parameters["weight"], parameters["bias"], mean, var) else None
 
 
 class ReluStep(PackingStep):
@@ -205,33 +301,47 @@ class ReluStep(PackingStep):
         super().__init__(call, facts)
         last = self.layout.stride[1] == 1 and len(self.layout.size) >= 4
         self.fused = self.plan.fuses_forward and last and self.plan.format.dtype.itemsize == 2
+        self.code_bytes = self.plan.nbytes if self.fused else 0
+        self.norm: NormStep | None = None
+        """Batch norm whose last step is computed here."""
+
+    def join(self, norm: Step) -> None:
+        """Compute the last step of a batch norm too, if there is a kernel for it and nobody else reads its result."""
+        if isinstance(norm, NormStep) and norm.kernels is not None and self.in_place and self.plan.fuses_norm_relu:
+            self.norm, norm.relu = norm, self
 
     def operands(self, module: Any) -> tuple[Any, ...] | None:
         return () if self.in_place or not module.inplace else None
 
-    def forward(self, module: Any, values: Values, operands: tuple[Any, ...], forward: ForwardPass) -> Any:
+    def forward(self, module: Any, values: Values, operands: tuple[Any, ...], run: Run) -> Any:
         source, codec = self.inputs[0], self.steady.codec
-        x, seed = values[source], mix(codec.seed, self.number(forward))
-        if self.fused:
+        x, seed = values[source], self.seed(run.forward)
+        if self.norm is not None:
+            y, x, statistics = x
+            data = self.plan.encode_norm_relu(x, statistics, y, seed, next(run.codes))
+        elif self.fused:
             y = x if self.in_place else torch.empty_like(x)
-            data = self.plan.encode_relu(x, y, seed)
+            data = self.plan.encode_relu(x, y, seed, next(run.codes))
         else:
             y = torch.relu_(x) if self.in_place else torch.relu(x)
             data = self.plan.encode(y, seed)
         values.append(y)
         return GroupQuantPacked(codec, self.steady.packed_layout, data, seed, self.plan)
 
-    def backward(self, kept: Any, grad: Tensor, held: Any) -> Gradients:
-        found = relu_gradient(kept, self.layout, grad) if grad.dtype is kept.dtype else None
-        if found is None:
-            found = threshold_backward(grad, self.layout.restore(kept.decode_flat(mask=True)), 0)
-        return (found,), ()
+    def backward(self, kept: Any, grad: Any, held: Any) -> Gradients:
+        return ((grad, kept) if self.norm is not None else relu_gradient(kept, self.layout, grad),), ()
+
+
+def relu_gradient(packed: GroupQuantPacked, layout: Layout, grad: Tensor) -> Tensor:
+    """Return the gradient of a ReLU's input from its packed result."""
+    found = gradient_from_codes(packed, layout, grad) if grad.dtype is packed.dtype else None
+    return threshold_backward(grad, layout.restore(packed.decode_flat(mask=True)), 0) if found is None else found
 
 
 class SumStep(Step):
     """Sum of two values of one size and dtype."""
 
-    def forward(self, module: Any, values: Values, operands: tuple[Any, ...], forward: ForwardPass) -> Any:
+    def forward(self, module: Any, values: Values, operands: tuple[Any, ...], run: Run) -> Any:
         first, second = self.inputs
         if self.in_place:
             values.append(values[first].add_(values[second]))

@@ -110,16 +110,23 @@ class GroupPlan(ABC):
         # Constant groups are marked by a sign bit, before other bits of any kind.
         return steps.view(torch.int16).amax() <= INFINITY_BF16
 
-    def encode_relu(self, x: Tensor, out: Tensor, seed: Seed) -> Tensor:
+    # Those below take memory for the codes, or allocate it.
+
+    def encode_relu(self, x: Tensor, out: Tensor, seed: Seed, data: Tensor | None = None) -> Tensor:
         """Write the ReLU of `x` to `out` and return the codes of it."""
         raise NotImplementedError(f"{type(self).__name__} has no kernel for ReLU; see fuses_forward")
 
-    def encode_moments(self, x: Tensor, workspace: Tensor, seed: Seed) -> Tensor:
+    def encode_moments(self, x: Tensor, workspace: Tensor, seed: Seed, data: Tensor | None = None) -> Tensor:
         """Write mean and sum of squared deviations of each group to `workspace` and return the codes of `x`."""
         raise NotImplementedError(f"{type(self).__name__} has no kernel for moments; see fuses_forward")
 
-    def encode_norm_relu(self, x: Tensor, norm: Norm, out: Tensor, seed: Seed) -> Tensor:
-        """Write the ReLU of a normalised `x` to `out` and return the codes of it."""
+    def encode_norm_relu(
+        self, x: Tensor, norm: Norm | Tensor, out: Tensor, seed: Seed, data: Tensor | None = None
+    ) -> Tensor:
+        """Write the ReLU of a normalised `x` to `out`, which may be `x`, and return the codes of it.
+
+        `norm` is that of the batch norm, or its rows of mean, 1 / deviation, scale and bias.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no kernel for batch norm; see fuses_norm_relu")
 
     def _new_values(self, dtype: torch.dtype) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -74,6 +75,11 @@ def attach(model: nn.Module, policy: Policy | None = None, blocks: bool = True) 
 
 def images(seed: int = 0, batch: int = 2, size: int = 8) -> torch.Tensor:
     return torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def half_images(seed: int) -> torch.Tensor:
+    x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(seed)).to(DEVICE, torch.bfloat16)
+    return x.contiguous(memory_format=torch.channels_last)
 
 
 def records(handle: encke.Handle) -> list[tuple[Any, ...]]:
@@ -165,6 +171,15 @@ def test_autocast_and_channels_last(ran, split, monkeypatch):
     from encke.kernels import gpu
 
     monkeypatch.setattr(kernels, "backend_for", lambda device: gpu)
+    together: list[torch.Tensor] = []
+    encode = gpu.plans.GpuPlan.encode_norm_relu
+
+    def watched(self: Any, x: torch.Tensor, norm: Any, out: torch.Tensor, *args: Any) -> torch.Tensor:
+        assert out is x
+        together.append(norm)
+        return encode(self, x, norm, out, *args)
+
+    monkeypatch.setattr(gpu.plans.GpuPlan, "encode_norm_relu", watched)
 
     def train_half(blocks: bool) -> list[Any]:
         model = model_of(Bottleneck(8, 8)).to(memory_format=torch.channels_last)
@@ -189,7 +204,20 @@ def test_autocast_and_channels_last(ran, split, monkeypatch):
         return found
 
     expected = train_half(False)
-    assert not ran and same(train_half(True), expected) and len(ran) == 3
+    assert not ran and not together
+    assert same(train_half(True), expected) and len(ran) == len(together) == 3
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: on a CPU the statistics of such a batch norm have 16 bits")
+def test_weights_of_16_bits(ran, monkeypatch):
+    """Without autocast: kernels that compute while they pack take weights of batch norms in fp32 only."""
+    model = model_of(Bottleneck(8, 8))
+
+    def make() -> nn.Module:
+        return copy.deepcopy(model).to(torch.bfloat16, memory_format=torch.channels_last)
+
+    monkeypatch.setattr(sys.modules[__name__], "images", half_images)
+    assert both(ran, make) == ["SumStep"] * 3
 
 
 # -- what changes between two passes ----------------------------------------------------------------------------------
@@ -446,7 +474,7 @@ def test_an_error_inside_leaves_nothing_behind(steady, monkeypatch):
         raise RuntimeError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(steps, "convolution", broken)
+        patch.setattr(torch, "convolution", broken)
         with pytest.raises(RuntimeError, match="no memory"):
             model(images())
     assert top_saved_tensors_hooks() is None

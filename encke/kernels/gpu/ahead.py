@@ -157,6 +157,9 @@ def exercise_plan(
         plan.gate(data, x)
         if plan.fuses_forward:
             plan.encode_relu(x, x, seed)
+        if plan.fuses_norm_relu:
+            rows = torch.empty(4, format.stride, device=META)
+            plan.encode_norm_relu(x, tuple(rows) if seed_table else rows, x, seed)
     if norm:
         exercise_norm(x, plan, data, last, seed, seed_table)
 
@@ -170,12 +173,17 @@ def exercise_norm(x: Tensor, plan: Any, data: Tensor, last: bool, seed: Any, see
     if backward is not None:
         norm_backward.norm_backward(x, data, rows, None, row, backward, seed)
         norm_backward.norm_backward(x, data, row, row, row, backward, seed)
+    if backward is not None and plan.fuses_norm_relu:
+        gated = norm_backward.norm_plan(size, plan.format, last, torch.float32, META, seed_table, plan.format)
+        assert gated is not None
+        norm_backward.norm_backward(x, data, rows, None, row, gated, seed, True, data)
     forward = norm_forward.forward_plan(size, x.stride(), x.dtype, META)
     if forward is not None and plan.fuses_forward:
         workspace = torch.empty(forward.workspace_numel, device=META)
         count = torch.empty((), dtype=torch.int64, device=META)
         plan.encode_moments(x, workspace, seed)
-        forward.normalise(x, workspace, row, row, (row, row, count), 0.1, 1e-5, rows, x)
+        forward.gather(workspace, row, row, (row, row, count), 0.1, 1e-5, rows)
+        forward.normalise(x, rows, x)
 
 
 def specialisation(function: Any, tensors: Any, numbers: Any, constants: Any, specialised: int = 2) -> tuple[Any, ...]:

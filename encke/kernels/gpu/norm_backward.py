@@ -31,7 +31,7 @@ from encke.kernels.plans import Gate, GroupPlan
 
 WARPS = 1  # of a program in channels_last memory; eight threads have 16 bytes each of a pixel
 PROGRAMS = 132 * 16  # programs that sum up, where there is enough to do
-REGISTERS = (128, 96)  # of programs that sum up and that write there: as many run at a time as possible without spills
+REGISTERS = (128, 96, 112)  # of programs that sum up, write, and write with a gate: the fewest without spills
 REDUCED = 1024  # values that a program sums up in NCHW memory, with one warp
 WRITTEN = 512  # accesses of 16 bytes of a program that writes the gradient there
 GATHER = 1024  # sums that a program of the gathering reads at a time
@@ -70,11 +70,13 @@ class NormPlan:
         columns = 8 * vector
         blocks, tiles = -(-pixels // NORM_GROUP), -(-channels // columns)
         splits = -(-blocks // -(-blocks // max(PROGRAMS // tiles, 1)))
-        constants = (TYPES[dtype], self.format.bits, unit, vector, 4 * WARPS, columns, ROUND, seed_table, gate_bits)
+        constants = (TYPES[dtype], self.format.bits, unit, vector, 4 * WARPS, columns, ROUND, seed_table, gate_bits > 0)
         self.workspace_numel = 0
-        self.numbers: tuple[tuple, ...] = ((channels // unit, pixels, tiles, splits), (channels // unit, pixels, tiles))
+        self.numbers: tuple[tuple, ...] = (
+            (channels // unit, pixels, tiles, splits, gate_bits), (channels // unit, pixels, tiles, gate_bits),
+        )  # fmt: skip
         self.reduce = Launch(last_reduce_kernel, tiles * splits, constants, WARPS, 2, REGISTERS[0])
-        self.write = Launch(last_apply_kernel, blocks * tiles, constants, WARPS, 2, REGISTERS[1])
+        self.write = Launch(last_apply_kernel, blocks * tiles, constants, WARPS, 2, REGISTERS[1 + (gate_bits > 0)])
         return splits
 
     def _plan_planes(self, numel: int, samples: int, seed_table: bool, gate_bits: int) -> int:
@@ -99,10 +101,12 @@ class NormPlan:
         return splits
 
     def sum_up(
-        self, grad: Tensor, data: Tensor, mean: Tensor, seed: tuple[Tensor, int, int], gate: Tensor | None = None
-    ) -> Tensor:
+        self, grad: Tensor, data: Tensor, mean: Tensor, seed: tuple[Tensor, int, int], gate: Tensor | None = None,
+        sums: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return sum(g) and sum(g (x - mean)) for each channel, in a few partial sums."""
-        sums = torch.empty(self.sums_numel, dtype=torch.float32, device=self.device)
+        if sums is None:
+            sums = torch.empty(self.sums_numel, dtype=torch.float32, device=self.device)
         if self.channels_last:
             beside = data if gate is None else gate
             self.reduce((grad, data, beside, mean, sums, seed[0]), (*self.numbers[0], *seed[1:]))
@@ -150,16 +154,30 @@ def norm_plan(
 
 def norm_backward(
     grad: Tensor, data: Tensor, mean: Tensor, invstd: Tensor | None, weight: Tensor | None, plan: NormPlan, seed: Seed,
-    apply: bool = True,
+    apply: bool = True, gate: Tensor | None = None, in_place: bool = False,
+    scratch: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients of input (if `apply`), weight and bias of batch norm in training.
 
-    `grad` has the dtype and memory format of the input, which is packed in `data` with that seed. `invstd` is
-    1 / deviation of each channel; None: it is the second row of `mean`.
+    Args:
+        grad: Gradient of the result, with the dtype and memory format of the input.
+        data: The packed input.
+        mean: Mean of each channel.
+        invstd: 1 / deviation of each channel; None: it is the second row of `mean`.
+        weight: Weight of each channel, if there is one.
+        plan: The plan.
+        seed: Seed of the packed input.
+        apply: Whether the input's gradient is needed.
+        gate: Codes of the ReLU of the result: `grad` is the ReLU's gradient, and counts where they are not zero. Only
+            for a plan with `gate_bits`.
+        in_place: Whether the input's gradient may be written to `grad`.
+        scratch: Memory for `sums_numel` sums and for three coefficients of each channel, in fp32.
     """
     seed_args = seed_arguments(seed, data)
-    sums = plan.sum_up(grad, data, mean, seed_args)
-    coefficients = torch.empty(3 * plan.channels, dtype=torch.float32, device=plan.device)
+    sums = plan.sum_up(grad, data, mean, seed_args, gate, scratch[0])
+    coefficients = scratch[1]
+    if coefficients is None:
+        coefficients = torch.empty(3 * plan.channels, dtype=torch.float32, device=plan.device)
     finish = plan.finish_below if invstd is None else plan.finish
     spread = mean if invstd is None else invstd
     if weight is None:
@@ -170,8 +188,8 @@ def norm_backward(
         finish((sums, mean, spread, weight, grad_weight, grad_bias, coefficients), plan.rest)
     if not apply:
         return None, grad_weight, grad_bias
-    out = torch.empty_like(grad)
-    plan.apply(grad, data, coefficients, out, seed_args)
+    out = grad if in_place else torch.empty_like(grad)
+    plan.apply(grad, data, coefficients, out, seed_args, gate)
     return out, grad_weight, grad_bias
 
 

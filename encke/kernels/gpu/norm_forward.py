@@ -162,17 +162,20 @@ class ForwardPlan:
         grid = (-(-pixels // rows), -(-channels // width))
         self.apply = Launch(normalise_kernel, grid, (TYPES[dtype], UNIT, rows, width), 4, 0)
 
-    def normalise(
-        self, x: Tensor, workspace: Tensor, weight: Tensor, bias: Tensor, running: tuple[Tensor, ...] | None,
-        momentum: float, eps: float, kept: Tensor, out: Tensor,
+    def gather(
+        self, workspace: Tensor, weight: Tensor, bias: Tensor, running: tuple[Tensor, ...] | None, momentum: float,
+        eps: float, kept: Tensor,
     ) -> None:  # fmt: skip
-        """Write `kept`, [mean, 1 / deviation, scale, bias], and `out` from what the encoder wrote to `workspace`.
+        """Write `kept`, [mean, 1 / deviation, scale, bias], from what the encoder wrote to `workspace`.
 
         `running` has running mean, running variance and number of batches, which are updated.
         """
         means = (weight, bias, bias) if running is None else running
-        numbers = (*self.numbers[0], momentum, eps)
-        self.statistics[running is not None]((self._merged(workspace), weight, bias, *means, kept), numbers)
+        moments = workspace if self.merge is None else self._merged(workspace)
+        self.statistics[running is not None]((moments, weight, bias, *means, kept), (*self.numbers[0], momentum, eps))
+
+    def normalise(self, x: Tensor, kept: Tensor, out: Tensor) -> None:
+        """Write the result of batch norm to `out`, which may be `x`."""
         self.apply((x, kept, out), self.numbers[1])
 
     def measure(self, workspace: Tensor, mean: Tensor, var: Tensor) -> None:

@@ -15,30 +15,23 @@ from encke.kernels.gpu.common import INTERPRETED, narrow, random32, seed_of, wid
 from encke.kernels.gpu.places import all_groups, byte_range, group_bytes, group_places, pair_places, quotient
 
 
-def _passed(bits: int) -> str:
+def _passed() -> str:
     """Return PTX that passes four numbers where codes in the bytes of a word are not zero: two instructions each.
 
     Operands: four results; codes, the third bits of 3-bit codes, and bytes that are set where all pass; by how much to
-    shift both words, four times each; the four numbers.
+    shift the first two words, four times each; the bits of a code in each byte, four times; the four numbers.
     """
-    field = 2 if bits == 3 else bits
-    words = ["$5", "$6", "$7", "$11"] if bits == 3 else ["", "$5", "$6", ""]
-    third, opened, shift, third_shift = words
-    lines = [".reg .b32 code, third, one;", ".reg .pred pass;", f"shr.b32 code, $4, {shift};"]
-    lines += [f"and.b32 code, code, 0x{0x01010101 * ((1 << field) - 1):08X};"]
-    if bits == 3:
-        lines += [f"shr.b32 third, {third}, {third_shift};", "and.b32 third, third, 0x01010101;"]
-        lines += ["or.b32 code, code, third;"]
-    lines += [f"or.b32 code, code, {opened};"]
+    lines = [".reg .b32 code, third, one;", ".reg .pred pass;", "shr.b32 code, $4, $7;", "and.b32 code, code, $15;"]
+    lines += ["shr.b32 third, $5, $11;", "and.b32 third, third, 0x01010101;", "or.b32 code, code, third;"]
+    lines += ["or.b32 code, code, $6;"]
     for i in range(4):
         lines += [f"and.b32 one, code, 0x{0xFF << (8 * i):08X};", "setp.ne.u32 pass, one, 0;"]
-        lines += [f"selp.f32 ${i}, ${(15 if bits == 3 else 10) + i}, 0f00000000, pass;"]
+        lines += [f"selp.f32 ${i}, ${19 + i}, 0f00000000, pass;"]
     return "{ " + " ".join(lines) + " }"
 
 
-PASSED_2, PASSED_3, PASSED_4, PASSED_8 = (tl.constexpr(_passed(bits)) for bits in (2, 3, 4, 8))
-PASSED_REGISTERS = tl.constexpr(",".join(["=&r"] * 4 + ["r"] * 10))
-PASSED_3_REGISTERS = tl.constexpr(",".join(["=&r"] * 4 + ["r"] * 15))
+PASSED = tl.constexpr(_passed())
+PASSED_REGISTERS = tl.constexpr(",".join(["=&r"] * 4 + ["r"] * 19))
 
 
 @triton.jit
@@ -119,60 +112,60 @@ def column_codes(
 
 
 @triton.jit
-def open_gates(gate, groups, start, c, here, DTYPE: tl.constexpr, GATE: tl.constexpr):
+def open_gates(gate, groups, start, c, here, bits, DTYPE: tl.constexpr, GATE: tl.constexpr):
     """Return all bits for the groups start + c that pass gradients whatever their codes, which have none for zero.
 
-    `gate` has the codes of a ReLU's result in GATE bits; 0: there is no gate.
+    `gate` has the codes of a ReLU's result, with that many bits; without GATE there are none.
     """
     if GATE:
-        _, _, zero = column_groups(gate, groups, start, c, here, DTYPE, GATE)
-        return tl.where(zero == 0, 255, 0).to(tl.uint8)
+        length = bits * 16
+        lo, step = load_group(gate + start * length, c, gate + groups * length, groups, start + c, here, DTYPE)
+        return tl.where((lo < 0) | (step != step), 255, 0).to(tl.uint8)
     else:
         return here
 
 
 @triton.jit
-def gated(v, gate, opened, start, pixel, row, c, channels, here, GATE: tl.constexpr, R: tl.constexpr, V: tl.constexpr):
-    """Return gradients of R pixels from `pixel` on where the ReLU's codes are not zero, else zero."""
+def gated(
+    v, gate, opened, start, pixel, row, c, channels, here, bits, GATE: tl.constexpr, V: tl.constexpr
+):  # fmt: skip
+    """Return gradients of the pixels from `pixel` on where the ReLU's codes are not zero, else zero."""
     if not GATE:
         return v
     else:
-        FIELD: tl.constexpr = 2 if GATE == 3 else GATE
-        LENGTH: tl.constexpr = 16 * FIELD
-        first, slice = pixel % LENGTH, pixel // LENGTH
-        at = start * (16 * GATE) + first * channels
+        # Fields of 2, 4 or 8 bits: three bits are two and one. A field takes 16 bytes of a group for each of its bits.
+        turn = (bits > 3).to(tl.int32) + (bits > 4).to(tl.int32)
+        field = 2 << turn
+        first, slice = pixel & ((32 << turn) - 1), pixel >> (5 + turn)
+        at = start * (bits * 16) + first * channels
         byte = tl.load(gate + at + tl.max_contiguous(row * channels + c, [1, V]), mask=here, other=0)
-        third, shift = byte, row * 0 + slice * FIELD
-        if GATE == 3:
-            behind = start * (16 * GATE) + (LENGTH + first // 2) * channels
-            third = tl.load(gate + behind + tl.max_contiguous(row // 2 * channels + c, [1, V]), mask=here, other=0)
+        behind = start * (bits * 16) + (32 + first // 2) * channels
+        place = tl.max_contiguous(row // 2 * channels + c, [1, V])
+        third = tl.load(gate + behind + place, mask=here & (bits == 3), other=0)
+        shift, third_shift = row * 0 + slice * field, row % 2 * 4 + slice
         if INTERPRETED:
-            code = (byte >> shift.to(tl.uint8)) & ((1 << FIELD) - 1)
-            if GATE == 3:
-                code |= (third >> (row % 2 * 4 + slice).to(tl.uint8)) & 1
+            code = (byte >> shift.to(tl.uint8)) & ((1 << field) - 1).to(tl.uint8)
+            code |= (third >> third_shift.to(tl.uint8)) & 1
             return tl.where((code | opened) != 0, v, 0.0)
-        elif GATE == 3:
+        else:
+            marks = row * 0 + ((1 << field) - 1) * 0x01010101
             return tl.inline_asm_elementwise(
-                PASSED_3, PASSED_3_REGISTERS, [byte, third, opened, shift, row % 2 * 4 + slice, v], dtype=tl.float32,
+                PASSED, PASSED_REGISTERS, [byte, third, opened, shift, third_shift, marks, v], dtype=tl.float32,
                 is_pure=True, pack=4,
             )  # fmt: skip
-        else:
-            return tl.inline_asm_elementwise(
-                PASSED_2 if GATE == 2 else PASSED_4 if GATE == 4 else PASSED_8, PASSED_REGISTERS,
-                [byte, opened, shift, v], dtype=tl.float32, is_pure=True, pack=4,
-            )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["pixels", "tiles", "splits", "seed_low", "seed_high"])
+@triton.jit(do_not_specialize=["pixels", "tiles", "splits", "gate_bits", "seed_low", "seed_high"])
 def last_reduce_kernel(
     grad, data, gate, mean, sums, seeds, units: tl.int32, pixels: tl.int64, tiles: tl.int32, splits: tl.int32,
-    seed_low: tl.int32, seed_high: tl.int32, DTYPE: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr,
-    V: tl.constexpr, R: tl.constexpr, CH: tl.constexpr, ROUND: tl.constexpr, TABLE: tl.constexpr, GATE: tl.constexpr,
+    gate_bits: tl.int32, seed_low: tl.int32, seed_high: tl.int32, DTYPE: tl.constexpr, BITS: tl.constexpr,
+    UNIT: tl.constexpr, V: tl.constexpr, R: tl.constexpr, CH: tl.constexpr, ROUND: tl.constexpr, TABLE: tl.constexpr,
+    GATE: tl.constexpr,
 ):  # fmt: skip
     """Sum g and g * (x - mean) for each channel over every `splits`-th block of pixels, in channels_last memory.
 
     A tile is R pixels x CH channels, of which a thread has a piece of a row; 128 pixels make a group. With GATE, g
-    counts where a ReLU's codes of that many bits are not zero.
+    counts where a ReLU's codes, of `gate_bits` bits, are not zero.
     """
     seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
     T: tl.constexpr = 4 if BITS == 3 else 8 // BITS
@@ -192,7 +185,7 @@ def last_reduce_kernel(
     while block < blocks:
         start = block.to(tl.int64) * channels
         step, base, zero = column_groups(data, groups, start, c, here, DTYPE, BITS)
-        opened = open_gates(gate, groups, start, c, here, DTYPE, GATE)
+        opened = open_gates(gate, groups, start, c, here, gate_bits, DTYPE, GATE)
         left = tl.minimum(pixels - block.to(tl.int64) * 128, 128).to(tl.int32)
         # Groups without a level for zero, as before a ReLU, are a straight line: group by group, not value by value.
         if ROUND or tl.max(tl.max((zero > 0).to(tl.int32), 1), 0) > 0:
@@ -202,7 +195,7 @@ def last_reduce_kernel(
                     pixel = s * LENGTH + u * R
                     there = (row + pixel < left) & here
                     v = widen(tl.load(grad + start * 128 + pixel * channels + place, mask=there, other=0), DTYPE)
-                    v = gated(v, gate, opened, start, pixel, row, c, channels, here, GATE, R, V)
+                    v = gated(v, gate, opened, start, pixel, row, c, channels, here, gate_bits, GATE, V)
                     mark = code_as_mantissa(byte, third, h, s, BITS)
                     x = tl.where(mark < zero, 0.0, tl.fma(mark, step, base))
                     sum_g += v
@@ -216,7 +209,7 @@ def last_reduce_kernel(
                     pixel = s * LENGTH + u * R
                     there = (row + pixel < left) & here
                     v = widen(tl.load(grad + start * 128 + pixel * channels + place, mask=there, other=0), DTYPE)
-                    v = gated(v, gate, opened, start, pixel, row, c, channels, here, GATE, R, V)
+                    v = gated(v, gate, opened, start, pixel, row, c, channels, here, gate_bits, GATE, V)
                     block_g += v
                     block_gm = tl.fma(v, code_as_mantissa(byte, third, h, s, BITS), block_gm)
             sum_g += block_g
@@ -228,11 +221,11 @@ def last_reduce_kernel(
     tl.store(out + channels, tl.sum(sum_gx, 0), mask=c < channels)
 
 
-@triton.jit(do_not_specialize=["pixels", "tiles", "seed_low", "seed_high"])
+@triton.jit(do_not_specialize=["pixels", "tiles", "gate_bits", "seed_low", "seed_high"])
 def last_apply_kernel(
-    grad, data, gate, line, out, seeds, units: tl.int32, pixels: tl.int64, tiles: tl.int32, seed_low: tl.int32,
-    seed_high: tl.int32, DTYPE: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
-    CH: tl.constexpr, ROUND: tl.constexpr, TABLE: tl.constexpr, GATE: tl.constexpr,
+    grad, data, gate, line, out, seeds, units: tl.int32, pixels: tl.int64, tiles: tl.int32, gate_bits: tl.int32,
+    seed_low: tl.int32, seed_high: tl.int32, DTYPE: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr,
+    V: tl.constexpr, R: tl.constexpr, CH: tl.constexpr, ROUND: tl.constexpr, TABLE: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
     """Write g * k1 + x * k2 + k3 for one block of 128 pixels and CH channels; GATE as above."""
     seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
@@ -250,7 +243,7 @@ def last_apply_kernel(
     start = block * channels
     groups = (pixels + 127) // 128 * channels
     step, base, zero = column_groups(data, groups, start, c, here, DTYPE, BITS)
-    opened = open_gates(gate, groups, start, c, here, DTYPE, GATE)
+    opened = open_gates(gate, groups, start, c, here, gate_bits, DTYPE, GATE)
     slope, shift = step * k2, tl.fma(base, k2, k3)
     left = tl.minimum(pixels - block * 128, 128).to(tl.int32)
     for u in range(LENGTH // R):
@@ -259,7 +252,7 @@ def last_apply_kernel(
             pixel = s * LENGTH + u * R
             there = (row + pixel < left) & here
             v = widen(tl.load(grad + start * 128 + pixel * channels + place, mask=there, other=0), DTYPE)
-            v = gated(v, gate, opened, start, pixel, row, c, channels, here, GATE, R, V)
+            v = gated(v, gate, opened, start, pixel, row, c, channels, here, gate_bits, GATE, V)
             mark = code_as_mantissa(byte, third, h, s, BITS)
             if ROUND:
                 x = tl.where(mark < zero, 0.0, tl.fma(mark, step, base))

@@ -26,10 +26,18 @@ def join16(low, high):
 
 
 @triton.jit
-def affine_of(mean, invstd, weight, bias, c, there):
-    """Return mean, scale and bias of the channels `c`, spread over a tile of words."""
-    scale = tl.load(invstd + c, mask=there, other=0.0) * tl.load(weight + c, mask=there, other=0.0)
-    middle, shift = tl.load(mean + c, mask=there, other=0.0), tl.load(bias + c, mask=there, other=0.0)
+def affine_of(mean, invstd, weight, bias, c, there, stride, ROWS: tl.constexpr):
+    """Return mean, scale and bias of the channels `c`, spread over a tile of words.
+
+    With ROWS they are rows of `mean`: mean, 1 / deviation, scale, bias.
+    """
+    middle = tl.load(mean + c, mask=there, other=0.0)
+    if ROWS:
+        scale = tl.load(mean + 2 * stride + c, mask=there, other=0.0)
+        shift = tl.load(mean + 3 * stride + c, mask=there, other=0.0)
+    else:
+        scale = tl.load(invstd + c, mask=there, other=0.0) * tl.load(weight + c, mask=there, other=0.0)
+        shift = tl.load(bias + c, mask=there, other=0.0)
     return of_word(middle), of_word(scale), of_word(shift)
 
 
@@ -38,14 +46,15 @@ def norm_relu_encode_kernel(
     x, mean, invstd, weight, bias, out, data, seeds, stride: tl.int64, pixels: tl.int64, seed_low: tl.int32,
     seed_high: tl.int32,
     BITS: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr, FULL: tl.constexpr, TABLE: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write the ReLU of (x - mean) * (invstd * weight) + bias and encode it; see pairs.py."""
     seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
     block, c, there, pixel, read, start, i = channel_words(stride, pixels, BITS, GROUP, CHANNELS, FULL)
     words = load_words(x, start, i, there, FULL)
-    middle, scale, shift = affine_of(mean, invstd, weight, bias, c * 2, there)
+    middle, scale, shift = affine_of(mean, invstd, weight, bias, c * 2, there, stride, ROWS)
     low = tl.fma(half_of(words, False, tl.bfloat16) - middle, scale, shift)
-    middle, scale, shift = affine_of(mean, invstd, weight, bias, c * 2 + 1, there)
+    middle, scale, shift = affine_of(mean, invstd, weight, bias, c * 2 + 1, there, stride, ROWS)
     high = tl.fma(half_of(words, True, tl.bfloat16) - middle, scale, shift)
     words = relu16(join16(low, high), tl.bfloat16)
     store_words(out, start, i, words, there, pixel, read, FULL)

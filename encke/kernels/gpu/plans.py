@@ -43,6 +43,7 @@ class GpuPlan(GroupPlan):
         self.moments: Launch | None = None
         """Encode the ReLU of values in channels_last memory, or write the moments of groups beside the codes."""
         self.norm_relu: Launch | None = None
+        self.norm_rows_relu: Launch | None = None
         self.normaliser: Launch | None = None
         """Decode the input of a batch norm in channels_last memory, and write its result."""
         if format.stride > 1:
@@ -72,7 +73,10 @@ class GpuPlan(GroupPlan):
             )  # fmt: skip
             if dtype == torch.bfloat16 and not format.signs:
                 settings = (format.bits, format.group, channels, full, seed_table)
-                self.norm_relu = Launch(norm_relu_encode_kernel, (blocks, across), settings, *CHANNEL_PAIRS)
+                self.norm_relu, self.norm_rows_relu = (
+                    Launch(norm_relu_encode_kernel, (blocks, across), (*settings, rows), *CHANNEL_PAIRS)
+                    for rows in (False, True)
+                )
         self.numbers = (stride, pixels, format.groups_in_row(self.numel), blocks, length)
         constants = (*constants, room, room == length, channels)
         grid = blocks * across
@@ -124,25 +128,34 @@ class GpuPlan(GroupPlan):
 
     # The methods below that run for every saved tensor launch directly: small batches wait for the host.
 
-    def encode_relu(self, x: Tensor, out: Tensor, seed: Seed) -> Tensor:
+    def encode_relu(self, x: Tensor, out: Tensor, seed: Seed, data: Tensor | None = None) -> Tensor:
         assert self.relu is not None, "check fuses_forward first"
-        data = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+        if data is None:
+            data = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         seeds, low, high = seed_arguments(seed, data)
         self.relu((x, data, out, seeds), (*self.numbers[:2], low, high))
         return data
 
-    def encode_moments(self, x: Tensor, workspace: Tensor, seed: Seed) -> Tensor:
+    def encode_moments(self, x: Tensor, workspace: Tensor, seed: Seed, data: Tensor | None = None) -> Tensor:
         assert self.moments is not None, "check fuses_forward first"
-        data = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+        if data is None:
+            data = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         seeds, low, high = seed_arguments(seed, data)
         self.moments((x, data, workspace, seeds), (*self.numbers[:2], low, high))
         return data
 
-    def encode_norm_relu(self, x: Tensor, norm: Norm, out: Tensor, seed: Seed) -> Tensor:
-        assert self.norm_relu is not None, "check fuses_norm_relu first"
-        data = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+    def encode_norm_relu(
+        self, x: Tensor, norm: Norm | Tensor, out: Tensor, seed: Seed, data: Tensor | None = None
+    ) -> Tensor:
+        assert self.norm_relu is not None and self.norm_rows_relu is not None, "check fuses_norm_relu first"
+        if data is None:
+            data = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         seeds, low, high = seed_arguments(seed, data)
-        self.norm_relu((x, *norm, out, data, seeds), (*self.numbers[:2], low, high))
+        numbers = (*self.numbers[:2], low, high)
+        if isinstance(norm, tuple):
+            self.norm_relu((x, *norm, out, data, seeds), numbers)
+        else:
+            self.norm_rows_relu((x, norm, norm, norm, norm, out, data, seeds), numbers)
         return data
 
     def decode_into(self, data: Tensor, seed: Seed, out: Tensor) -> None:

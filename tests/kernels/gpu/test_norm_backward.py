@@ -293,7 +293,7 @@ for dtype, name in (TYPES[each] for each in ("float32", "float16", "bfloat16")):
     last = common | {"UNIT": 8, "V": 8, "R": 4, "CH": 64}
     planes = common | {"G": 8, "LENGTH": 32, "WHOLE": dtype == tl.float32, "THREADS": 4, "LANES": 8, "UNIT": 8}
     ragged = planes | {"BITS": 3, "WHOLE": False, "LANES": 2, "UNIT": 1}
-    for bits, gate in ((2, 0), (3, 0), (2, 3), (3, 4)):
+    for bits, gate in ((2, False), (3, False), (2, True), (3, True)):
         build(norm_kernels.last_reduce_kernel, pointers, last | {"BITS": bits, "GATE": gate}, num_warps=1)
         build(norm_kernels.last_apply_kernel, pointers, last | {"BITS": bits, "GATE": gate}, num_warps=1)
     build(norm_kernels.plane_reduce_kernel, pointers, planes, num_warps=1)

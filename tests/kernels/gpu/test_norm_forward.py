@@ -53,7 +53,8 @@ def test_norm(size, dtype, bits, offset):
     workspace, kept = torch.empty(forward.workspace_numel, device=DEVICE), torch.empty(4, channels, device=DEVICE)
     out = torch.empty_like(x)
     data = plan.encode_moments(x, workspace, SEED)
-    forward.normalise(x, workspace, weight, bias, running, MOMENTUM, EPS, kept, out)
+    forward.gather(workspace, weight, bias, running, MOMENTUM, EPS, kept)
+    forward.normalise(x, kept, out)
     assert torch.equal(data, plan.encode(x, SEED)) and running[2] == 7
     exact = x.double()
     over, shape = [0, 2, 3], (1, -1, 1, 1)
@@ -100,7 +101,8 @@ def test_norm_without_running_statistics_and_with_values_that_are_not_numbers():
         torch.empty_like(x),
     )
     plan.encode_moments(x, workspace, SEED)
-    forward.normalise(x, workspace, weight, bias, None, MOMENTUM, EPS, kept, out)
+    forward.gather(workspace, weight, bias, None, MOMENTUM, EPS, kept)
+    forward.normalise(x, kept, out)
     expected = torch.nn.functional.batch_norm(x.float(), None, None, weight, bias, True, MOMENTUM, EPS)
     bad = torch.zeros(16, dtype=torch.bool, device=DEVICE)
     bad[3] = bad[5] = True

@@ -30,6 +30,11 @@ def test_the_result_and_its_codes(size: tuple[int, ...], bits: int) -> None:
     each = [t.double().view(1, -1, 1, 1) for t in (mean, invstd, weight, bias)]
     expected = (x.double() - each[0]) * each[1] * each[2] + each[3]
     torch.testing.assert_close(y, expected.relu().bfloat16(), rtol=2**-7, atol=1e-6, equal_nan=True)
+    # In place, from rows as batch norm's forward writes them.
+    rows = torch.stack([mean, invstd, invstd * weight, bias])
+    again = x.clone(memory_format=torch.preserve_format)
+    assert torch.equal(plan.encode_norm_relu(again, rows, again, SEED), data)
+    assert torch.equal(again.view(torch.int16), y.view(torch.int16))
     # The codes are those of what was written, bit for bit.
     assert torch.equal(data, plan.encode(y, SEED))
     plain = reference.group_plan(format, x.numel(), x.device)
