@@ -307,7 +307,9 @@ class ReluStep(PackingStep):
 
     def join(self, norm: Step) -> None:
         """Compute the last step of a batch norm too, if there is a kernel for it and nobody else reads its result."""
-        if isinstance(norm, NormStep) and norm.kernels is not None and self.in_place and self.plan.fuses_norm_relu:
+        if not (self.in_place and self.fused and self.plan.fuses_norm_relu):
+            return
+        if isinstance(norm, NormStep) and norm.kernels is not None:
             self.norm, norm.relu = norm, self
 
     def operands(self, module: Any) -> tuple[Any, ...] | None:
