@@ -8,6 +8,8 @@ for the tensors that a training packs, at every number of bits that they may hav
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import hashlib
 import json
@@ -69,17 +71,35 @@ def begin(uses: list[tuple[Any, ...]]) -> None:
     if done in _begun or done.exists():
         return
     _begun.add(done)
-    workers = max(min(WORKERS, core_count() // 2), 1)
-    settings = {"backend": target.backend, "arch": target.arch, "warp_size": target.warp_size, "workers": workers}
-    for part in range(workers):
-        arguments = json.dumps({**settings, "part": part, "marker": str(done), "uses": uses})
-        variables = process.environment() | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", __name__, arguments]
-        quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-        try:
-            _started.append(subprocess.Popen(command, env=variables, **quiet))
-        except OSError:  # no more processes: the training compiles what it needs itself
-            return
+    # Without a cache that can be written to, or with too many processes, the training compiles what it needs itself.
+    with contextlib.suppress(OSError), sole_compiler(done) as lock:
+        workers = max(min(WORKERS, core_count() // 2), 1)
+        settings = {"backend": target.backend, "arch": target.arch, "warp_size": target.warp_size, "workers": workers}
+        for part in range(workers):
+            arguments = json.dumps({**settings, "part": part, "marker": str(done), "uses": uses})
+            variables = process.environment() | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+            command = [sys.executable, "-m", __name__, arguments]
+            quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+            _started.append(subprocess.Popen(command, env=variables, pass_fds=(lock,), **quiet))
+
+
+@contextlib.contextmanager
+def sole_compiler(done: Path) -> Iterator[int]:
+    """Lock what one program on this machine compiles, and return the lock's file descriptor.
+
+    Worker processes inherit the descriptor, so the lock lasts until the last of them has ended, however it ends. A
+    second training of the same model would only slow the first one's workers down.
+
+    Raises:
+        OSError: Another program's workers are at it, or the cache cannot be written to.
+    """
+    done.parent.mkdir(parents=True, exist_ok=True)
+    lock = os.open(done.with_name(f"{done.name}-lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield lock
+    finally:
+        os.close(lock)
 
 
 def wait() -> None:

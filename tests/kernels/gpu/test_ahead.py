@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import types
 
 import pytest
@@ -42,19 +44,56 @@ def test_nothing_is_started_without_reason(reason, monkeypatch):
     ahead.wait()
 
 
-def test_processes_that_cannot_be_started_stop_nothing(monkeypatch, tmp_path):
-    def fails(*arguments, **settings):
-        raise BlockingIOError("no more processes")
-
+@pytest.fixture
+def gpu_machine(monkeypatch, tmp_path):
+    """A machine with a GPU and an empty cache of kernels."""
     target = types.SimpleNamespace(backend="cuda", arch=90, warp_size=32)
     active = types.SimpleNamespace(get_current_target=lambda: target)
-    monkeypatch.setattr(ahead.subprocess, "Popen", fails)
     monkeypatch.setattr(ahead.triton.runtime, "driver", types.SimpleNamespace(active=active))
     monkeypatch.setattr(ahead, "marker", lambda target, uses: tmp_path / "none")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(ahead, "core_count", lambda: 8)
+    monkeypatch.setattr(ahead, "_begun", set())
+    monkeypatch.setattr(ahead, "_started", [])
     for name in ("TRITON_INTERPRET", "LOCAL_RANK", ahead.VARIABLE):
         monkeypatch.delenv(name, raising=False)
+
+
+def test_processes_that_cannot_be_started_stop_nothing(monkeypatch, gpu_machine):
+    def fails(*arguments, **settings):
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(ahead.subprocess, "Popen", fails)
+    ahead.start()
+    assert not ahead._started
+
+
+def test_a_second_program_starts_no_workers_until_those_of_the_first_have_ended(monkeypatch, gpu_machine):
+    start = subprocess.Popen
+
+    def started(command, pass_fds, **settings):
+        return start([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=pass_fds)
+
+    monkeypatch.setattr(ahead.subprocess, "Popen", started)
+    ahead.start()
+    first = list(ahead._started)
+    assert len(first) == 4
+    ahead._begun.clear()  # as in another program
+    ahead.start()
+    assert ahead._started == first
+    for worker in first:
+        worker.communicate(b"\n")
+    ahead._begun.clear()
+    ahead.start()
+    assert len(ahead._started) == 8
+    for worker in ahead._started[4:]:
+        worker.communicate(b"\n")
+
+
+def test_a_cache_that_cannot_be_written_to_stops_nothing(monkeypatch, gpu_machine, tmp_path):
+    file = tmp_path / "a file"
+    file.touch()
+    monkeypatch.setattr(ahead, "marker", lambda target, uses: file / "none")
     ahead.start()
     assert not ahead._started
 
