@@ -229,17 +229,22 @@ def graphs_or_not() -> str:
     return markdown(["ResNet-50, bf16, 64 images", "plain", "with Encke"], rows)
 
 
-def kernel_rates() -> str:
-    """Share of a copy's bandwidth."""
+def kernel_shares() -> str:
+    """Share of a copy's bandwidth, encoding and decoding, for tensors of several shapes and sizes."""
+    found = {(row["dtype"], row["what"], row["bits"], row["MiB"]): row for row in read("cliffs_h200.csv")}
+    columns = [("2", "1"), ("2", "16"), ("2", "256"), ("3", "256"), ("4", "256"), ("8", "256")]
     rows = []
-    for dtype, size, name in (("float32", 512, "fp32"), ("bfloat16", 256, "bf16")):
-        for what in ("gq 2 bits", *(f"gq 2 bits, channels_last {channels}" for channels in (64, 256, 1024))):
-            found = [row for row in read("rate_h200.csv") if matches(row, dtype=dtype, MiB=size, what=what)]
-            if found:
-                layout = what.removeprefix("gq 2 bits").replace(", channels_last ", "channels_last, channels: ")
-                cells = [f"{100 * float(found[0][f'{way}_share']):.0f} %" for way in ("encode", "decode")]
-                rows.append([f"{name}, {layout or 'contiguous'}, {size} MiB", *cells])
-    return markdown(["", "encode", "decode"], rows)
+    for dtype, what in dict.fromkeys(key[:2] for key in found):
+        cells = (found[dtype, what, *column] for column in columns)
+        shares = [" / ".join(f"{100 * float(row[f'{way}_share']):.0f}" for way in ("encode", "decode")) for row in cells]
+        kind, _, rest = what.partition(" ")
+        name = f"{'fp32' if dtype == 'float32' else 'bf16'}, {SHAPES[kind]}{rest and ' '}{rest}"
+        rows.append([name, *(f"{share} %" for share in shares)])
+    return markdown(["", *(f"{bits} bits, {mib} MiB" for bits, mib in columns)], rows)
+
+
+SHAPES = {"flat": "flat", "planes": "NCHW planes of side", "channels_last": "channels_last, channels:"}
+"""Kinds of tensors in cliffs_h200.csv, as the table names them."""
 
 
 CODECS = {
@@ -420,11 +425,14 @@ TABLES = {
     "transformers": Table((TRANSFORMERS,), transformers),
     "cuda-graphs": Table(("speed_h200.csv",), cuda_graphs),
     "graphs-or-not": Table(("speed_h200.csv",), graphs_or_not),
-    "kernel-rates": Table(("rate_h200.csv",), kernel_rates),
+    "kernel-shares": Table(("cliffs_h200.csv",), kernel_shares),
     "codecs": Table(("codec_activations_cpu.csv",), codecs),
     "cpu-step": Table(("cpu_step.csv",), cpu_step),
     "evidence-gpt": Table(
         ("gpt_cpu.csv",), lambda: evidence("gpt_cpu.csv", "default", "default", ("peak_bytes", "seconds"))
+    ),
+    "evidence-gpt-h200": Table(
+        ("gpt_h200.csv",), lambda: evidence("gpt_h200.csv", "default", "default", ("seconds",))
     ),
     "evidence-cifar": Table((CIFAR,), lambda: evidence(CIFAR, "default", "default", ("seconds",))),
     "evidence-cifar-aggressive": Table((CIFAR,), lambda: evidence(CIFAR, "aggressive", "aggressive", ("seconds",))),
