@@ -235,8 +235,12 @@ def kernel_shares() -> str:
     columns = [("2", "1"), ("2", "16"), ("2", "256"), ("3", "256"), ("4", "256"), ("8", "256")]
     rows = []
     for dtype, what in dict.fromkeys(key[:2] for key in found):
-        cells = (found[dtype, what, *column] for column in columns)
-        shares = [" / ".join(f"{100 * float(row[f'{way}_share']):.0f}" for way in ("encode", "decode")) for row in cells]
+        shares = [
+            " / ".join(
+                f"{100 * float(found[dtype, what, *column][f'{way}_share']):.0f}" for way in ("encode", "decode")
+            )
+            for column in columns
+        ]
         kind, _, rest = what.partition(" ")
         name = f"{'fp32' if dtype == 'float32' else 'bf16'}, {SHAPES[kind]}{rest and ' '}{rest}"
         rows.append([name, *(f"{share} %" for share in shares)])
@@ -431,9 +435,7 @@ TABLES = {
     "evidence-gpt": Table(
         ("gpt_cpu.csv",), lambda: evidence("gpt_cpu.csv", "default", "default", ("peak_bytes", "seconds"))
     ),
-    "evidence-gpt-h200": Table(
-        ("gpt_h200.csv",), lambda: evidence("gpt_h200.csv", "default", "default", ("seconds",))
-    ),
+    "evidence-gpt-h200": Table(("gpt_h200.csv",), lambda: evidence("gpt_h200.csv", "default", "default", ("seconds",))),
     "evidence-cifar": Table((CIFAR,), lambda: evidence(CIFAR, "default", "default", ("seconds",))),
     "evidence-cifar-aggressive": Table((CIFAR,), lambda: evidence(CIFAR, "aggressive", "aggressive", ("seconds",))),
     "evidence-cifar-others": Table((CIFAR,), lambda: evidence_together(CIFAR, OTHERS)),
