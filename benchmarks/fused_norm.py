@@ -1,4 +1,6 @@
-"""Batch norm's backward on the GPU, for the layers of ResNet-50: cuDNN's, after decoding its input, and fused.
+"""Batch norm's backward on the GPU, for the layers of ResNet-50: cuDNN's, after decoding its input, and ours.
+
+Ours reads codes ("fused"), or values in memory, over which it writes the gradient ("values").
 
 python3 benchmarks/fused_norm.py --csv FILE
 """
@@ -16,7 +18,7 @@ from triton.testing import do_bench
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from encke.codecs import GroupQuant  # noqa: E402
-from encke.kernels.gpu import norm_backward  # noqa: E402
+from encke.kernels.gpu import norm_backward, norm_values  # noqa: E402
 
 # Channels and side of the maps, and how many batch norms of ResNet-50 at 224 x 224 have such an input.
 SHAPES = [
@@ -57,7 +59,9 @@ def measure(batch: int, bits: int, channels: int, side: int, dtype: torch.dtype,
     packed = GroupQuant(bits=bits).encode(x)
     data, seed, nbytes = packed.buffers[0], packed.seed, x.nbytes
     plan = norm_backward.norm_plan(x.shape, packed.plan.format, last, weight.dtype, x.device)
-    assert plan is not None
+    values = norm_values.values_plan(tuple(x.shape), dtype, last, weight.dtype, x.device)
+    assert plan is not None and values is not None
+    out = torch.empty_like(x)
 
     def plain(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.ops.aten._batch_norm_impl_index_backward(
@@ -67,7 +71,14 @@ def measure(batch: int, bits: int, channels: int, side: int, dtype: torch.dtype,
     def fused(apply: bool = True) -> tuple[torch.Tensor | None, ...]:
         return norm_backward.norm_backward(grad, data, mean, invstd, weight, plan, seed, apply)
 
-    errors = [error(a, b) for a, b in zip(fused(), plain(packed.decode()), strict=True)]
+    def from_values(x: torch.Tensor, out: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return norm_backward.norm_backward(grad, x, mean, invstd, weight, values, 0, out=out)
+
+    expected = plain(packed.decode())
+    errors = [
+        max(error(a, b), error(c, b))
+        for a, c, b in zip(fused(), from_values(packed.decode(), None), expected, strict=True)
+    ]
     row: Row = {
         "dtype": str(dtype).removeprefix("torch."),
         "channels": channels,
@@ -75,6 +86,7 @@ def measure(batch: int, bits: int, channels: int, side: int, dtype: torch.dtype,
         "cudnn_ms": milliseconds(lambda: plain(x)),
         "decode_ms": milliseconds(packed.decode),
         "decode_cudnn_ms": milliseconds(lambda: plain(packed.decode())),
+        "values_ms": milliseconds(lambda: from_values(x, out)),
         "fused_sums_ms": milliseconds(lambda: fused(False)),
         "fused_ms": milliseconds(fused),
     }

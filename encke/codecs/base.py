@@ -371,7 +371,10 @@ class FlatPacked(Packed):
 
     @abstractmethod
     def decode_flat(self, mask: bool = False) -> Tensor:
-        """Return the decoded run of memory; with `mask`, only whether each value differs from zero, as booleans."""
+        """Return the decoded run, in memory of its own, which the caller may write over.
+
+        With `mask`, only whether each value differs from zero, as booleans.
+        """
 
 
 def check_version(tensor: Tensor, version: int) -> None:

@@ -1,9 +1,10 @@
 """Batch norm that reads its packed input in backward, and packs it in forward.
 
 Half of what a convolutional network saves are inputs of batch norms. Plain hooks decode such an input to memory, where
-batch norm's backward reads it twice; here the backward decodes in registers (kernels/gpu/norm_backward.py). For 16-bit
-inputs in channels_last memory the forward is computed while its input is packed, in two passes over it instead of four
-(`DeferredBatchNorm`; kernels/gpu/norm_forward.py). Elsewhere it computes what plain autograd would.
+batch norm's backward reads it twice; here the backward decodes in registers (kernels/gpu/norm_backward.py). What other
+codecs decode to memory is overwritten by its gradient (kernels/gpu/norm_values.py). For 16-bit inputs in channels_last
+memory the forward is computed while its input is packed, in two passes over it instead of four (`DeferredBatchNorm`;
+kernels/gpu/norm_forward.py). Elsewhere it computes what plain autograd would.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from encke.capture.deferred import DeferredForward
 from encke.capture.facts import SiteFacts
 from encke.capture.passes import ForwardPass
 from encke.capture.readers import matches
+from encke.capture.saved import Saved
 from encke.codecs import Codec, Packed
-from encke.codecs.base import EncoderState, check_version
+from encke.codecs.base import EncoderState, FlatPacked, check_version
 from encke.codecs.groupquant import GroupQuantPacked
 from encke.codecs.layout import FORMATS, Layout
 from encke.fused.base import LayerForward, Slot, in_place_of, packed_for
@@ -111,6 +113,8 @@ class BatchNormFunction(torch.autograd.Function):
             packed = packed_for(saved, grad)
             if packed is not None:
                 gradients = gradients_from_codes(packed, saved.layout, ctx.kept, needs, grad)
+            if gradients is None and isinstance(saved, Saved) and saved.lossy:
+                gradients = gradients_from_values(saved, ctx.kept, needs, grad)
         if gradients is None:
             gradients = plain_gradients(ctx.saved_tensors[0], ctx.kept, needs, grad)
         return (*gradients, None)
@@ -184,12 +188,46 @@ def gradients_from_codes(
     return grad_x, grad_weight if want_weight else None, grad_bias if want_bias else None
 
 
+def gradients_from_values(saved: Saved, kept: Kept, needs: tuple[bool, ...], grad: Tensor) -> Gradients | None:
+    """Return the gradients from the decoded input; None where the kernels do not take it.
+
+    The input's gradient takes the place of the decoded input, if nobody else reads that.
+    """
+    layout = saved.layout
+    mean, invstd, weight, version = kept[:4]
+    if layout.channels_last is None or grad.dtype != saved.dtype:
+        return None
+    weight_dtype = None if weight is None else weight.dtype
+    plan = values_kernels().values_plan(layout.size, saved.dtype, layout.channels_last, weight_dtype, grad.device)
+    if plan is None:
+        return None
+    if weight is not None:
+        check_version(weight, version)
+    if grad.stride() != layout.stride:
+        grad = grad.contiguous(memory_format=FORMATS[grad.dim()] if layout.channels_last else torch.contiguous_format)
+    cell, x = saved.cell, saved.restore()
+    own = saved.tensor is None and cell is not None and cell.lock is None and isinstance(cell.packed, FlatPacked)
+    want_x, want_weight, want_bias = needs
+    grad_x, grad_weight, grad_bias = backward_kernels().norm_backward(
+        grad, x, mean, invstd, weight, plan, 0, want_x, out=x if own else None
+    )
+    return grad_x, grad_weight if want_weight else None, grad_bias if want_bias else None
+
+
 @functools.cache
 def backward_kernels() -> Any:
     """Return the kernels of batch norm's backward. Imported when first needed: they need Triton."""
     from encke.kernels.gpu import norm_backward
 
     return norm_backward
+
+
+@functools.cache
+def values_kernels() -> Any:
+    """Return the plans of batch norm's backward from values. Imported when first needed: they need Triton."""
+    from encke.kernels.gpu import norm_values
+
+    return norm_values
 
 
 @functools.cache
@@ -212,7 +250,7 @@ class BatchNormForward(LayerForward):
         return in_place_of(facts.reader, BatchNormFunction) if known and site.dimensions >= 3 else None
 
     def run(self, module: Any, x: Tensor, facts: SiteFacts, forward: ForwardPass) -> Tensor | None:
-        """Run the call through the function; None in evaluation, and where the policy's codec is not read packed."""
+        """Run the call through the function; None in evaluation, and where the policy's codec is exact."""
         if not module.training and not (module.running_mean is None and module.running_var is None):
             return None
         if not matches(facts, x):
@@ -220,7 +258,7 @@ class BatchNormForward(LayerForward):
         codec = None
         if facts.steady is None or not forward.steady:
             codec = self.capture.policy.choose(facts.site)
-            if not codec.reads_packed or codec.signs:
+            if codec.exact:
                 return None
         return training_forward(module, x, facts.function, facts, codec, forward)
 
@@ -234,7 +272,8 @@ def training_forward(
     packs.
     """
     module._check_input_dim(x)
-    weight, bias, settings = arguments_of(module, x, facts, codec, forward is not None)
+    packs = forward is not None and (codec is None or codec.reads_packed)
+    weight, bias, settings = arguments_of(module, x, facts, codec, packs)
     if forward is not None:
         forward.deferred = settings[4] or DeferredForward(facts, codec, x)
     out = function(x, weight, bias, settings)

@@ -276,9 +276,9 @@ class NormStep(PackingStep):
         if grad.stride() != self.layout.stride:
             last = self.layout.channels_last
             grad, own = grad.contiguous(memory_format=FORMATS[grad.dim()] if last else torch.contiguous_format), True
-        codes = None if gate is None else gate.buffers[0]
+        codes, out = None if gate is None else gate.buffers[0], grad if own else None
         grad_x, grad_weight, grad_bias = backward_kernels().norm_backward(
-            grad, packed.buffers[0], mean, invstd, weight, plan, packed.seed, True, codes, own, held.scratch
+            grad, packed.buffers[0], mean, invstd, weight, plan, packed.seed, True, codes, out, held.scratch
         )
         return (grad_x,), (grad_weight, grad_bias)
 

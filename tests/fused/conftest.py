@@ -21,16 +21,21 @@ def deterministic(monkeypatch) -> None:
 
 @pytest.fixture
 def calls(monkeypatch) -> list[str]:
-    """Record of calls: `forward` for each fused call, `packed` or `plain` for each backward."""
+    """Record of calls: `forward` for each fused call, `packed`, `values` or `plain` for each backward."""
     seen: list[str] = []
-    run, packed, plain = batchnorm.training_forward, batchnorm.gradients_from_codes, batchnorm.plain_gradients
 
-    def watched(*args):
-        found = packed(*args)
-        seen.extend([] if found is None else ["packed"])
-        return found
+    def watch(name: str, function: str) -> None:
+        original = getattr(batchnorm, function)
 
-    monkeypatch.setattr(batchnorm, "training_forward", lambda *args: seen.append("forward") or run(*args))
-    monkeypatch.setattr(batchnorm, "gradients_from_codes", watched)
-    monkeypatch.setattr(batchnorm, "plain_gradients", lambda *args: seen.append("plain") or plain(*args))
+        def watched(*args):
+            found = original(*args)
+            seen.extend([] if found is None else [name])
+            return found
+
+        monkeypatch.setattr(batchnorm, function, watched)
+
+    watch("forward", "training_forward")
+    watch("packed", "gradients_from_codes")
+    watch("values", "gradients_from_values")
+    watch("plain", "plain_gradients")
     return seen

@@ -15,7 +15,7 @@ from encke.capture import expressions
 from encke.codecs import ErrorBounded, GroupQuant
 from encke.fused import batchnorm, registry
 from encke.fused.base import in_place_of
-from encke.policies import Fixed
+from encke.policies import Division, Fixed
 from tests.fused.common import DEVICE, NEAR, attach, data, gradients, near, needs_gpu, net, second_order
 
 gpu = pytest.importorskip("encke.kernels.gpu", reason="needs triton")
@@ -35,7 +35,7 @@ def test_gradients_are_those_of_plain_hooks(last, bits, calls):
     attach(model, policy)
     got = gradients(model, x)
     # 2 x 18 x 18 pixels fill groups of 128 badly: such channels_last inputs are kept in groups across channels.
-    assert calls == (["forward", "packed"] if not last else ["forward", "plain"])
+    assert calls == (["forward", "packed"] if not last else ["forward", "values"])
     assert torch.equal(got[0], expected[0]) and near(got, expected, NEAR)
 
 
@@ -117,9 +117,50 @@ def test_eval_no_grad_and_exact_policies_go_the_plain_way(calls):
     gradients(model, data())
     handle.detach()
     model.train()
-    attach(model, Fixed(ErrorBounded(1e-3)))
+    attach(model, Fixed(ErrorBounded(0)))
     gradients(model, data())
     assert not calls
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(
+    "policy", [Fixed(ErrorBounded(1e-2)), Division(), Fixed(GroupQuant(bits=4, signs=True))], ids=str
+)
+def test_values_that_other_codecs_decode_to(policy, last, calls):
+    """The gradients are those of plain hooks, and of a second backward too: what was decoded is written over."""
+    model, x = net(), data(last)
+    if last:
+        model = model.to(memory_format=torch.channels_last)
+    other = copy.deepcopy(model)
+    attach(other, policy, device="none")
+    expected = gradients(other, x)
+    assert not calls
+    attach(model, policy)
+    assert near(gradients(model, x), expected, NEAR)
+    assert calls == ["forward", "values"]
+    first, second = (torch.autograd.grad(y, list(model.parameters()), retain_graph=True) for y in [model(x).sum()] * 2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_values_that_somebody_else_reads_are_not_written_over(calls):
+    """Two batch norms of one tensor share what is decoded."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.first, self.second = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.conv(x)
+            return self.first(y).tanh() + self.second(y)
+
+    torch.manual_seed(0)
+    model, policy = Both().to(DEVICE), Fixed(ErrorBounded(1e-2))
+    other = copy.deepcopy(model)
+    attach(other, policy, device="none")
+    attach(model, policy)
+    assert near(gradients(model, data()), gradients(other, data()), NEAR)
+    assert calls == ["forward", "forward", "values", "values"]
 
 
 FUNCTION = in_place_of("NativeBatchNorm", batchnorm.BatchNormFunction)

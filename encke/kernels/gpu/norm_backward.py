@@ -42,25 +42,50 @@ ROUND = False
 class NormPlan:
     """Plan of batch norm's backward for gradients of one size: grids, numbers and constants of its launches."""
 
+    gate_bits = 0
+    """Bits of a ReLU's codes that gradients are gated by; 0 if there are none."""
+
+    def __init__(
+        self, numel: int, channels: int, splits: int, weight_dtype: torch.dtype | None, device: torch.device
+    ) -> None:
+        self.channels, self.device = channels, device
+        self.sums_numel = splits * 2 * channels
+        """Size of the sums that each channel's sums are gathered from: [splits, 2, channels]."""
+        self.rest = (splits, channels, channels / numel)
+        weight = tl.float32 if weight_dtype is None else TYPES[weight_dtype]
+        constants = (weight_dtype is not None, weight, min(256, power_of_two(splits)), 8)
+        self.finish, self.finish_below, self.finish_together = (
+            Launch(finish_kernel, -(-channels // 8), (*constants, together, below), 4, 2)
+            for together, below in ((False, False), (False, True), (True, False))
+        )
+
+    def sum_up(
+        self, grad: Tensor, data: Tensor, mean: Tensor, seed: tuple[Tensor, int, int], gate: Tensor | None = None,
+        sums: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return sum(g) and sum(g (x - mean)) for each channel, in a few partial sums."""
+        raise NotImplementedError
+
+    def apply(
+        self, grad: Tensor, data: Tensor, line: Tensor, out: Tensor, seed: tuple[Tensor, int, int],
+        gate: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Write g * k1 + x * k2 + k3."""
+        raise NotImplementedError
+
+
+class CodesPlan(NormPlan):
+    """Plan of batch norm's backward from codes, in `format`."""
+
     def __init__(
         self, size: tuple[int, ...], format: GroupFormat, channels_last: bool, weight_dtype: torch.dtype | None,
         device: torch.device, seed_table: bool, gate_bits: int = 0,
     ) -> None:  # fmt: skip
-        self.gate_bits = gate_bits
-        """Bits of a ReLU's codes that gradients are gated by; 0 if there are none."""
-        self.format, self.channels_last, self.device, self.channels = format, channels_last, device, size[1]
-        numel = math.prod(size)
+        numel, self.gate_bits = math.prod(size), gate_bits
+        self.format, self.channels_last, self.channels = format, channels_last, size[1]
         plan = self._plan_channels_last if channels_last else self._plan_planes
         splits = plan(numel, size[0], seed_table, gate_bits)
-        self.sums_numel = splits * 2 * self.channels
-        """Size of the sums that each channel's sums are gathered from: [splits, 2, channels]."""
-        self.rest = (splits, self.channels, self.channels / numel)
-        weight = tl.float32 if weight_dtype is None else TYPES[weight_dtype]
-        constants = (weight_dtype is not None, weight, min(256, power_of_two(splits)), 8)
-        self.finish, self.finish_below, self.finish_together = (
-            Launch(finish_kernel, -(-self.channels // 8), (*constants, together, below), 4, 2)
-            for together, below in ((False, False), (False, True), (True, False))
-        )
+        super().__init__(numel, size[1], splits, weight_dtype, device)
 
     def _plan_channels_last(self, numel: int, samples: int, seed_table: bool, gate_bits: int) -> int:
         """Make the launches for channels_last memory; return the number of partial sums."""
@@ -104,7 +129,6 @@ class NormPlan:
         self, grad: Tensor, data: Tensor, mean: Tensor, seed: tuple[Tensor, int, int], gate: Tensor | None = None,
         sums: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return sum(g) and sum(g (x - mean)) for each channel, in a few partial sums."""
         if sums is None:
             sums = torch.empty(self.sums_numel, dtype=torch.float32, device=self.device)
         if self.channels_last:
@@ -120,7 +144,6 @@ class NormPlan:
         self, grad: Tensor, data: Tensor, line: Tensor, out: Tensor, seed: tuple[Tensor, int, int],
         gate: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Write g * k1 + x * k2 + k3."""
         read = (grad, data, data if gate is None else gate) if self.channels_last else (grad, data)
         self.write((*read, line, out, seed[0]), (*self.numbers[1], *seed[1:]))
 
@@ -129,7 +152,7 @@ class NormPlan:
 def norm_plan(
     size: tuple[int, ...], format: GroupFormat, channels_last: bool, weight_dtype: torch.dtype | None,
     device: torch.device, seed_table: bool = False, gate: GroupFormat | None = None,
-) -> NormPlan | None:  # fmt: skip
+) -> CodesPlan | None:  # fmt: skip
     """Return the plan for gradients of that size; None where the kernels do not take them.
 
     The packed input, in `format`, has the size and the memory format of the gradient: channels_last or contiguous. With
@@ -149,19 +172,19 @@ def norm_plan(
     if format.row if channels_last else plane < SMALLEST_PLANE or format.row != (plane if plane % NORM_GROUP else 0):
         return None
     bits = gate.bits if gate is not None and channels_last and replace(gate, bits=format.bits) == format else 0
-    return NormPlan(size, format, channels_last, weight_dtype, device, seed_table, bits)
+    return CodesPlan(size, format, channels_last, weight_dtype, device, seed_table, bits)
 
 
 def norm_backward(
     grad: Tensor, data: Tensor, mean: Tensor, invstd: Tensor | None, weight: Tensor | None, plan: NormPlan, seed: Seed,
-    apply: bool = True, gate: Tensor | None = None, in_place: bool = False,
+    apply: bool = True, gate: Tensor | None = None, out: Tensor | None = None,
     scratch: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients of input (if `apply`), weight and bias of batch norm in training.
 
     Args:
         grad: Gradient of the result, with the dtype and memory format of the input.
-        data: The packed input.
+        data: The packed input; for a plan of values, the values.
         mean: Mean of each channel.
         invstd: 1 / deviation of each channel; None: it is the second row of `mean`.
         weight: Weight of each channel, if there is one.
@@ -170,7 +193,7 @@ def norm_backward(
         apply: Whether the input's gradient is needed.
         gate: Codes of the ReLU of the result: `grad` is the ReLU's gradient, and counts where they are not zero. Only
             for a plan with `gate_bits`.
-        in_place: Whether the input's gradient may be written to `grad`.
+        out: Memory for the input's gradient: `grad`, or values, may be written over.
         scratch: Memory for `sums_numel` sums and for three coefficients of each channel, in fp32.
     """
     seed_args = seed_arguments(seed, data)
@@ -188,7 +211,8 @@ def norm_backward(
         finish((sums, mean, spread, weight, grad_weight, grad_bias, coefficients), plan.rest)
     if not apply:
         return None, grad_weight, grad_bias
-    out = grad if in_place else torch.empty_like(grad)
+    if out is None:
+        out = torch.empty_like(grad)
     plan.apply(grad, data, coefficients, out, seed_args, gate)
     return out, grad_weight, grad_bias
 
@@ -219,7 +243,7 @@ def norm_apply(
 
 def _plan_of(
     grad: Tensor, plan: GroupPlan, weight_dtype: torch.dtype, seed: Seed, gate: Gate | None
-) -> tuple[Tensor, Tensor | None, NormPlan | None]:
+) -> tuple[Tensor, Tensor | None, CodesPlan | None]:
     """Return the gradient, a ReLU's codes that it is still to be gated by, and the plan."""
     format, table = plan.format, type(seed) is tuple
     gate_format = None if gate is None else gate[1].format
