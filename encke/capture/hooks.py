@@ -29,6 +29,7 @@ from encke.capture.hidden import site_of_result, still_hidden
 from encke.capture.ledger import CAST_AGAIN, CASTS, COMPUTED, LEFT_OUT, UNUSUAL, Ledger, Record
 from encke.capture.modules import Layer
 from encke.capture.needs import CHECKPOINT, COPY_SLICES
+from encke.capture.negligible import PASS, Negligible
 from encke.capture.nodes import (
     KNOWN,
     Origin,
@@ -63,9 +64,11 @@ attention, in whose place another one may be read."""
 class Capture:
     """Pack what one model (or one `compress` context) saves."""
 
-    def __init__(self, policy: Policy, root: nn.Module | None, min_bytes: int = SMALL) -> None:
+    def __init__(self, policy: Policy, root: nn.Module | None, min_bytes: int | None = None) -> None:
+        """Without `min_bytes`, tensors that are negligible beside the others are kept as they are too."""
         self.policy = policy
-        self.min_bytes = min_bytes
+        self.min_bytes = SMALL if min_bytes is None else min_bytes
+        self.negligible = Negligible(decided=min_bytes is not None)
         self.schedule: Schedule | None = policy.schedule if isinstance(policy, AdaptivePolicy) else None
         self.step = 0
         """Training forward passes so far."""
@@ -80,7 +83,7 @@ class Capture:
         self.threads = self.passes.threads
         self.scores = Scores(policy)
         self.recomputations = Recomputations()
-        self.readers = Readers(self.scores, root, self.threads)
+        self.readers = Readers(self.scores, root, self.threads, self.negligible)
 
     def begin_step(self) -> None:
         """Count one more training forward pass; the one before goes to the log."""
@@ -92,7 +95,11 @@ class Capture:
 
     def decisions(self) -> dict[str, Any]:
         """Return what capture has decided beside the policy, as plain data."""
-        return {"scores": dict(self.scores.bits), "recomputed": self.recomputations.state_dict()}
+        return {
+            "scores": dict(self.scores.bits),
+            "recomputed": self.recomputations.state_dict(),
+            "negligible": self.negligible.state_dict(),
+        }
 
     def load_decisions(self, state: Mapping[str, Any]) -> None:
         """Take over what another run has decided.
@@ -102,6 +109,7 @@ class Capture:
         """
         self.scores.load(state.get("scores", {}))
         self.recomputations.load_state_dict(state.get("recomputed", {}))
+        self.negligible.load_state_dict(state.get("negligible", {}))
 
     def _begin_pass(self, forward: ForwardPass) -> None:
         self.begin_step()
@@ -129,6 +137,8 @@ class Capture:
         self.scores.end_pass()
         outermost = forward.frames[0].layer if forward.frames else None
         self.ledger.add("" if outermost is None or outermost.parent is None else outermost.name, forward.tally.close())
+        if not self.negligible.decided and self.step >= PASS:
+            self.negligible.decide(self.ledger.last)
 
     def pack(self, t: Tensor) -> Saved | Kept | CastWeight:
         """Return what autograd is to hold in place of `t`."""
@@ -145,9 +155,11 @@ class Capture:
         known = frame.sites[index] if index < len(frame.sites) else None
         if deferred is not None and announced:
             known = deferred.facts
+        places = self.negligible.places
+        negligible = bool(places) and known is not None and known.site.place in places and matches(known, t)
         if known is not None and known.steady is not None and forward.steady and (announced or deferred is None):
             # What is pending is settled first, from the graph behind this tensor.
-            usual = known.state is SiteState.KNOWN and not forward.pending and type(t) is Tensor
+            usual = known.state is SiteState.KNOWN and not forward.pending and type(t) is Tensor and not negligible
             if usual and (announced or matches(known, t)):
                 cell = save_again(t, known, frame, forward, self.recomputations, deferred)
                 if cell is not None:
@@ -157,11 +169,8 @@ class Capture:
         if type(t) is not Tensor and isinstance(t, nn.Parameter):
             # A leaf has no node that would keep it alive in a circle.
             return (t, t._version) if t.is_leaf else keep(t)
-        size = t.numel() * t.element_size()
-        if size < self.min_bytes:
-            if not is_parameter_view(t):
-                forward.tally.small_bytes += size
-            return (*keep(t), True) if 3 <= t.dim() <= 4 else keep(t)
+        if negligible or t.numel() * t.element_size() < self.min_bytes:
+            return self._keep_small(t)
         if not announced:
             if deferred is not None:
                 forward.run_deferred()
@@ -196,6 +205,12 @@ class Capture:
         facts = self.readers.know(SiteFacts(site, index, signature(t)), COPY_SLICES, frame)
         return self._save(t, facts, frame, forward)
 
+    def _keep_small(self, t: Tensor) -> Kept:
+        """Keep `t` itself, and count it among the small tensors."""
+        if not is_parameter_view(t):
+            self.threads.forward.tally.small_bytes += t.numel() * t.element_size()
+        return (*keep(t), True) if 3 <= t.dim() <= 4 else keep(t)
+
     def _keep(self, t: Tensor, facts: SiteFacts) -> Kept:
         """Keep `t` itself, and count it at a site; a sparse one has no single storage to count."""
         if t.layout == torch.strided and not is_wrapper(t) and not is_parameter_view(t):
@@ -205,10 +220,12 @@ class Capture:
                 tally.records.append(Record(facts, size, size))
         return keep(t)
 
-    def _cast_again(self, t: Tensor, facts: SiteFacts, frame: Frame) -> CastWeight | None:
-        """Release the copy that autocast made of a weight, to be made again in backward."""
+    def _cast_again(self, t: Tensor, facts: SiteFacts, frame: Frame) -> CastWeight | Kept | None:
+        """Release the copy that autocast made of a weight, to be made again in backward, unless it is small."""
         if not self.casts_again:
             return None
+        if t.numel() * t.element_size() < self.negligible.weight_bytes:
+            return self._keep_small(t)
         found = cast_weight(t, facts, self.keep_casts) or cast_frozen(t, frame.layer.owner(), facts, self.keep_casts)
         if found is not None:
             tally = self.threads.forward.tally
@@ -258,6 +275,8 @@ class Capture:
     ) -> Saved | Kept:
         """Pack `t` for a reader whose need is known, and run the forward that was deferred until then."""
         need = facts.site.need
+        if facts.site.place in self.negligible.places:
+            return self._keep_small(t)
         codec = None if deferred is None else deferred.codec
         if codec is None:
             if need == "recomputed" and not frame.lossy.isdisjoint(facts.sources or ()):

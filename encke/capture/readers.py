@@ -44,6 +44,7 @@ from encke.capture.facts import SiteFacts, SiteState
 from encke.capture.hidden import site_of_input, unknown_site
 from encke.capture.ledger import Record
 from encke.capture.needs import CANONICAL, CHECKPOINT, COPY_SLICES, SETTINGS, TABLE, need_of
+from encke.capture.negligible import Negligible
 from encke.capture.nodes import (
     KNOWN,
     norm_of,
@@ -75,8 +76,9 @@ SETTING_SITES = {reader for reader in TABLE if reader[0] in SETTINGS}
 class Readers:
     """Learn from the autograd graph who reads what one model saves."""
 
-    def __init__(self, scores: Scores, root: nn.Module | None, threads: Threads) -> None:
+    def __init__(self, scores: Scores, root: nn.Module | None, threads: Threads, negligible: Negligible) -> None:
         self.scores = scores
+        self.negligible = negligible
         self.root = weakref.ref(root) if root is not None else None
         self.threads = threads
         self.step = 0
@@ -283,7 +285,7 @@ class Readers:
             cell.key = mix(forward.step, facts.site.number, forward.rank)
         changed = held._version != cell.version
         codec = None
-        if need not in ("weight", "shape"):
+        if need not in ("weight", "shape") and facts.site.place not in self.negligible.places:
             codec = codec_for(self.scores, facts, facts.signature[0], frame)
         recomputed = need == "recomputed" and not frame.lossy.isdisjoint(facts.sources or ())
         if need == "shape" or recomputed:

@@ -109,7 +109,7 @@ class Planner:
         # The copy that autocast makes of the weight: kept if it is small, else made again in backward.
         copied = 0 if module.weight.dtype is self.x.dtype else module.weight.numel() * self.x.element_size()
         cast = None
-        if copied >= self.capture.min_bytes:
+        if copied >= max(self.capture.min_bytes, self.capture.negligible.weight_bytes):
             cast = sites[1] if len(sites) > 1 else None
             if cast is None or cast.site.need != "weight" or cast.cast is None or cast.cast.geometry is not None:
                 return None

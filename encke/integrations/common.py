@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from encke.api import Handle, attach, check_min_bytes
-from encke.capture.hooks import SMALL
 from encke.policies.base import Policy
 from encke.policies.overrides import Override
 from encke.policies.presets import as_policy
@@ -28,7 +27,7 @@ class EnckeTraining:
     Args:
         policy: A policy of `encke.policies`, or a preset's name, as for `encke.attach`.
         overrides: Codecs or policies for some layers, by pattern, as for `encke.attach`.
-        min_bytes: Tensors of fewer bytes are kept as they are.
+        min_bytes: Tensors of fewer bytes are kept as they are; see `encke.attach`.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -39,7 +38,7 @@ class EnckeTraining:
         self,
         policy: Policy | str = "default",
         overrides: Mapping[str, Override] | None = None,
-        min_bytes: int = SMALL,
+        min_bytes: int | None = None,
     ) -> None:
         check_min_bytes(min_bytes)
         self.policy = as_policy(policy)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from encke.capture.hooks import SMALL
 from encke.integrations.common import EnckeTraining
 from encke.policies.base import Policy
 from encke.policies.overrides import Override
@@ -31,7 +30,7 @@ class EnckeCallback(EnckeTraining, Callback):
     Args:
         policy: A policy of `encke.policies`, or a preset's name, as for `encke.attach`.
         overrides: Codecs or policies for some layers, by pattern, as for `encke.attach`.
-        min_bytes: Tensors of fewer bytes are kept as they are.
+        min_bytes: Tensors of fewer bytes are kept as they are; see `encke.attach`.
         module: Name of the part to attach, such as "net" for `self.net`; a compiled part must be named.
 
     Raises:
@@ -43,7 +42,7 @@ class EnckeCallback(EnckeTraining, Callback):
         self,
         policy: Policy | str = "default",
         overrides: Mapping[str, Override] | None = None,
-        min_bytes: int = SMALL,
+        min_bytes: int | None = None,
         module: str = "",
     ) -> None:
         super().__init__(policy, overrides, min_bytes)

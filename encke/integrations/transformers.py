@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from encke.capture.hooks import SMALL
 from encke.integrations.common import EnckeTraining
 from encke.integrations.logits import ChunkedLoss, chunk_loss
 from encke.policies.base import Policy
@@ -37,7 +36,7 @@ class EnckeCallback(EnckeTraining, TrainerCallback):
     Args:
         policy: A policy of `encke.policies`, or a preset's name, as for `encke.attach`.
         overrides: Codecs or policies for some layers, by pattern, as for `encke.attach`.
-        min_bytes: Tensors of fewer bytes are kept as they are.
+        min_bytes: Tensors of fewer bytes are kept as they are; see `encke.attach`.
         chunk_loss: Whether a language model's loss is computed in chunks (`encke.integrations.chunk_loss`) where its
             output layer is a plain linear layer. Losses are equal up to the order of summation.
 
@@ -50,7 +49,7 @@ class EnckeCallback(EnckeTraining, TrainerCallback):
         self,
         policy: Policy | str = "default",
         overrides: Mapping[str, Override] | None = None,
-        min_bytes: int = SMALL,
+        min_bytes: int | None = None,
         chunk_loss: bool = True,
     ) -> None:
         super().__init__(policy, overrides, min_bytes)
