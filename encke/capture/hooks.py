@@ -29,7 +29,7 @@ from encke.capture.hidden import site_of_result, still_hidden
 from encke.capture.ledger import CAST_AGAIN, CASTS, COMPUTED, LEFT_OUT, UNUSUAL, Ledger, Record
 from encke.capture.modules import Layer
 from encke.capture.needs import CHECKPOINT, COPY_SLICES
-from encke.capture.negligible import PASS, Negligible
+from encke.capture.negligible import Negligible
 from encke.capture.nodes import (
     KNOWN,
     Origin,
@@ -68,7 +68,7 @@ class Capture:
         """Without `min_bytes`, tensors that are negligible beside the others are kept as they are too."""
         self.policy = policy
         self.min_bytes = SMALL if min_bytes is None else min_bytes
-        self.negligible = Negligible(decided=min_bytes is not None)
+        self.negligible = Negligible(automatic=min_bytes is None)
         self.schedule: Schedule | None = policy.schedule if isinstance(policy, AdaptivePolicy) else None
         self.step = 0
         """Training forward passes so far."""
@@ -137,8 +137,7 @@ class Capture:
         self.scores.end_pass()
         outermost = forward.frames[0].layer if forward.frames else None
         self.ledger.add("" if outermost is None or outermost.parent is None else outermost.name, forward.tally.close())
-        if not self.negligible.decided and self.step >= PASS:
-            self.negligible.decide(self.ledger.last)
+        self.negligible.end_pass(self.step, self.ledger.last)
 
     def pack(self, t: Tensor) -> Saved | Kept | CastWeight:
         """Return what autograd is to hold in place of `t`."""

@@ -25,13 +25,19 @@ PASS = 2
 class Negligible:
     """Sites and copies of weights that are not worth packing, of one model."""
 
-    def __init__(self, decided: bool) -> None:
-        self.decided = decided
-        """Whether it is decided, or not to be decided: where the user has said what is small."""
+    def __init__(self, automatic: bool) -> None:
+        self.automatic = automatic
+        """Whether to decide at all; not where the user has said what is small."""
+        self.decided = False
         self.places: set[str] = set()
         """Places of the sites."""
         self.weight_bytes = 0
         """Copies of weights of fewer bytes are kept. Their size does not change with that of the batch."""
+
+    def end_pass(self, step: int, records: Iterable[Record]) -> None:
+        """Decide by the sizes of what the last forward pass has saved, if it is time to."""
+        if self.automatic and not self.decided and step >= PASS:
+            self.decide(records)
 
     def decide(self, records: Iterable[Record]) -> None:
         """Decide by the sizes of what the last forward pass has saved; no more than `TOGETHER` is left unpacked."""
@@ -55,7 +61,7 @@ class Negligible:
         return {"decided": self.decided, "places": sorted(self.places), "weight_bytes": self.weight_bytes}
 
     def load_state_dict(self, state: Any) -> None:
-        """Take over the decision of another run.
+        """Take over the decision of another run, unless there is nothing to decide.
 
         Raises:
             ValueError: This is no such state.
@@ -67,6 +73,6 @@ class Negligible:
             raise ValueError(f"places of negligible tensors must be text, got {places!r}")
         if isinstance(weight_bytes, bool) or not isinstance(weight_bytes, int) or weight_bytes < 0:
             raise ValueError(f"weight_bytes of negligible tensors must be a number of bytes, got {weight_bytes!r}")
-        self.decided = self.decided or bool(state.get("decided"))
-        self.places, self.weight_bytes = set(places), weight_bytes
+        if self.automatic:
+            self.decided, self.places, self.weight_bytes = bool(state.get("decided")), set(places), weight_bytes
 

@@ -151,7 +151,7 @@ def record(size: int, number: int, state: SiteState = SiteState.KNOWN) -> Record
 def test_all_of_them_together_stay_below_their_share():
     """The smallest first; what nobody has learnt yet is not decided."""
     records = [record(40, number) for number in range(10)] + [record(2000, 20), record(1, 30, SiteState.PENDING)]
-    found = negligible.Negligible(decided=False)
+    found = negligible.Negligible(automatic=True)
     found.decide([*records, Record(CASTS, 30)])
     total = 40 * 10 + 2000 + 1 + 30
     assert len(found.places) * 40 + 30 + 1 <= 0.1 * total < (len(found.places) + 1) * 40 + 30 + 1
@@ -159,6 +159,6 @@ def test_all_of_them_together_stay_below_their_share():
 
 
 def test_none_is_larger_than_its_share():
-    found = negligible.Negligible(decided=False)
+    found = negligible.Negligible(automatic=True)
     found.decide([record(6, 1), record(100, 2)])
     assert not found.places and found.decided

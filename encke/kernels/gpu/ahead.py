@@ -27,7 +27,7 @@ import triton
 from torch import Tensor
 
 from encke.kernels.formats import GroupFormat, PackedUse, SampledUnits
-from encke.kernels.gpu import bits, launch, norm_backward, norm_forward, plans
+from encke.kernels.gpu import bits, launch, norm_backward, norm_forward, norm_values, plans
 from encke.tools import process
 from encke.tools.provenance import core_count
 
@@ -193,6 +193,8 @@ def exercise_norm(x: Tensor, plan: Any, data: Tensor, last: bool, seed: Any, see
     if backward is not None:
         norm_backward.norm_backward(x, data, rows, None, row, backward, seed)
         norm_backward.norm_backward(x, data, row, row, row, backward, seed)
+    elif (values := norm_values.values_plan(size, x.dtype, last, torch.float32, META)) is not None:
+        norm_backward.norm_backward(x, x, row, row, row, values, 0)
     if backward is not None and plan.fuses_norm_relu:
         gated = norm_backward.norm_plan(size, plan.format, last, torch.float32, META, seed_table, plan.format)
         assert gated is not None
