@@ -75,4 +75,3 @@ class Negligible:
             raise ValueError(f"weight_bytes of negligible tensors must be a number of bytes, got {weight_bytes!r}")
         if self.automatic:
             self.decided, self.places, self.weight_bytes = bool(state.get("decided")), set(places), weight_bytes
-
