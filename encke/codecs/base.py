@@ -292,6 +292,14 @@ class Packed(ABC):
             flat = tensor.as_strided((self.numel,), (1,))
         return flat != 0 if mask else flat
 
+    def gate(self, grad: Tensor) -> Tensor | None:
+        """Return `grad` where the values are not zero, elsewhere zero; None where no kernel reads them packed.
+
+        Args:
+            grad: Tensor of the same dtype that lies in memory as the run does.
+        """
+        return None
+
     def intact(self, source: Tensor) -> bool | Tensor:
         """Return whether no NaN or infinity in `source` spoils other values than itself, as a bool or 0-dim tensor.
 

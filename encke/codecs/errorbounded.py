@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -25,6 +25,15 @@ class ErrorBoundedPacked(PendingPacked):
 
     def intact(self, source: Tensor) -> bool:
         return True
+
+    def gate(self, grad: Tensor) -> Tensor | None:
+        meta, payload = self.buffers
+        kernel: Any = getattr(operations(meta), "bounded_gate", None)
+        if kernel is None:
+            return None
+        self.confirm()
+        found: Tensor = kernel(meta, payload, self.format, grad)
+        return found
 
     def decode_flat(self, mask: bool = False) -> Tensor:
         self.confirm()

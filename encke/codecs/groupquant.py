@@ -39,6 +39,9 @@ class GroupQuantPacked(FlatPacked):
     def intact(self, source: Tensor) -> bool | Tensor:
         return self.plan.finite(self.buffers[0])
 
+    def gate(self, grad: Tensor) -> Tensor | None:
+        return self.plan.gate(self.buffers[0], grad)
+
     def decode_in(self, layout: Layout) -> Tensor:
         if layout.dense and self.layout.dense:
             return self.plan.decode_strided(self.buffers[0], self.seed, layout.size, layout.stride)

@@ -18,6 +18,7 @@ from encke.capture.modules import ERROR_ATTACHED_BEFORE_COMPILE, Layer, inside_c
 from encke.capture.passes import ForwardPass, Frame
 from encke.capture.saved import Saved
 from encke.capture.thresholds import FUSE_MIN_BYTES
+from encke.codecs import Packed
 from encke.codecs.groupquant import GroupQuantPacked
 from encke.torch_internals import apply_as, functorch_interpreter, is_functorch_tensor, top_saved_tensors_hooks
 
@@ -196,15 +197,18 @@ def in_place_of(operation: str, function: type[torch.autograd.Function]) -> Any:
     return apply_as(function, operation, getattr(function, "node", None))
 
 
-def packed_for(saved: Any, grad: Tensor) -> GroupQuantPacked | None:
-    """Return what was packed for a saving, if the kernels can read it beside this gradient."""
+def packed_in(saved: Any, grad: Tensor) -> Packed | None:
+    """Return what was packed for a saving of the gradient's dtype; None if it is held as it is."""
     if not isinstance(saved, Saved):
         return None
     cell = saved.cell
-    if cell is None or cell.held is not None:
+    if cell is None or cell.held is not None or cell.packed is None or grad.dtype != cell.packed.dtype:
         return None
-    packed: Any = cell.packed
+    return cell.packed
+
+
+def packed_for(saved: Any, grad: Tensor) -> GroupQuantPacked | None:
+    """Return what was packed for a saving, if the kernels can read its codes beside this gradient."""
+    packed: Any = packed_in(saved, grad)
     # What is computed again has a codec, but no codes and no plan.
-    if packed is None or packed.plan is None or not packed.codec.reads_packed or grad.dtype != packed.dtype:
-        return None
-    return packed
+    return None if packed is None or packed.plan is None or not packed.codec.reads_packed else packed

@@ -19,7 +19,7 @@ from encke.codecs import Codec, Packed
 from encke.codecs.base import EncoderState
 from encke.codecs.groupquant import GroupQuantPacked
 from encke.codecs.layout import Layout
-from encke.fused.base import LayerForward, in_place_of, packed_for
+from encke.fused.base import LayerForward, in_place_of, packed_in
 from encke.kernels import mix
 
 threshold_backward = torch.ops.aten.threshold_backward.default
@@ -71,18 +71,16 @@ class ReluFunction(torch.autograd.Function):
         """Return the input's gradient."""
         if not torch.is_grad_enabled():
             saved = ctx._raw_saved_tensors[0].data
-            packed = packed_for(saved, grad)
+            packed = packed_in(saved, grad)
             gradient = None if packed is None else gradient_from_codes(packed, saved.layout, grad)
             if gradient is not None:
                 return gradient, None, None
         return threshold_backward(grad, ctx.saved_tensors[0], 0), None, None
 
 
-def gradient_from_codes(packed: GroupQuantPacked, layout: Layout, grad: Tensor) -> Tensor | None:
-    """Return the gradient where the packed result is not zero, else zero; None where the kernel does not take it."""
-    if not layout.dense or grad.stride() != layout.stride:
-        return None
-    return packed.plan.gate(packed.buffers[0], grad)
+def gradient_from_codes(packed: Packed, layout: Layout, grad: Tensor) -> Tensor | None:
+    """Return the gradient where the packed result is not zero, else zero; None where no kernel reads it."""
+    return packed.gate(grad) if layout.dense and grad.stride() == layout.stride else None
 
 
 class ReluForward(LayerForward):

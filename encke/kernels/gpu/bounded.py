@@ -81,7 +81,23 @@ def bounded_decode(meta: Tensor, payload: Tensor, format: BoundedFormat, numel: 
     """Return the flat values that `bounded_encode` stored, or with `mask` only whether each is not zero."""
     out = torch.empty(numel, dtype=torch.bool if mask else format.dtype, device=meta.device)
     if numel:
-        buffers, numbers = (meta, payload, out), (numel, payload.numel())
-        constants = (TYPES[format.dtype], mask, format.rounding == DITHERED)
-        launch_kernel(decode_kernel, -(-numel // PLANE_GROUP), buffers, numbers, constants, WARPS, DECODE_REGISTERS, 1)
+        _launch_decoder(meta, payload, format, out, out, mask, False)
     return out
+
+
+def bounded_gate(meta: Tensor, payload: Tensor, format: BoundedFormat, grad: Tensor) -> Tensor:
+    """Return `grad`, which lies in memory as the values do, where they are not zero; elsewhere zero."""
+    out = torch.empty_like(grad)
+    if grad.numel():
+        _launch_decoder(meta, payload, format, out, grad, False, True)
+    return out
+
+
+def _launch_decoder(
+    meta: Tensor, payload: Tensor, format: BoundedFormat, out: Tensor, grad: Tensor, mask: bool, gate: bool
+) -> None:
+    """Launch the decoder of values, of a mask, or of a gradient that goes through one."""
+    numel, buffers = out.numel(), (meta, payload, out, grad)
+    constants = (TYPES[format.dtype], mask, gate, format.rounding == DITHERED)
+    numbers = (numel, payload.numel())
+    launch_kernel(decode_kernel, -(-numel // PLANE_GROUP), buffers, numbers, constants, WARPS, DECODE_REGISTERS, 1)

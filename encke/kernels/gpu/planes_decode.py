@@ -244,8 +244,8 @@ def wide_values(words, at, k, base, what, coded, step, DTYPE: tl.constexpr, DITH
 
 
 @triton.jit
-def get_raw(payload, start, out, count, repeated, DTYPE: tl.constexpr, MASK: tl.constexpr):
-    """Copy `count` stored values of each block from byte `start`, or one value so many times."""
+def get_raw(payload, start, out, grad, count, repeated, DTYPE: tl.constexpr, MASK: tl.constexpr, GATE: tl.constexpr):
+    """Copy `count` stored values of each block from byte `start`, or one value so many times. MASK, GATE as below."""
     SIZE: tl.constexpr = 8 if DTYPE == tl.float64 else (4 if DTYPE == tl.float32 else 2)
     WHOLE: tl.constexpr = tl.int64 if SIZE == 8 else (tl.int32 if SIZE == 4 else tl.int16)
     first = 0
@@ -259,17 +259,22 @@ def get_raw(payload, start, out, count, repeated, DTYPE: tl.constexpr, MASK: tl.
             bits |= (tl.load(payload + at + part, mask=here, other=0).to(WHOLE) << (8 * part)).to(WHOLE)
             part += 1
         value = bits if DTYPE == tl.bfloat16 else bits.to(DTYPE, bitcast=True)
-        place = out + (tl.arange(0, 16) * 256)[:, None] + i
-        tl.store(place, (widen(value, DTYPE) != 0).to(tl.uint8) if MASK else value, mask=here)
+        place = (tl.arange(0, 16) * 256)[:, None] + i
+        if GATE:
+            value = tl.where(widen(value, DTYPE) != 0, tl.load(grad + place, mask=here, other=0), 0)
+        tl.store(out + place, (widen(value, DTYPE) != 0).to(tl.uint8) if MASK else value, mask=here)
         first += 16
 
 
 @triton.jit(do_not_specialize=["capacity"])
 def decode_kernel(
-    meta, payload, out, numel: tl.int64, capacity: tl.int64,
-    DTYPE: tl.constexpr, MASK: tl.constexpr, DITHERED: tl.constexpr,
+    meta, payload, out, grad, numel: tl.int64, capacity: tl.int64,
+    DTYPE: tl.constexpr, MASK: tl.constexpr, GATE: tl.constexpr, DITHERED: tl.constexpr,
 ):  # fmt: skip
-    """Decode a group. One that the encoder had no space for becomes NaN, or no mask."""
+    """Decode a group. One that the encoder had no space for becomes NaN, or no mask.
+
+    With MASK write which values are not zero; with GATE the values of `grad` there, elsewhere zero.
+    """
     SIZE: tl.constexpr = 8 if DTYPE == tl.float64 else (4 if DTYPE == tl.float32 else 2)
     STORED: tl.constexpr = tl.int16 if DTYPE == tl.bfloat16 else DTYPE
     group = tl.program_id(0).to(tl.int64)
@@ -295,6 +300,7 @@ def decode_kernel(
     total = tl.max(sums, 0)
     offset = tl.load((meta + 16).to(tl.pointer_type(tl.uint32)) + group).to(tl.int64) * 4
     out += group * 4096
+    grad += group * 4096
     if offset + (total & 65535) > capacity:
         i = tl.arange(0, 4096)
         lost = tl.full((4096,), 0x7FC0 if DTYPE == tl.bfloat16 else float("nan"), STORED)
@@ -312,6 +318,8 @@ def decode_kernel(
     here = (i < left) & of_block(raw == 0)
     if MASK:
         tl.store(out + i, tile_bits(coded).to(tl.uint8), mask=here)
+    elif GATE:
+        tl.store(out + i, tl.where(tile_bits(coded) > 0, tl.load(grad + i, mask=here, other=0), 0), mask=here)
     else:
         words = read_words(payload, ((total & 65535) + 3) >> 2, SIZE)
         eb = tl.load(meta.to(tl.pointer_type(tl.float64))).to(tl.float64 if DTYPE == tl.float64 else tl.float32)
@@ -330,4 +338,4 @@ def decode_kernel(
             tl.store(out + i, values, mask=here)
 
     if ((total >> 16) & 31) > 0:
-        get_raw(payload, start, out, raw, what == REPEATED, DTYPE, MASK)
+        get_raw(payload, start, out, grad, raw, what == REPEATED, DTYPE, MASK, GATE)

@@ -27,6 +27,8 @@ def check(x: torch.Tensor, bound: float, rel: float, rounding: int) -> None:
     assert same(reference.bounded_decode(gpu_meta, gpu_payload, format, numel, False), expected)
     assert same(gpu.bounded_decode(meta, payload, format, numel, False), expected)
     assert torch.equal(gpu.bounded_decode(gpu_meta, gpu_payload, format, numel, True), mask)
+    grad = torch.linspace(-2, 2, numel).to(x)
+    assert same(gpu.bounded_gate(gpu_meta, gpu_payload, format, grad), torch.where(mask, grad, 0))
 
 
 @pytest.mark.slow
@@ -164,13 +166,15 @@ def test_groups_in_any_order():
 COMPILE = """
 from encke.kernels.gpu import planes_decode, planes_encode
 dtype, name = TYPES[sys.argv[1]]
-pointers = {"meta": "*u8", "payload": "*u8", "sizes": "*i64", "x": name, "out": name}
+pointers = {"meta": "*u8", "payload": "*u8", "sizes": "*i64", "x": name, "out": name, "grad": name}
 for rounding in (0, 1, 2):
     build(planes_encode.encode_kernel, pointers, {"DTYPE": dtype, "RELATIVE": rounding == 2, "ROUNDING": rounding})
 build(planes_encode.range_kernel, pointers, {"DTYPE": dtype, "SIZE": 16384})
-for dithered in (False, True):
-    build(planes_decode.decode_kernel, pointers, {"DTYPE": dtype, "MASK": False, "DITHERED": dithered})
-build(planes_decode.decode_kernel, pointers | {"out": "*u8"}, {"DTYPE": dtype, "MASK": True, "DITHERED": False})
+usual = {"DTYPE": dtype, "MASK": False, "GATE": False, "DITHERED": False}
+build(planes_decode.decode_kernel, pointers, usual)
+build(planes_decode.decode_kernel, pointers, usual | {"DITHERED": True})
+build(planes_decode.decode_kernel, pointers, usual | {"GATE": True})
+build(planes_decode.decode_kernel, pointers | {"out": "*u8", "grad": "*u8"}, usual | {"MASK": True})
 """
 
 
