@@ -83,8 +83,7 @@ def measure(batch: int, bits: int, channels: int, side: int, dtype: torch.dtype,
 
     expected = plain(decode())
     errors = [
-        max(error(a, b), error(c, b))
-        for a, c, b in zip(fused(), from_values(decode(), None), expected, strict=True)
+        max(error(a, b), error(c, b)) for a, c, b in zip(fused(), from_values(decode(), None), expected, strict=True)
     ]
     row: Row = {
         "dtype": str(dtype).removeprefix("torch."),
