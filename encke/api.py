@@ -19,7 +19,7 @@ from encke.capture.modules import Layer, WatchHook, drop_inert, hook_layers, lay
 from encke.capture.passes import may_push
 from encke.capture.readers import is_wrapper
 from encke.fused import registry as fused
-from encke.kernels import backend_for
+from encke.kernels import compile_usual
 from encke.policies.base import AdaptivePolicy, Policy
 from encke.policies.overrides import Override, resolve, with_overrides
 from encke.policies.presets import as_policy
@@ -323,7 +323,8 @@ def attach(
         ]
     _handles[model] = handle
     if any(parameter.is_cuda for parameter in model.parameters()):
-        backend_for("cuda")  # begins to compile kernels while the first batch is on its way
+        # Kernels are compiled while the first batch is on its way.
+        compile_usual(compiled is not None)
     return handle
 
 

@@ -84,6 +84,11 @@ class SharedCell:
             self.lock = threading.Lock()
 
     @property
+    def masked(self) -> bool:
+        """Whether ReLU reads which of the values are zero: it saves its result before anybody else does."""
+        return self.record.facts.site.need == "mask"
+
+    @property
     def settled(self) -> bool:
         """Whether what is packed is what has been asked for, as far as a look at it tells."""
         packed = self.packed

@@ -11,6 +11,7 @@ from encke.kernels.backends import (
     backend_for,
     choose_backend,
     compile_ahead,
+    compile_usual,
     describe_backends,
     wait_for_kernels,
 )
@@ -31,5 +32,5 @@ from encke.kernels.plans import GroupPlan
 __all__ = [
     "FLOATS", "Backend", "BackendChoice", "BoundedFormat", "DualFormat", "GroupFormat",
     "GroupPlan", "LogFormat", "PackedUse", "SampledUnits", "Seed", "backend_for", "choose_backend", "compile_ahead",
-    "describe_backends", "dispatched", "mix", "wait_for_kernels",
+    "compile_usual", "describe_backends", "dispatched", "mix", "wait_for_kernels",
 ]  # fmt: skip

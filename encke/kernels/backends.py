@@ -112,6 +112,14 @@ def backend_for(device: str) -> GraphBackend:
     return reference
 
 
+def compile_usual(compiled_model: bool) -> None:
+    """Begin to compile the kernels that most models take on a GPU; return at once."""
+    if backend_for("cuda").NAME == "triton" and compiled_model:
+        from encke.kernels.gpu import ahead
+
+        ahead.start(seed_table=True)
+
+
 def compile_ahead(uses: Iterable[PackedUse]) -> None:
     """Begin to compile the kernels for these uses on a GPU, while the training goes on; return at once."""
     if choose_backend("cuda").name == "triton":

@@ -119,6 +119,9 @@ class PackedMemory(Protocol):
     def packed(self) -> Packed | None: ...
     @property
     def key(self) -> int: ...
+    @property
+    def masked(self) -> bool:
+        """Whether somebody reads which of its values are zero."""
 
 
 class SavedTensor(Protocol):

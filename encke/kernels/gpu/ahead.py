@@ -47,9 +47,12 @@ _begun: set[Path] = set()
 """Markers of what was asked for."""
 
 
-def start() -> None:
-    """Start the worker processes if this machine's cache does not have the usual kernels yet; return at once."""
-    begin([])
+def start(seed_table: bool = False) -> None:
+    """Start the worker processes if this machine's cache does not have the usual kernels yet; return at once.
+
+    With `seed_table` those of compiled models.
+    """
+    begin([], seed_table)
 
 
 def request(uses: Iterable[PackedUse]) -> None:
@@ -59,15 +62,15 @@ def request(uses: Iterable[PackedUse]) -> None:
     begin([(format.numbers(), *rest) for format, *rest in list(wanted)[:MOST]])
 
 
-def begin(uses: list[tuple[Any, ...]]) -> None:
-    """Start worker processes for some uses, given as plain data, or for the usual ones."""
+def begin(uses: list[tuple[Any, ...]], seed_table: bool = False) -> None:
+    """Start worker processes for some uses, given as plain data, or for the usual ones, with seeds on the device."""
     first_rank = os.environ.get("LOCAL_RANK", "0") == "0"
     if not first_rank or os.environ.get(VARIABLE) == "0" or sys.platform != "linux":
         return
     if os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available():
         return
     target = triton.runtime.driver.active.get_current_target()
-    done = marker(target, uses)
+    done = marker(target, [*uses, seed_table])
     if done in _begun or done.exists():
         return
     _begun.add(done)
@@ -76,7 +79,8 @@ def begin(uses: list[tuple[Any, ...]]) -> None:
         workers = max(min(WORKERS, core_count() // 2), 1)
         settings = {"backend": target.backend, "arch": target.arch, "warp_size": target.warp_size, "workers": workers}
         for part in range(workers):
-            arguments = json.dumps({**settings, "part": part, "marker": str(done), "uses": uses})
+            work = {"part": part, "marker": str(done), "uses": uses, "seed_table": seed_table}
+            arguments = json.dumps(settings | work)
             variables = process.environment() | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
             command = [sys.executable, "-m", __name__, arguments]
             quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
@@ -108,9 +112,9 @@ def wait() -> None:
         worker.wait()
 
 
-def marker(target: Any, uses: list[tuple[Any, ...]]) -> Path:
+def marker(target: Any, wanted: list[Any]) -> Path:
     """Return the file in Triton's cache that says that these kernels of this version were compiled for this GPU."""
-    digest = hashlib.sha256(f"{sources_digest()} {triton.__version__} {target} {json.dumps(uses)}".encode())
+    digest = hashlib.sha256(f"{sources_digest()} {triton.__version__} {target} {json.dumps(wanted)}".encode())
     return Path(triton.knobs.cache.dir) / f"encke-{digest.hexdigest()[:24]}"
 
 
@@ -124,7 +128,7 @@ def sources_digest() -> str:
 def exercise(dtype: torch.dtype, rate: int, seed_table: bool) -> None:
     """Launch the kernels of one dtype and number of bits.
 
-    With `seed_table` those of CUDA graphs, and without planes in NCHW memory.
+    With `seed_table` those of compiled models, and without planes in NCHW memory.
     """
     seed: Any = (torch.empty(64, dtype=torch.int64, device=META), 0) if seed_table else 0
     exercise_plan(GroupFormat(rate, 128, dtype), (WIDTH,), False, seed, seed_table, norm=False)
@@ -145,12 +149,14 @@ def exercise_use(use: PackedUse, rate: int) -> None:
     # Only the size of a plane matters, not its form.
     size = (*use.size[:2], math.prod(use.size[2:]), 1) if len(use.size) > 2 else (numel,)
     format = replace(use.format, bits=rate)
-    exercise_plan(format, size, use.channels_last, 0, False, norm=use.norm and len(size) > 1, relu=not use.norm)
+    norm = use.norm and len(size) > 1
+    exercise_plan(format, size, use.channels_last, 0, False, norm, use.relu and not use.norm, gated=use.relu)
 
 
 def exercise_plan(
-    format: GroupFormat, size: tuple[int, ...], last: bool, seed: Any, seed_table: bool, norm: bool, relu: bool = True
-) -> None:
+    format: GroupFormat, size: tuple[int, ...], last: bool, seed: Any, seed_table: bool, norm: bool, relu: bool = True,
+    gated: bool = True,
+) -> None:  # fmt: skip
     """Launch the kernels of one plan.
 
     Args:
@@ -161,6 +167,7 @@ def exercise_plan(
         seed_table: Whether the seed is on the device.
         norm: Whether batch norm reads it.
         relu: Whether ReLU may read it.
+        gated: Whether ReLU may read what batch norm makes of it.
     """
     layout = torch.channels_last if last and len(size) == 4 else torch.contiguous_format
     x = torch.empty(size, dtype=format.dtype, device=META, memory_format=layout)
@@ -181,10 +188,10 @@ def exercise_plan(
             rows = torch.empty(4, format.stride, device=META)
             plan.encode_norm_relu(x, tuple(rows) if seed_table else rows, x, seed)
     if norm:
-        exercise_norm(x, plan, data, last, seed, seed_table)
+        exercise_norm(x, plan, data, last, seed, seed_table, gated)
 
 
-def exercise_norm(x: Tensor, plan: Any, data: Tensor, last: bool, seed: Any, seed_table: bool) -> None:
+def exercise_norm(x: Tensor, plan: Any, data: Tensor, last: bool, seed: Any, seed_table: bool, gated: bool) -> None:
     """Launch the kernels of batch norm that read or write one format."""
     size, channels = tuple(x.shape), x.shape[1]
     backward = norm_backward.norm_plan(size, plan.format, last, torch.float32, META, seed_table)
@@ -195,10 +202,10 @@ def exercise_norm(x: Tensor, plan: Any, data: Tensor, last: bool, seed: Any, see
         norm_backward.norm_backward(x, data, row, row, row, backward, seed)
     elif (values := norm_values.values_plan(size, x.dtype, last, torch.float32, META)) is not None:
         norm_backward.norm_backward(x, x, row, row, row, values, 0)
-    if backward is not None and plan.fuses_norm_relu:
-        gated = norm_backward.norm_plan(size, plan.format, last, torch.float32, META, seed_table, plan.format)
-        assert gated is not None
-        norm_backward.norm_backward(x, data, rows, None, row, gated, seed, True, data)
+    if backward is not None and plan.fuses_norm_relu and gated:
+        gate = norm_backward.norm_plan(size, plan.format, last, torch.float32, META, seed_table, plan.format)
+        assert gate is not None
+        norm_backward.norm_backward(x, data, rows, None, row, gate, seed, True, data)
     forward = norm_forward.forward_plan(size, x.stride(), x.dtype, META)
     if forward is not None and plan.fuses_forward:
         workspace = torch.empty(forward.workspace_numel, device=META)
@@ -214,7 +221,7 @@ def specialisation(function: Any, tensors: Any, numbers: Any, constants: Any, sp
     return function, constants, tuple(t.dtype for t in tensors), sizes
 
 
-def launches(rates: tuple[int, ...], uses: Iterable[PackedUse] = ()) -> list[tuple[Any, ...]]:
+def launches(rates: tuple[int, ...], uses: Iterable[PackedUse] = (), seed_table: bool = False) -> list[tuple[Any, ...]]:
     """Return the arguments of each different launch for some uses, or for the usual ones at some rates."""
     found: dict[Any, tuple[Any, ...]] = {}
 
@@ -233,19 +240,18 @@ def launches(rates: tuple[int, ...], uses: Iterable[PackedUse] = ()) -> list[tup
         for use in uses:
             for rate in use.rates:
                 exercise_use(use, rate)
-        for seed_table in () if uses else (False, True):
-            for rate in rates:
-                for dtype in (torch.bfloat16, torch.float32):
-                    exercise(dtype, rate, seed_table)
+        for rate in () if uses else rates:
+            for dtype in (torch.bfloat16, torch.float32):
+                exercise(dtype, rate, seed_table)
     finally:
         for module in modules:
             module.launch_kernel = original
     return list(found.values())
 
 
-def compile_part(part: int, workers: int, uses: list[PackedUse]) -> Iterator[str]:
+def compile_part(part: int, workers: int, uses: list[PackedUse], seed_table: bool) -> Iterator[str]:
     """Compile every `workers`-th of the launches; yield the name of each kernel."""
-    for function, tensors, numbers, constants, warps, registers in launches(RATES, uses)[part::workers]:
+    for function, tensors, numbers, constants, warps, registers in launches(RATES, uses, seed_table)[part::workers]:
         arguments = (*[launch.typed(t) for t in tensors], *numbers, *constants)
         function.warmup(*arguments, grid=(1, 1, 1), **launch.compile_options(warps, registers))
         yield function.fn.__name__
@@ -276,10 +282,10 @@ def work(settings: dict[str, Any]) -> None:
     target = GPUTarget(settings["backend"], settings["arch"], settings["warp_size"])
     triton.runtime.driver.set_active(OtherTarget(target))
     uses = [
-        PackedUse(GroupFormat.from_numbers(numbers), tuple(size), last, norm, tuple(rates))
-        for numbers, size, last, norm, rates in settings["uses"]
+        PackedUse(GroupFormat.from_numbers(numbers), tuple(size), last, norm, relu, tuple(rates))
+        for numbers, size, last, norm, relu, rates in settings["uses"]
     ]
-    for _ in compile_part(settings["part"], settings["workers"], uses):
+    for _ in compile_part(settings["part"], settings["workers"], uses, settings["seed_table"]):
         pass
     done = Path(settings["marker"])
     done.parent.mkdir(parents=True, exist_ok=True)

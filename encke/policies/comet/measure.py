@@ -261,20 +261,20 @@ class CometCollector:
             self._probes.pop(id(cell), None)
         self.sites[site.place] = (site, known[1])
         if flat.device.type == self.compiled_for and packed.plan is not None and self.trials:
-            self._note_use(site, layout, packed.plan)
+            self._note_use(site, layout, packed.plan, cell.masked)
         if site.place in self.probed:
             # The second operand of a product has the batch in its last dimension.
             whole = self.whole or site.slot in SECOND
             self._probes[id(cell)] = ErrorProbe(flat, layout, packed, cell.key, whole)
 
-    def _note_use(self, site: Site, layout: Layout, plan: GroupPlan) -> None:
+    def _note_use(self, site: Site, layout: Layout, plan: GroupPlan, masked: bool) -> None:
         """Note the kernels that this memory takes at every rate, and those of its probe."""
         norm, last = site.operation.endswith("BatchNorm"), bool(layout.channels_last)
-        rates = tuple(each.bits for each in self.trials)
-        self._uses[PackedUse(plan.format, layout.size if layout.dense else (plan.numel,), last, norm, rates)] = None
+        rates, size = tuple(each.bits for each in self.trials), layout.size if layout.dense else (plan.numel,)
+        self._uses[PackedUse(plan.format, size, last, norm, masked, rates)] = None
         if not norm:
             errors = GroupFormat(ERRORS.bits, ERRORS.group, torch.float32, plan.format.stride)
-            self._uses[PackedUse(errors, (plan.numel,), False, False, (ERRORS.bits,))] = None
+            self._uses[PackedUse(errors, (plan.numel,), False, False, False, (ERRORS.bits,))] = None
 
     def walk(self, nodes: Iterable[Any], saved_by: Callable[[Any], Iterable[tuple[str, SavedTensor]]]) -> None:
         """Put hooks on the nodes behind `nodes` that compute a weight's gradient: the forward pass is over."""
@@ -310,7 +310,9 @@ class CometCollector:
         self._stats.clear()
         self._probes.clear()
         if self._uses:
-            compile_ahead(self._uses)
+            # Batch norms take kernels of their own where a ReLU is next; which of them have one is not known here.
+            relu = any(use.relu for use in self._uses)
+            compile_ahead(use._replace(relu=relu) if use.norm else use for use in self._uses)
 
     def _sample_weight(self, node: Any, slot: str, saved: SavedTensor) -> WeightGradientSample | None:
         cell, site = saved.cell, saved.site

@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 
+from encke.kernels import GroupFormat, PackedUse
 from tests.kernels.gpu.common import DEVICE, compile_for_hopper
 
 ahead = pytest.importorskip("encke.kernels.gpu.ahead", reason="needs triton")
@@ -21,6 +22,25 @@ def test_kernels_of_every_rate_are_launched_on_tensors_without_memory():
     assert {"plane_reduce_kernel", "plane_apply_kernel", "gather_kernel"} <= names
     assert len(found) > len(ahead.launches((2,))) > 20
     assert {t.device.type for _, tensors, *_ in found for t in tensors} == {"meta"}
+
+
+def test_compiled_models_have_kernels_of_their_own():
+    """Seeds are on the device there; apart from that they are fewer."""
+    eager, compiled = (
+        {ahead.specialisation(*each[:4]) for each in ahead.launches((4,), (), table)} for table in (False, True)
+    )
+    assert compiled - eager and len(compiled) < len(eager)
+
+
+def test_without_a_relu_its_kernels_are_left_out():
+    """A model of SiLUs, such as EfficientNet, takes neither gates nor encoders that compute a ReLU."""
+    format = GroupFormat(4, 128, torch.bfloat16, 64)
+    for norm in (False, True):
+        uses = [PackedUse(format, (8, 64, 16, 16), True, norm, relu, (2, 4)) for relu in (True, False)]
+        some, fewer = ({ahead.specialisation(*each[:4]) for each in ahead.launches((2, 4), [use])} for use in uses)
+        assert fewer < some
+    gates = [function for function, *_ in ahead.launches((2, 4), uses[1:]) if "gate" in str(function)]
+    assert not gates
 
 
 def test_launching_works_again_after_the_record():
@@ -50,7 +70,7 @@ def gpu_machine(monkeypatch, tmp_path):
     target = types.SimpleNamespace(backend="cuda", arch=90, warp_size=32)
     active = types.SimpleNamespace(get_current_target=lambda: target)
     monkeypatch.setattr(ahead.triton.runtime, "driver", types.SimpleNamespace(active=active))
-    monkeypatch.setattr(ahead, "marker", lambda target, uses: tmp_path / "none")
+    monkeypatch.setattr(ahead, "marker", lambda target, wanted: tmp_path / "none")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(ahead, "core_count", lambda: 8)
     monkeypatch.setattr(ahead, "_begun", set())
@@ -93,7 +113,7 @@ def test_a_second_program_starts_no_workers_until_those_of_the_first_have_ended(
 def test_a_cache_that_cannot_be_written_to_stops_nothing(monkeypatch, gpu_machine, tmp_path):
     file = tmp_path / "a file"
     file.touch()
-    monkeypatch.setattr(ahead, "marker", lambda target, uses: file / "none")
+    monkeypatch.setattr(ahead, "marker", lambda target, wanted: file / "none")
     ahead.start()
     assert not ahead._started
 
@@ -103,12 +123,12 @@ import os, tempfile
 os.environ["TRITON_CACHE_DIR"] = folder = tempfile.mkdtemp()
 from encke.kernels.gpu import ahead
 ahead.RATES, ahead.IMAGES, every = (2,), (), ahead.launches
-ahead.launches = lambda rates, uses: every(rates)[:2]
+ahead.launches = lambda rates, uses, seed_table: every(rates)[:2]
 marker = os.path.join(folder, "done")
 for part in (0, 1):
     assert not os.path.exists(marker)
     target = {"backend": "cuda", "arch": 90, "warp_size": 32}
-    ahead.work({**target, "workers": 2, "part": part, "marker": marker, "uses": []})
+    ahead.work({**target, "workers": 2, "part": part, "marker": marker, "uses": [], "seed_table": False})
 assert os.path.exists(marker) and len(os.listdir(folder)) > 3
 """
 

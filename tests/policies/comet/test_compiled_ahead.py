@@ -142,7 +142,7 @@ def test_kernels_of_resnet50_are_few(batch: int, dtype: torch.dtype, watch: Watc
         flat, layout = flatten(x)
         layout = with_rows(layout, rows_for(layout, flat.numel(), ("channels", 0)) if norm else None)
         plan = GroupQuant(2)._plan(flat, layout, flat.numel())
-        use = PackedUse(plan.format, layout.size, bool(layout.channels_last), norm, BITS)
+        use = PackedUse(plan.format, layout.size, bool(layout.channels_last), norm, True, BITS)
         watch.asked.append(use)
     watch.asked = list(dict.fromkeys(watch.asked))
     assert len(watch.asked) < 40
