@@ -19,6 +19,8 @@ from encke.kernels import reference
 from encke.kernels.formats import NORM_GROUP, SMALLEST_PLANE, GroupFormat, Seed
 from encke.kernels.gpu.launch import TYPES, Launch, power_of_two, seed_arguments
 from encke.kernels.gpu.norm_kernels import (
+    RELU,
+    SILU,
     finish_kernel,
     gather_kernel,
     last_apply_kernel,
@@ -44,6 +46,8 @@ class NormPlan:
 
     gate_bits = 0
     """Bits of a ReLU's codes that gradients are gated by; 0 if there are none."""
+    silu = False
+    """Whether gradients are those of a SiLU of the result."""
 
     def __init__(
         self, numel: int, channels: int, splits: int, weight_dtype: torch.dtype | None, device: torch.device
@@ -79,15 +83,15 @@ class CodesPlan(NormPlan):
 
     def __init__(
         self, size: tuple[int, ...], format: GroupFormat, channels_last: bool, weight_dtype: torch.dtype | None,
-        device: torch.device, seed_table: bool, gate_bits: int = 0,
+        device: torch.device, seed_table: bool, gate_bits: int = 0, silu: bool = False,
     ) -> None:  # fmt: skip
-        numel, self.gate_bits = math.prod(size), gate_bits
+        numel, self.gate_bits, self.silu = math.prod(size), gate_bits, silu
         self.format, self.channels_last, self.channels = format, channels_last, size[1]
         plan = self._plan_channels_last if channels_last else self._plan_planes
-        splits = plan(numel, size[0], seed_table, gate_bits)
+        splits = plan(numel, size[0], seed_table)
         super().__init__(numel, size[1], splits, weight_dtype, device)
 
-    def _plan_channels_last(self, numel: int, samples: int, seed_table: bool, gate_bits: int) -> int:
+    def _plan_channels_last(self, numel: int, samples: int, seed_table: bool) -> int:
         """Make the launches for channels_last memory; return the number of partial sums."""
         channels, dtype = self.channels, self.format.dtype
         pixels = numel // channels
@@ -95,16 +99,17 @@ class CodesPlan(NormPlan):
         columns = 8 * vector
         blocks, tiles = -(-pixels // NORM_GROUP), -(-channels // columns)
         splits = -(-blocks // -(-blocks // max(PROGRAMS // tiles, 1)))
-        constants = (TYPES[dtype], self.format.bits, unit, vector, 4 * WARPS, columns, ROUND, seed_table, gate_bits > 0)
+        bits, gate = self.gate_bits, SILU.value if self.silu else RELU.value * (self.gate_bits > 0)
+        constants = (TYPES[dtype], self.format.bits, unit, vector, 4 * WARPS, columns, ROUND, seed_table, gate)
         self.workspace_numel = 0
         self.numbers: tuple[tuple, ...] = (
-            (channels // unit, pixels, tiles, splits, gate_bits), (channels // unit, pixels, tiles, gate_bits),
+            (channels // unit, pixels, tiles, splits, bits), (channels // unit, pixels, tiles, bits),
         )  # fmt: skip
         self.reduce = Launch(last_reduce_kernel, tiles * splits, constants, WARPS, 2, REGISTERS[0])
-        self.write = Launch(last_apply_kernel, blocks * tiles, constants, WARPS, 2, REGISTERS[1 + (gate_bits > 0)])
+        self.write = Launch(last_apply_kernel, blocks * tiles, constants, WARPS, 2, REGISTERS[1 + (gate > 0)])
         return splits
 
-    def _plan_planes(self, numel: int, samples: int, seed_table: bool, gate_bits: int) -> int:
+    def _plan_planes(self, numel: int, samples: int, seed_table: bool) -> int:
         """Make the launches for NCHW memory; return the number of partial sums."""
         channels, format, vector = self.channels, self.format, 16 // self.format.dtype.itemsize
         rows = Rows(format, numel, numel // (samples * channels))
@@ -151,13 +156,13 @@ class CodesPlan(NormPlan):
 @functools.lru_cache(maxsize=4096)
 def norm_plan(
     size: tuple[int, ...], format: GroupFormat, channels_last: bool, weight_dtype: torch.dtype | None,
-    device: torch.device, seed_table: bool = False, gate: GroupFormat | None = None,
+    device: torch.device, seed_table: bool = False, gate: GroupFormat | None = None, silu: bool = False,
 ) -> CodesPlan | None:  # fmt: skip
     """Return the plan for gradients of that size; None where the kernels do not take them.
 
     The packed input, in `format`, has the size and the memory format of the gradient: channels_last or contiguous. With
     `seed_table` seeds come as a tensor and a row. `gate` is the format of a ReLU's codes; where the kernels do not read
-    it, the plan has no `gate_bits`.
+    it, the plan has no `gate_bits`. With `silu` gradients are those of a SiLU of the result, in channels_last memory.
     """
     numel, channels = math.prod(size), size[1]
     if format.bits not in (2, 3, 4, 8) or format.group != NORM_GROUP or format.signs or not numel:
@@ -166,13 +171,13 @@ def norm_plan(
         return None
     if format.stride != (channels if channels_last else 1):
         return None
-    if format.groups(numel) >= 1 << 30:
+    if format.groups(numel) >= 1 << 30 or (silu and not channels_last):
         return None
     plane = numel // (size[0] * channels)
     if format.row if channels_last else plane < SMALLEST_PLANE or format.row != (plane if plane % NORM_GROUP else 0):
         return None
     bits = gate.bits if gate is not None and channels_last and replace(gate, bits=format.bits) == format else 0
-    return CodesPlan(size, format, channels_last, weight_dtype, device, seed_table, bits)
+    return CodesPlan(size, format, channels_last, weight_dtype, device, seed_table, bits, silu)
 
 
 def norm_backward(
@@ -192,7 +197,7 @@ def norm_backward(
         seed: Seed of the packed input.
         apply: Whether the input's gradient is needed.
         gate: Codes of the ReLU of the result: `grad` is the ReLU's gradient, and counts where they are not zero. Only
-            for a plan with `gate_bits`.
+            for a plan with `gate_bits`. For a plan with `silu`: mean, 1 / deviation, scale and bias of each channel.
         out: Memory for the input's gradient: `grad`, or values, may be written over.
         scratch: Memory for `sums_numel` sums and for three coefficients of each channel, in fp32.
     """

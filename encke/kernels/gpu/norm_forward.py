@@ -115,9 +115,9 @@ def statistics_kernel(
 @triton.jit(do_not_specialize=["units", "pixels"])
 def normalise_kernel(
     x, kept, out, units: tl.int32, pixels: tl.int64,
-    DTYPE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, CH: tl.constexpr,
+    DTYPE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, CH: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """Write (x - mean) * scale + bias for ROWS pixels of CH channels."""
+    """Write (x - mean) * scale + bias, or with SILU the SiLU of that, for ROWS pixels of CH channels."""
     channels = units * UNIT
     c = tl.program_id(1) * CH + tl.arange(0, CH)
     here = c < channels
@@ -133,6 +133,10 @@ def normalise_kernel(
         inside = here[None, :] & (row < (pixels - first).to(tl.int32))
     v = widen(tl.load(x + at, mask=inside, other=0), DTYPE)
     y = tl.fma(v - mean[None, :], scale[None, :], bias[None, :])
+    if SILU:
+        # Of what batch norm's result would be in memory.
+        y = widen(narrow(y, DTYPE), DTYPE)
+        y = y * tl.sigmoid(y)
     tl.store(out + at, narrow(y, DTYPE), mask=inside)
 
 
@@ -160,7 +164,9 @@ class ForwardPlan:
         width = min(triton.next_power_of_2(channels), 256)
         rows = VALUES // width
         grid = (-(-pixels // rows), -(-channels // width))
-        self.apply = Launch(normalise_kernel, grid, (TYPES[dtype], UNIT, rows, width), 4, 0)
+        self.apply, self.apply_silu = (
+            Launch(normalise_kernel, grid, (TYPES[dtype], UNIT, rows, width, silu), 4, 0) for silu in (False, True)
+        )
 
     def gather(
         self, workspace: Tensor, weight: Tensor, bias: Tensor, running: tuple[Tensor, ...] | None, momentum: float,
@@ -174,9 +180,9 @@ class ForwardPlan:
         moments = workspace if self.merge is None else self._merged(workspace)
         self.statistics[running is not None]((moments, weight, bias, *means, kept), (*self.numbers[0], momentum, eps))
 
-    def normalise(self, x: Tensor, kept: Tensor, out: Tensor) -> None:
-        """Write the result of batch norm to `out`, which may be `x`."""
-        self.apply((x, kept, out), self.numbers[1])
+    def normalise(self, x: Tensor, kept: Tensor, out: Tensor, silu: bool = False) -> None:
+        """Write the result of batch norm, or the SiLU of that, to `out`, which may be `x`."""
+        (self.apply_silu if silu else self.apply)((x, kept, out), self.numbers[1])
 
     def measure(self, workspace: Tensor, mean: Tensor, var: Tensor) -> None:
         """Write mean and variance alone from what the encoder wrote to `workspace`."""

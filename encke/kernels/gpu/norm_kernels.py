@@ -30,6 +30,8 @@ def _passed() -> str:
     return "{ " + " ".join(lines) + " }"
 
 
+RELU, SILU = tl.constexpr(1), tl.constexpr(2)
+"""Activations behind a batch norm whose gradient is left to it: by codes of a ReLU's result, or by its own result."""
 PASSED = tl.constexpr(_passed())
 PASSED_REGISTERS = tl.constexpr(",".join(["=&r"] * 4 + ["r"] * 19))
 
@@ -112,12 +114,37 @@ def column_codes(
 
 
 @triton.jit
+def silu_slope(y):
+    """Return the derivative of SiLU."""
+    share = tl.sigmoid(y)
+    return share * (1.0 + y * (1.0 - share))
+
+
+@triton.jit
+def through_silu(v, x, middle, scale, shift, DTYPE: tl.constexpr):
+    """Return gradients of SiLU's result as those of its input, the normalised x as a tensor of that dtype holds it."""
+    y = tl.fma(x - middle, scale, shift)
+    return v * silu_slope(rounded(y, DTYPE, True))
+
+
+@triton.jit
+def affine_rows(rows, c, channels, here, GATE: tl.constexpr):
+    """Return mean, scale and bias of the channels from rows of statistics, if SiLU is next; else anything."""
+    if GATE == SILU:
+        middle = tl.load(rows + c, mask=here, other=0.0)
+        scale = tl.load(rows + 2 * channels + c, mask=here, other=0.0)
+        return middle, scale, tl.load(rows + 3 * channels + c, mask=here, other=0.0)
+    else:
+        return here, here, here
+
+
+@triton.jit
 def open_gates(gate, groups, start, c, here, bits, DTYPE: tl.constexpr, GATE: tl.constexpr):
     """Return all bits for the groups start + c that pass gradients whatever their codes, which have none for zero.
 
-    `gate` has the codes of a ReLU's result, with that many bits; without GATE there are none.
+    `gate` has the codes of a ReLU's result, with that many bits; only for a ReLU.
     """
-    if GATE:
+    if GATE == RELU:
         length = bits * 16
         lo, step = load_group(gate + start * length, c, gate + groups * length, groups, start + c, here, DTYPE)
         return tl.where((lo < 0) | (step != step), 255, 0).to(tl.uint8)
@@ -129,8 +156,8 @@ def open_gates(gate, groups, start, c, here, bits, DTYPE: tl.constexpr, GATE: tl
 def gated(
     v, gate, opened, start, pixel, row, c, channels, here, bits, GATE: tl.constexpr, V: tl.constexpr
 ):  # fmt: skip
-    """Return gradients of the pixels from `pixel` on where the ReLU's codes are not zero, else zero."""
-    if not GATE:
+    """Return gradients of the pixels from `pixel` on; for a ReLU zero where its codes are zero."""
+    if GATE != RELU:
         return v
     else:
         # Fields of 2, 4 or 8 bits: three bits are two and one. A field takes 16 bytes of a group for each of its bits.
@@ -164,8 +191,9 @@ def last_reduce_kernel(
 ):  # fmt: skip
     """Sum g and g * (x - mean) for each channel over every `splits`-th block of pixels, in channels_last memory.
 
-    A tile is R pixels x CH channels, of which a thread has a piece of a row; 128 pixels make a group. With GATE, g
-    counts where a ReLU's codes, of `gate_bits` bits, are not zero.
+    A tile is R pixels x CH channels, of which a thread has a piece of a row; 128 pixels make a group. With GATE, g is
+    the gradient of an activation: of a ReLU, whose codes are in `gate`, with `gate_bits` bits, or of a SiLU of what the
+    rows of statistics in `gate` make of x.
     """
     seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
     T: tl.constexpr = 4 if BITS == 3 else 8 // BITS
@@ -177,6 +205,7 @@ def last_reduce_kernel(
     here = c < channels
     place = row * channels + c
     middle = tl.load(mean + c, mask=here, other=0.0)
+    own, scale, shift = affine_rows(gate, c, channels, here, GATE)
     blocks = ((pixels + 127) // 128).to(tl.int32)
     groups = blocks.to(tl.int64) * channels
     sum_g = tl.zeros((R, CH), tl.float32)
@@ -188,7 +217,7 @@ def last_reduce_kernel(
         opened = open_gates(gate, groups, start, c, here, gate_bits, DTYPE, GATE)
         left = tl.minimum(pixels - block.to(tl.int64) * 128, 128).to(tl.int32)
         # Groups without a level for zero, as before a ReLU, are a straight line: group by group, not value by value.
-        if ROUND or tl.max(tl.max((zero > 0).to(tl.int32), 1), 0) > 0:
+        if ROUND or GATE == SILU or tl.max(tl.max((zero > 0).to(tl.int32), 1), 0) > 0:
             for u in range(LENGTH // R):
                 byte, third, h = column_codes(data, start, u, row, c, channels, here, seed_low, seed_high, BITS, R, V)
                 for s in tl.static_range(T):
@@ -197,9 +226,11 @@ def last_reduce_kernel(
                     v = widen(tl.load(grad + start * 128 + pixel * channels + place, mask=there, other=0), DTYPE)
                     v = gated(v, gate, opened, start, pixel, row, c, channels, here, gate_bits, GATE, V)
                     mark = code_as_mantissa(byte, third, h, s, BITS)
-                    x = tl.where(mark < zero, 0.0, tl.fma(mark, step, base))
+                    x = rounded(tl.where(mark < zero, 0.0, tl.fma(mark, step, base)), DTYPE, ROUND)
+                    if GATE == SILU:
+                        v = through_silu(v, x, own, scale, shift, DTYPE)
                     sum_g += v
-                    sum_gx = tl.fma(v, rounded(x, DTYPE, ROUND) - middle, sum_gx)
+                    sum_gx = tl.fma(v, x - middle, sum_gx)
         else:
             block_g = tl.zeros((R, CH), tl.float32)
             block_gm = tl.zeros((R, CH), tl.float32)
@@ -240,6 +271,7 @@ def last_apply_kernel(
     k1 = tl.load(line + c, mask=here, other=0.0)
     k2 = tl.load(line + channels + c, mask=here, other=0.0)
     k3 = tl.load(line + 2 * channels + c, mask=here, other=0.0)
+    own, scale, bias = affine_rows(gate, c, channels, here, GATE)
     start = block * channels
     groups = (pixels + 127) // 128 * channels
     step, base, zero = column_groups(data, groups, start, c, here, DTYPE, BITS)
@@ -254,9 +286,11 @@ def last_apply_kernel(
             v = widen(tl.load(grad + start * 128 + pixel * channels + place, mask=there, other=0), DTYPE)
             v = gated(v, gate, opened, start, pixel, row, c, channels, here, gate_bits, GATE, V)
             mark = code_as_mantissa(byte, third, h, s, BITS)
-            if ROUND:
-                x = tl.where(mark < zero, 0.0, tl.fma(mark, step, base))
-                rest = tl.fma(rounded(x, DTYPE, ROUND), k2, k3)
+            if ROUND or GATE == SILU:
+                x = rounded(tl.where(mark < zero, 0.0, tl.fma(mark, step, base)), DTYPE, ROUND)
+                if GATE == SILU:
+                    v = through_silu(v, x, own, scale, bias, DTYPE)
+                rest = tl.fma(x, k2, k3)
             else:
                 rest = tl.where(mark < zero, k3, tl.fma(mark, slope, shift))
             value = narrow(tl.fma(v, k1, rest), DTYPE)

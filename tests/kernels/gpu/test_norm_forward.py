@@ -76,6 +76,23 @@ def test_norm(size, dtype, bits, offset):
         assert (got - (0.9 * old + 0.1 * new)).abs().max() <= 1e-5 * (1 + new.abs().max())
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_silu_behind_norm(dtype, inplace):
+    """It is that of batch norm's result as a tensor holds it."""
+    x = values((5, 24, 23, 23), dtype, 1.0)
+    kept = torch.stack([torch.rand(24, device=DEVICE) + offset for offset in (0.5, 0.5, 0.5, -0.5)])
+    forward = norm_forward.forward_plan(x.shape, x.stride(), dtype, x.device)
+    y = torch.empty_like(x)
+    forward.normalise(x, kept, y)
+    out = x if inplace else torch.empty_like(x)
+    forward.normalise(x, kept, out, silu=True)
+    expected = torch.nn.functional.silu(y)
+    half = 2**-8 if dtype == torch.bfloat16 else 2**-11
+    assert ((out.double() - expected.double()).abs() <= 2 * half * expected.double().abs() + 1e-6).all()
+    assert (out == expected).float().mean() > 0.99
+
+
 def test_many_groups_are_merged_first(monkeypatch):
     x = values((5, 24, 40, 23), torch.bfloat16, 20.0)
     monkeypatch.setattr(norm_forward, "MANY", 8)
@@ -155,7 +172,9 @@ for dtype, name in ((tl.float16, "*fp16"), (tl.bfloat16, "*i16")):
         for full in (True, False):
             more = {"WITH": beside, "FULL": full, "TABLE": full}
             build(pairs.gq_encode_channels_pairs_kernel, pointers | {"beside": kind}, encode | more, maxnreg=96)
-    build(norm_forward.normalise_kernel, pointers, {"DTYPE": dtype, "UNIT": 8, "ROWS": 64, "CH": 64})
+    for silu in (False, True):
+        constants = {"DTYPE": dtype, "UNIT": 8, "ROWS": 64, "CH": 64, "SILU": silu}
+        build(norm_forward.normalise_kernel, pointers, constants)
 for running in (True, False):
     constants = {"RUNNING": running, "ROWS": 512, "CH": 8, "GROUP": 128}
     build(norm_forward.statistics_kernel, pointers, constants, num_warps=8)
