@@ -18,7 +18,6 @@ from torch.nn import functional
 
 from encke.capture.attention import value_of
 from encke.capture.casts import CastWeight
-from encke.capture.nodes import operation_name
 from encke.capture.saved import Saved
 from encke.codecs import Codec, Packed
 from encke.codecs.groupquant import GroupQuantPacked
@@ -59,15 +58,18 @@ class Expression:
 
     __slots__ = ("dtypes", "function", "kernel", "operands", "shape", "signature")
 
-    def __init__(self, node: Any, rule: Rule, dtypes: tuple[torch.dtype, ...], shape: Any) -> None:
-        self.function = rule.function(node)
-        self.kernel = None if rule.kernel is None else rule.kernel(node)
+    def __init__(
+        self, operation: str, function: Callable[..., Tensor], kernel: Kernel | None, dtypes: tuple[torch.dtype, ...],
+        shape: Any,
+    ) -> None:  # fmt: skip
+        self.function = function
+        self.kernel = kernel
         self.operands: list[Any] = []
         """Expressions, objects that our hooks gave to autograd, and None."""
         self.dtypes = dtypes
         """Casts of the result, in order."""
         self.shape = shape
-        self.signature: tuple[Any, ...] = (operation_name(node), dtypes)
+        self.signature: tuple[Any, ...] = (operation, dtypes)
         """Operations and casts, by which a decision is remembered."""
 
     def value(self) -> Tensor:
@@ -180,6 +182,25 @@ def batch_norm_kernel(operands: list[Any], out: torch.dtype) -> Tensor | None:
     found: Tensor = packed.plan.decode_strided(
         packed.buffers[0], packed.seed, layout.size, layout.stride, (mean, invstd, weight, bias)
     )
+    return found
+
+
+def normalised(
+    source: Saved, rows: Tensor, weight: tuple[Tensor, int], eps: float, dtype: torch.dtype, shape: Any
+) -> Expression:
+    """Return the result of a batch norm as a function of its packed input.
+
+    Args:
+        source: The input.
+        rows: Mean, 1 / deviation, scale and bias of each channel.
+        weight: The weight, and its version.
+        eps: Added to the variance.
+        dtype: Of the result.
+        shape: Of the result.
+    """
+    found = Expression("NativeBatchNorm", partial(batch_norm, eps=eps), batch_norm_kernel, (dtype,), shape)
+    mean, invstd, _, bias = ((row, row._version) for row in rows.unbind())
+    found.operands = [source, mean, invstd, bias, weight]
     return found
 
 

@@ -212,7 +212,8 @@ def express(
     needed = codec.refined(min_bits=MIN_BITS) if rule.curved and not codec.exact else codec
     if needed is None:
         return None
-    found = Expression(node, rule, (node._input_metadata[0].dtype, *dtypes), shape)
+    kernel, dtypes = None if rule.kernel is None else rule.kernel(node), (node._input_metadata[0].dtype, *dtypes)
+    found = Expression(operation_name(node), rule.function(node), kernel, dtypes, shape)
     for slot, edge in rule.operands:
         raw = leaf_operand(node, edge) if slot == LEAF else raw_operand(node, slot) if slot else None
         if raw is None and slot == LEAF:

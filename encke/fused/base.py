@@ -24,11 +24,11 @@ from encke.torch_internals import apply_as, functorch_interpreter, is_functorch_
 
 
 class Slot:
-    """Tensor that a node keeps past the hooks, where capture looks for what was saved: `(tensor, version)`."""
+    """What a node keeps past the hooks, where capture looks for what was saved: `(tensor, version)`, or a saving."""
 
     __slots__ = ("data",)
 
-    def __init__(self, data: tuple[Tensor, int]) -> None:
+    def __init__(self, data: tuple[Tensor, int] | Saved) -> None:
         self.data = data
 
 

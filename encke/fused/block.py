@@ -1,10 +1,11 @@
-"""Blocks: convolutions, batch norms, ReLUs and sums that run as one autograd function.
+"""Blocks: convolutions, batch norms, ReLUs, SiLUs and sums that run as one autograd function.
 
 Layer by layer, each tensor that is saved costs a module's call, an autograd function, a node and a hook, all of them
 in Python, and with small batches the GPU waits for that. A container whose forward is a plain program of such layers
 (`program.py`), such as a bottleneck of ResNet, runs layer by layer until all of its sites save as in the pass before.
 From then on one function runs the same kernels in the same order (`steps.py`) and holds what they have packed. Values,
-gradients, random numbers and the report are the same, bit for bit. A ReLU at the end stays a layer of its own.
+gradients, random numbers and the report are the same, bit for bit; but a SiLU is computed by the kernels of the batch
+norm in front of it, within rounding. A ReLU at the end stays a layer of its own.
 
 Before anything is computed, the block asks what each layer would have asked: whether modules, hooks, parameters or the
 policy's choices have changed. If so, the call goes layer by layer, and the block is planned again once its sites are
@@ -19,16 +20,18 @@ import torch
 from torch import Tensor, nn
 
 from encke.capture.encoding import save_again
+from encke.capture.expressions import Recomputed, normalised
 from encke.capture.facts import SiteState
 from encke.capture.hooks import Capture, unpack
 from encke.capture.modules import Layer, LeaveHook, ModuleHook
 from encke.capture.passes import ForwardPass, Frame
 from encke.capture.readers import matches
-from encke.capture.saved import Saved
-from encke.fused.base import TrackedForward, has_triton, in_place_of
+from encke.capture.saved import Saved, SharedCell
+from encke.codecs import Packed
+from encke.fused.base import Slot, TrackedForward, has_triton, in_place_of
 from encke.fused.planner import Planner
 from encke.fused.program import program_of
-from encke.fused.steps import TOGETHER, ConvStep, NormStep, PackingStep, Run, SumStep, cast_together
+from encke.fused.steps import TOGETHER, ConvStep, NormStep, Run, SiluStep, Step, SumStep, cast_together
 from encke.torch_internals import (
     has_global_module_hooks,
     keeps_graph,
@@ -59,6 +62,27 @@ class BlockSaved(Saved):
     def hold(self, t: Tensor) -> BlockSaved:
         """Return itself: the hook that packs the block's input."""
         return self
+
+    def silu_input(self) -> Saved:
+        """Return what stands for the input of the SiLU at the block's end, as the plain layers would have saved it.
+
+        It is computed again from the codes of the batch norm's input. What is saved behind the block may be computed
+        again from it.
+        """
+        norm, silu = self.plan.steps[-2:]
+        packed, (rows, _, weight, version, *_, eps) = self.kept[-2]
+        source = self.saved_by(norm, packed)
+        layout, dtype = silu.steady.layout, packed.dtype
+        again = normalised(source, rows.view(4, -1), (weight, version), eps, dtype, layout.size)
+        stands = Recomputed(silu.steady.codec, silu.steady.packed_layout, dtype, packed.numel, again)
+        return self.saved_by(silu, stands)
+
+    def saved_by(self, step: Step, packed: Packed) -> Saved:
+        """Return what a step would have saved on its own."""
+        cell = SharedCell(0, step.records[0])
+        cell.packed, cell.wanted = packed, packed.codec
+        like: Any = self  # dtype and device
+        return Saved(self.owner, step.facts, like, step.steady.layout, cell)
 
 
 class BlockFunction(torch.autograd.Function):
@@ -119,6 +143,12 @@ class BlockFunction(torch.autograd.Function):
         return (grads[0], None, None, None, None, *reversed(found))
 
 
+class SiluBlockFunction(BlockFunction):
+    """A block with a SiLU at its end: capture finds SiLU's input where the plain operation's node has it."""
+
+    node = {"_raw_saved_self": property(lambda ctx: Slot(ctx._raw_saved_tensors[0].data.silu_input()))}
+
+
 class BlockPlan:
     """Steps of a block for inputs of one size, and the decisions that they rely on."""
 
@@ -151,14 +181,14 @@ class BlockPlan:
         plans = [step.backward_plan for step in norms if step.backward_plan is not None]
         self.sums_numel = max((plan.sums_numel for plan in plans), default=0)
         self.coefficients_numel = 3 * max((plan.channels for plan in plans), default=0)
-        operation = last.facts.reader if isinstance(last, PackingStep) else "Add"
-        self.function = in_place_of(operation, BlockFunction)
+        operation = "Add" if last.facts is None else last.facts.reader
+        self.function = in_place_of(operation, SiluBlockFunction if isinstance(last, SiluStep) else BlockFunction)
 
     def holds(self, forward: ForwardPass, capture: Capture) -> bool:
         """Return whether every site inside the block would save as planned."""
         if not self.calls.keys().isdisjoint(forward.calls):
             return False
-        sources = capture.recomputations.sources
+        sources, changes = capture.recomputations.sources, capture.recomputations.changes
         for step in self.steps:
             facts, steady = step.facts, step.steady
             if facts is None:
@@ -167,8 +197,12 @@ class BlockPlan:
                 return False
             if steady.first is not facts:
                 continue  # the step that packs is asked
-            if len(facts.sharers) != steady.sharers or facts.dependents or facts.site.place in sources:
+            if len(facts.sharers) != steady.sharers:
                 return False
+            if facts.dependents or facts.site.place in sources:
+                # What is computed from this one has been asked for its codec, as long as nothing has changed.
+                if not step.gives_sources or steady.changes != changes:
+                    return False
             for choose, site, codec in steady.chosen:
                 found = choose(site)
                 if found is not codec and found != codec:

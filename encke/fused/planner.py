@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from encke.capture.facts import SiteFacts, SiteState
 from encke.capture.hooks import Capture
 from encke.capture.modules import Layer
 from encke.fused.base import LayerForward
 from encke.fused.program import CONVOLUTIONS, NORMS, Call, Program
-from encke.fused.steps import ConvStep, NormStep, ReluStep, Step, SumStep
+from encke.fused.steps import ConvStep, NormStep, ReluStep, SiluStep, Step, SumStep
 
 
 class Planner:
@@ -37,8 +37,10 @@ class Planner:
                 return False
             self.steps.append(step)
         for step in self.steps:
-            if isinstance(step, ReluStep):
+            if isinstance(step, ReluStep | SiluStep):
                 step.join(self.steps[step.inputs[0] - 1])
+            if isinstance(step, SiluStep) and step.norm is None:
+                return False
         for number, step in enumerate(self.steps, 1):
             if isinstance(step, NormStep):
                 result = number if step.relu is None else self.steps.index(step.relu) + 1
@@ -84,11 +86,20 @@ class Planner:
         if type(module) in CONVOLUTIONS:
             return self.convolution_of(call, module, sites, large)
         self.sizes.append(size)
+        if type(module) is nn.SiLU:
+            reads = (facts.site.operation, facts.site.slot, facts.site.need) == ("Silu", "self", "lossy")
+            own = steady.recomputed and steady.first is facts and not facts.sharers
+            return SiluStep(call, facts, module) if reads and own else None
         if not large or not facts.function or steady.first is not facts or not packs_as_planned(facts):
             return None
+        readers = self.readers_of(len(self.steps) + 1)
         if type(module) in NORMS:
-            return None if facts.sharers or steady.codec.signs else NormStep(call, facts, module)
-        inside = {site for reader, site in self.readers_of(len(self.steps) + 1) if type(reader) in CONVOLUTIONS}
+            # What is computed again from codes of the block finds them behind a SiLU alone.
+            source = facts.dependents or facts.site.place in self.capture.recomputations.sources
+            if facts.sharers or steady.codec.signs or (source and [type(reader) for reader, _ in readers] != [nn.SiLU]):
+                return None
+            return NormStep(call, facts, module)
+        inside = {site for reader, site in readers if type(reader) in CONVOLUTIONS}
         return ReluStep(call, facts) if facts.sharers == inside else None
 
     def convolution_of(self, call: Call, module: Any, sites: list[Any], split: bool) -> Step | None:

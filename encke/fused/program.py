@@ -18,7 +18,7 @@ from torch import nn
 
 CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.Conv2d, nn.Conv3d)
 NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm2d, nn.BatchNorm3d)
-LEAVES = (*CONVOLUTIONS, *NORMS, nn.ReLU)
+LEAVES = (*CONVOLUTIONS, *NORMS, nn.ReLU, nn.SiLU)
 FORBIDDEN = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "STORE_GLOBAL", "STORE_ATTR", "IMPORT_NAME"}
 """Instructions by which code reads or changes something else than its arguments and the module's children."""
 MOST_CALLS = 12
@@ -191,8 +191,9 @@ def program_of(module: nn.Module) -> Program | None:
 def fits(calls: list[tuple[nn.Module | None, bool, tuple[int, ...]]]) -> bool:
     """Return whether a block runs these calls.
 
-    Convolutions take the block's input or the result of a ReLU; a batch norm or a ReLU alone takes theirs. Every value
-    is read, and at most twice: the order in which two gradients are added does not matter. The last one is the result.
+    Convolutions take the block's input or the result of a ReLU; a batch norm or a ReLU alone takes theirs. A SiLU takes
+    the result of a batch norm alone, and makes that of the block. Every value is read, and at most twice: the order in
+    which two gradients are added does not matter. The last one is the result.
     """
     kinds: list[Any] = [Value, *(type(module) for module, _, _ in calls)]
     readers: list[list[Any]] = [[] for _ in kinds]
@@ -205,6 +206,8 @@ def fits(calls: list[tuple[nn.Module | None, bool, tuple[int, ...]]]) -> bool:
         if not 1 <= len(by) <= 2:
             return False
         if kind in CONVOLUTIONS and (len(by) > 1 or by[0] not in (*NORMS, nn.ReLU)):
+            return False
+        if kind is nn.SiLU or (nn.SiLU in by and (kind not in NORMS or len(by) > 1)):
             return False
     first = set(readers[0]) - {NoneType}
     return bool(first) and first <= set(CONVOLUTIONS) and kinds[-1] not in CONVOLUTIONS

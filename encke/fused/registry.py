@@ -15,9 +15,11 @@ from encke.fused.conv import ConvForward
 from encke.fused.gelu import GeluForward
 from encke.fused.relu import ReluForward
 from encke.fused.rownorm import RowNormForward
+from encke.fused.silu import SiluForward
 
 FORWARDS: tuple[type[InstalledForward], ...] = (
-    BatchNormForward, ReluForward, ConvForward, GeluForward, RowNormForward, BlockForward,
+    BatchNormForward, ReluForward, ConvForward, GeluForward, SiluForward, RowNormForward,
+    BlockForward,
 )  # fmt: skip
 
 ENABLED = True

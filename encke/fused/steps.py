@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from encke.capture.casts import CastWeight
+from encke.capture.encoding import RECOMPUTED
+from encke.capture.expressions import batch_norm
 from encke.capture.facts import SiteFacts, SteadySave
 from encke.capture.ledger import CAST_AGAIN, CASTS, Record
 from encke.capture.passes import ForwardPass
@@ -33,6 +36,7 @@ Values = list[Any]
 Gradients = tuple[tuple[Any, ...], tuple[Tensor | None, ...]]
 """Gradients of the values that a step took, and of its parameters."""
 ALL = (True, True, True)
+silu_backward = torch.ops.aten.silu_backward.default
 TOGETHER = 1 << 26
 """Bytes up to which a block allocates all that it packs at once. More is released step by step in backward."""
 
@@ -69,6 +73,8 @@ class Step:
     """Number of parameters that it takes."""
     code_bytes = 0
     """Bytes of codes for which it takes memory from the run."""
+    gives_sources = False
+    """Whether tensors behind the block may be computed again from what this step saves."""
 
     def __init__(self, call: Call, facts: SiteFacts | None = None) -> None:
         self.inputs = call.inputs
@@ -206,6 +212,8 @@ class NormStep(PackingStep):
         self.channels, self.dtype = self.layout.size[1:2], module.weight.dtype
         self.relu: ReluStep | None = None
         """ReLU that writes the result of both, and leaves its gradient to this step."""
+        self.silu = False
+        """Whether this step computes a SiLU too."""
         self.kernels = None
         """Plan of kernels that compute the forward while the input is packed."""
         plan, size = self.plan, tuple(self.layout.size)
@@ -223,7 +231,7 @@ class NormStep(PackingStep):
         if layout.channels_last is not None:
             size, last = tuple(layout.size), layout.channels_last
             self.backward_plan = backward_kernels().norm_plan(
-                size, self.plan.format, last, self.dtype, device, gate=gate
+                size, self.plan.format, last, self.dtype, device, gate=gate, silu=self.silu
             )
 
     def operands(self, module: Any) -> tuple[Any, ...] | None:
@@ -255,7 +263,7 @@ class NormStep(PackingStep):
             values.append((x if self.in_place else torch.empty_like(x), x, statistics))
         else:
             values.append(x if self.in_place else torch.empty_like(x))
-            kernels.normalise(x, statistics, values[-1])
+            kernels.normalise(x, statistics, values[-1], self.silu)
         return packed, (statistics, None, weight, weight._version, None, 0, module.eps)
 
     def backward(self, kept: Any, grad: Any, held: Any) -> Gradients:
@@ -265,6 +273,8 @@ class NormStep(PackingStep):
             grad, gate = grad
             if plan is None or not plan.gate_bits or grad.dtype is not packed.dtype:
                 grad, gate, own = relu_gradient(gate, self.relu.layout, grad), None, False
+        elif self.silu and (plan is None or grad.dtype is not packed.dtype):
+            grad, plan = self.silu_gradient(packed, settings, grad), None
         if plan is None or grad.dtype is not packed.dtype:
             if self.kernels is not None:
                 settings = (settings[0].view(4, -1), *settings[1:])
@@ -277,10 +287,19 @@ class NormStep(PackingStep):
             last = self.layout.channels_last
             grad, own = grad.contiguous(memory_format=FORMATS[grad.dim()] if last else torch.contiguous_format), True
         codes, out = None if gate is None else gate.buffers[0], grad if own else None
+        if self.silu:
+            codes = mean
         grad_x, grad_weight, grad_bias = backward_kernels().norm_backward(
             grad, packed.buffers[0], mean, invstd, weight, plan, packed.seed, True, codes, out, held.scratch
         )
         return (grad_x,), (grad_weight, grad_bias)
+
+    def silu_gradient(self, packed: GroupQuantPacked, settings: Any, grad: Tensor) -> Tensor:
+        """Return the gradient of SiLU's input, for gradients that the kernels do not take."""
+        rows, _, weight, *_, eps = settings
+        mean, invstd, _, bias = rows.view(4, -1)
+        y = batch_norm(packed.decode_in(self.layout), mean, invstd, bias, weight, eps)
+        return silu_backward(grad, y.to(packed.dtype))
 
 
 def running_of(module: Any) -> tuple[Tensor, ...] | None:
@@ -332,6 +351,35 @@ class ReluStep(PackingStep):
 
     def backward(self, kept: Any, grad: Any, held: Any) -> Gradients:
         return ((grad, kept) if self.norm is not None else relu_gradient(kept, self.layout, grad),), ()
+
+
+class SiluStep(Step):
+    """SiLU of a batch norm's result, computed by that step; its input is computed again from what that has packed."""
+
+    gives_sources = True
+
+    def __init__(self, call: Call, facts: SiteFacts, module: Any) -> None:
+        super().__init__(call, facts)
+        self.layout: Layout = self.steady.layout
+        record = Record(facts, self.steady.length * facts.site.dtype.itemsize)
+        record.codec = RECOMPUTED
+        self.records.append(record)
+        self.norm: NormStep | None = None
+        """Batch norm that computes it."""
+
+    def join(self, norm: Step) -> None:
+        """Leave the step to a batch norm, if its kernels compute both and its input is what SiLU's is made of."""
+        if isinstance(norm, NormStep) and norm.kernels is not None and norm.facts.dependents >= {self.facts}:
+            self.norm, norm.silu, norm.gives_sources = norm, True, True
+
+    def forward(self, module: Any, values: Values, operands: tuple[Any, ...], run: Run) -> Any:
+        y = values[self.inputs[0]]
+        if module.inplace:
+            increment_version(y)  # what was changed in place is not computed again
+        values.append(y)
+
+    def backward(self, kept: Any, grad: Tensor, held: Any) -> Gradients:
+        return (grad,), ()
 
 
 def relu_gradient(packed: GroupQuantPacked, layout: Layout, grad: Tensor) -> Tensor:

@@ -244,6 +244,8 @@ class PackedUse(NamedTuple):
     """Whether batch norm reads it."""
     relu: bool
     """Whether ReLU reads it; for what batch norm reads, whether ReLU may read what comes of that."""
+    silu: bool
+    """Whether batch norm reads it, and SiLU may read what comes of that."""
     rates: tuple[int, ...]
     """Numbers of bits that it may have; that of `format` does not count."""
 

@@ -15,9 +15,11 @@ from torch import nn
 
 import encke
 from encke import kernels
+from encke.capture import expressions
 from encke.codecs import Codec, GroupQuant
 from encke.fused import block, registry, steps
 from encke.fused.base import LayerForward
+from encke.fused.program import program_of
 from encke.policies import Comet, Fixed, Policy
 from encke.torch_internals import top_saved_tensors_hooks
 
@@ -206,6 +208,107 @@ def test_autocast_and_channels_last(ran, split, monkeypatch):
     expected = train_half(False)
     assert not ran and not together
     assert same(train_half(True), expected) and len(ran) == len(together) == 3
+
+
+def silu_blocks(inplace: bool = True) -> list[nn.Module]:
+    """Convolution, batch norm and SiLU, and the same with one filter for each channel, as in EfficientNet."""
+    layers = [nn.Conv2d(8, 8, 1, bias=False), nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False)]
+    return [nn.Sequential(layer, nn.BatchNorm2d(8), nn.SiLU(inplace)) for layer in layers]
+
+
+def train_silu(
+    blocks: bool, inplace: bool = True, change: Change | None = None, count: int = STEPS
+) -> tuple[list[torch.Tensor], list[Any]]:
+    """Return outputs, gradients and buffers of every step, and all records."""
+    model = model_of(*silu_blocks(inplace)).to(memory_format=torch.channels_last)
+    handle = attach(model, Fixed(GroupQuant(bits=4)), blocks)
+    tensors: list[torch.Tensor] = []
+    noted: list[Any] = []
+    for step in range(count):
+        if change is not None:
+            change(step, model)
+        model.zero_grad()
+        with torch.autocast(DEVICE, torch.bfloat16):
+            out = model(images(step).contiguous(memory_format=torch.channels_last))
+        out.float().square().mean().backward()
+        tensors += [out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        tensors += [b.clone() for b in model.buffers()]
+        noted.append(records(handle))
+    return tensors, noted
+
+
+def close(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 2e-2) -> bool:
+    pairs = list(zip(found, expected, strict=True))
+    return all((a.double() - b.double()).norm() <= tolerance * b.double().norm() + 1e-6 for a, b in pairs)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, too, the GPU kernels are called, in Triton's interpreter."""
+    from encke.kernels import gpu
+
+    monkeypatch.setattr(kernels, "backend_for", lambda device: gpu)
+    monkeypatch.setattr(expressions, "backend_for", lambda device: gpu)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_silu_behind_a_batch_norm(ran, launched, inplace):
+    """One step computes both; what the convolution behind it reads is computed again from the batch norm's codes."""
+    expected, before = train_silu(False, inplace)
+    assert not ran
+    found, noted = train_silu(True, inplace)
+    assert ran == ["SiluStep"] * 2 * (STEPS - 2)
+    assert close(found, expected) and noted == before
+    again = {(site.layer, site.operation) for site, _, _, codec in noted[-1] if codec == "recomputed"}
+    # What was changed in place is packed.
+    behind = set() if inplace else {("3.0", "Convolution"), ("4", "Convolution")}
+    assert again == {("2.2", "Silu"), ("3.2", "Silu"), *behind}
+
+
+def test_gradients_of_another_dtype_go_through_silu(ran, launched, monkeypatch):
+    """Where the kernels do not take them, plain operations compute the same."""
+    expected, _ = train_silu(False)
+    monkeypatch.setattr(steps.NormStep, "plan_backward", lambda self, device: None)
+    found, _ = train_silu(True)
+    assert len(ran) == 2 * (STEPS - 2) and close(found, expected, 0.05)
+
+
+def freeze_first_norm(step: int, model: nn.Module) -> None:
+    model[2][1].bias.requires_grad_(step != 4)
+
+
+def evaluate_first_norm(step: int, model: nn.Module) -> None:
+    model[2][1].train(step != 4)
+
+
+def hook_first_silu(step: int, model: nn.Module) -> None:
+    if step == 4:
+        model[2][2].register_forward_hook(lambda m, args, out: out * 2)
+
+
+@pytest.mark.parametrize("change", [freeze_first_norm, evaluate_first_norm, hook_first_silu], ids=lambda f: f.__name__)
+def test_changes_around_a_silu_count(ran, launched, change):
+    expected, _ = train_silu(False, change=change, count=7)
+    found, _ = train_silu(True, change=change, count=7)
+    assert ran[:4] == ["SiluStep"] * 4 and close(found, expected)
+
+
+def test_a_silu_elsewhere_is_no_part_of_a_block():
+    """In front of a batch norm, behind a convolution, or read again within the container."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm, self.act = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.SiLU()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.norm(self.conv(x))
+            return self.act(y) + y
+
+    conv, norm, act = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.SiLU()
+    assert program_of(nn.Sequential(conv, norm, act)) is not None
+    others = [nn.Sequential(conv, act), nn.Sequential(conv, act, norm), Twice(), nn.Sequential(conv, norm, act, conv)]
+    assert [program_of(each) for each in others] == [None] * 4
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: on a CPU the statistics of such a batch norm have 16 bits")

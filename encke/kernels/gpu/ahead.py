@@ -150,12 +150,12 @@ def exercise_use(use: PackedUse, rate: int) -> None:
     size = (*use.size[:2], math.prod(use.size[2:]), 1) if len(use.size) > 2 else (numel,)
     format = replace(use.format, bits=rate)
     norm = use.norm and len(size) > 1
-    exercise_plan(format, size, use.channels_last, 0, False, norm, use.relu and not use.norm, gated=use.relu)
+    exercise_plan(format, size, use.channels_last, 0, False, norm, use.relu and not use.norm, use.relu, use.silu)
 
 
 def exercise_plan(
     format: GroupFormat, size: tuple[int, ...], last: bool, seed: Any, seed_table: bool, norm: bool, relu: bool = True,
-    gated: bool = True,
+    gated: bool = True, silu: bool = False,
 ) -> None:  # fmt: skip
     """Launch the kernels of one plan.
 
@@ -168,6 +168,7 @@ def exercise_plan(
         norm: Whether batch norm reads it.
         relu: Whether ReLU may read it.
         gated: Whether ReLU may read what batch norm makes of it.
+        silu: Whether SiLU may.
     """
     layout = torch.channels_last if last and len(size) == 4 else torch.contiguous_format
     x = torch.empty(size, dtype=format.dtype, device=META, memory_format=layout)
@@ -188,10 +189,12 @@ def exercise_plan(
             rows = torch.empty(4, format.stride, device=META)
             plan.encode_norm_relu(x, tuple(rows) if seed_table else rows, x, seed)
     if norm:
-        exercise_norm(x, plan, data, last, seed, seed_table, gated)
+        exercise_norm(x, plan, data, last, seed, seed_table, gated, silu)
 
 
-def exercise_norm(x: Tensor, plan: Any, data: Tensor, last: bool, seed: Any, seed_table: bool, gated: bool) -> None:
+def exercise_norm(
+    x: Tensor, plan: Any, data: Tensor, last: bool, seed: Any, seed_table: bool, gated: bool, silu: bool
+) -> None:
     """Launch the kernels of batch norm that read or write one format."""
     size, channels = tuple(x.shape), x.shape[1]
     backward = norm_backward.norm_plan(size, plan.format, last, torch.float32, META, seed_table)
@@ -206,6 +209,10 @@ def exercise_norm(x: Tensor, plan: Any, data: Tensor, last: bool, seed: Any, see
         gate = norm_backward.norm_plan(size, plan.format, last, torch.float32, META, seed_table, plan.format)
         assert gate is not None
         norm_backward.norm_backward(x, data, rows, None, row, gate, seed, True, data)
+    if silu and plan.fuses_forward:
+        through = norm_backward.norm_plan(size, plan.format, last, torch.float32, META, seed_table, silu=True)
+        if through is not None:
+            norm_backward.norm_backward(x, data, rows, None, row, through, seed, True, rows)
     forward = norm_forward.forward_plan(size, x.stride(), x.dtype, META)
     if forward is not None and plan.fuses_forward:
         workspace = torch.empty(forward.workspace_numel, device=META)
@@ -213,6 +220,8 @@ def exercise_norm(x: Tensor, plan: Any, data: Tensor, last: bool, seed: Any, see
         plan.encode_moments(x, workspace, seed)
         forward.gather(workspace, row, row, (row, row, count), 0.1, 1e-5, rows)
         forward.normalise(x, rows, x)
+        if silu:
+            forward.normalise(x, rows, x, silu=True)
 
 
 def specialisation(function: Any, tensors: Any, numbers: Any, constants: Any, specialised: int = 2) -> tuple[Any, ...]:
@@ -282,8 +291,8 @@ def work(settings: dict[str, Any]) -> None:
     target = GPUTarget(settings["backend"], settings["arch"], settings["warp_size"])
     triton.runtime.driver.set_active(OtherTarget(target))
     uses = [
-        PackedUse(GroupFormat.from_numbers(numbers), tuple(size), last, norm, relu, tuple(rates))
-        for numbers, size, last, norm, relu, rates in settings["uses"]
+        PackedUse(GroupFormat.from_numbers(numbers), tuple(size), last, norm, relu, silu, tuple(rates))
+        for numbers, size, last, norm, relu, silu, rates in settings["uses"]
     ]
     for _ in compile_part(settings["part"], settings["workers"], uses, settings["seed_table"]):
         pass

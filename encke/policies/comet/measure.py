@@ -271,10 +271,10 @@ class CometCollector:
         """Note the kernels that this memory takes at every rate, and those of its probe."""
         norm, last = site.operation.endswith("BatchNorm"), bool(layout.channels_last)
         rates, size = tuple(each.bits for each in self.trials), layout.size if layout.dense else (plan.numel,)
-        self._uses[PackedUse(plan.format, size, last, norm, masked, rates)] = None
+        self._uses[PackedUse(plan.format, size, last, norm, masked, False, rates)] = None
         if not norm:
             errors = GroupFormat(ERRORS.bits, ERRORS.group, torch.float32, plan.format.stride)
-            self._uses[PackedUse(errors, (plan.numel,), False, False, False, (ERRORS.bits,))] = None
+            self._uses[PackedUse(errors, (plan.numel,), False, False, False, False, (ERRORS.bits,))] = None
 
     def walk(self, nodes: Iterable[Any], saved_by: Callable[[Any], Iterable[tuple[str, SavedTensor]]]) -> None:
         """Put hooks on the nodes behind `nodes` that compute a weight's gradient: the forward pass is over."""
@@ -310,9 +310,10 @@ class CometCollector:
         self._stats.clear()
         self._probes.clear()
         if self._uses:
-            # Batch norms take kernels of their own where a ReLU is next; which of them have one is not known here.
+            # Batch norms take kernels of their own where an activation is next; which of them is not known here.
             relu = any(use.relu for use in self._uses)
-            compile_ahead(use._replace(relu=relu) if use.norm else use for use in self._uses)
+            silu = any(site.operation == "Silu" for site, _ in self.sites.values())
+            compile_ahead(use._replace(relu=relu, silu=silu) if use.norm else use for use in self._uses)
 
     def _sample_weight(self, node: Any, slot: str, saved: SavedTensor) -> WeightGradientSample | None:
         cell, site = saved.cell, saved.site
