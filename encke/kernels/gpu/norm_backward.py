@@ -33,7 +33,7 @@ from encke.kernels.plans import Gate, GroupPlan
 
 WARPS = 1  # of a program in channels_last memory; eight threads have 16 bytes each of a pixel
 PROGRAMS = 132 * 16  # programs that sum up, where there is enough to do
-REGISTERS = (128, 96, 112)  # of programs that sum up, write, and write with a gate: the fewest without spills
+REGISTERS = (128, 96, 112, 128)  # of programs that sum up, and write: alone, behind a ReLU or a SiLU; with few spills
 REDUCED = 1024  # values that a program sums up in NCHW memory, with one warp
 WRITTEN = 512  # accesses of 16 bytes of a program that writes the gradient there
 GATHER = 1024  # sums that a program of the gathering reads at a time
@@ -106,7 +106,7 @@ class CodesPlan(NormPlan):
             (channels // unit, pixels, tiles, splits, bits), (channels // unit, pixels, tiles, bits),
         )  # fmt: skip
         self.reduce = Launch(last_reduce_kernel, tiles * splits, constants, WARPS, 2, REGISTERS[0])
-        self.write = Launch(last_apply_kernel, blocks * tiles, constants, WARPS, 2, REGISTERS[1 + (gate > 0)])
+        self.write = Launch(last_apply_kernel, blocks * tiles, constants, WARPS, 2, REGISTERS[1 + gate])
         return splits
 
     def _plan_planes(self, numel: int, samples: int, seed_table: bool) -> int:
