@@ -86,9 +86,10 @@ def parser_for(description: str | None) -> argparse.ArgumentParser:
 
 
 def run(cases: Sequence[Case], args: argparse.Namespace) -> None:
-    """Measure the cases that the CSV lacks, and print a table of all its rows."""
-    known = [row for row in known_rows(args.csv) if row.get("code") == code_digest()]
+    """Measure the cases that the CSV lacks, and print a table of all its rows. Rows of other cases stay in it."""
     tables = [case.tasks(args) for case in cases]
+    asked = {identity(blank_row(task)) for tasks in tables for task in tasks}
+    known = [row for row in known_rows(args.csv) if row.get("code") == code_digest() or identity(row) not in asked]
     left = [tasks for tasks in tables if not all(is_measured(task, known, args.rounds) for task in tasks)]
     if len(left) < len(tables):
         print(f"{len(tables) - len(left)} of {len(tables)} tables are in {args.csv} already", flush=True)

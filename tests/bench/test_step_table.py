@@ -88,6 +88,18 @@ def test_a_table_is_not_measured_again_by_the_same_code(monkeypatch, tmp_path, s
     assert len(measured) == len(read_csv(csv)) == 8
 
 
+def test_rows_of_cases_that_are_not_asked_for_stay(monkeypatch, tmp_path, scripts, measured):
+    """They name the code that they were measured with."""
+    step_table, readme_table, _ = scripts
+    csv = tmp_path / "rows.csv"
+    call(monkeypatch, readme_table, "--only", "resnet50", "--csv", csv, "--rounds", 1)
+    assert {task.model for task in measured} == {"resnet50"} and len(measured) == 9
+    measured.clear()
+    monkeypatch.setattr(step_table, "code_digest", lambda: "other")
+    call(monkeypatch, readme_table, "--only", "llama", "--csv", csv, "--rounds", 1)
+    assert {task.model for task in measured} == {"llama"} and len(read_csv(csv)) == 9 + len(measured)
+
+
 def test_transformers_are_measured_with_chunked_loss_and_failures_are_rows(
     monkeypatch, tmp_path, scripts, measured, capsys
 ):
