@@ -24,7 +24,7 @@ from encke.torch_internals import apply_as, functorch_interpreter, is_functorch_
 
 
 class Slot:
-    """What a node keeps past the hooks, where capture looks for what was saved: `(tensor, version)`, or a saving."""
+    """A tensor and its version, or a saving, that a node keeps past the hooks, where capture looks for what was saved."""
 
     __slots__ = ("data",)
 

@@ -249,6 +249,10 @@ class PackedUse(NamedTuple):
     rates: tuple[int, ...]
     """Numbers of bits that it may have; that of `format` does not count."""
 
+    def before(self, relu: bool, silu: bool) -> PackedUse:
+        """Return this use with activations that may be next."""
+        return self._replace(relu=relu, silu=silu)
+
 
 class SampledUnits(NamedTuple):
     """Units of a packed run, whole rows or groups of all columns, that are a sample of it."""

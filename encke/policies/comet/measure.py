@@ -313,7 +313,7 @@ class CometCollector:
             # Batch norms take kernels of their own where an activation is next; which of them is not known here.
             relu = any(use.relu for use in self._uses)
             silu = any(site.operation == "Silu" for site, _ in self.sites.values())
-            compile_ahead(use._replace(relu=relu, silu=silu) if use.norm else use for use in self._uses)
+            compile_ahead(use.before(relu, silu) if use.norm else use for use in self._uses)
 
     def _sample_weight(self, node: Any, slot: str, saved: SavedTensor) -> WeightGradientSample | None:
         cell, site = saved.cell, saved.site
