@@ -24,7 +24,7 @@ from encke.torch_internals import apply_as, functorch_interpreter, is_functorch_
 
 
 class Slot:
-    """A tensor and its version, or a saving, that a node keeps past the hooks, where capture looks for what was saved."""
+    """A tensor with its version, or a saving, kept by a node past the hooks, where capture looks for what was saved."""
 
     __slots__ = ("data",)
 

@@ -251,7 +251,7 @@ class PackedUse(NamedTuple):
 
     def before(self, relu: bool, silu: bool) -> PackedUse:
         """Return this use with activations that may be next."""
-        return self._replace(relu=relu, silu=silu)
+        return PackedUse(self.format, self.size, self.channels_last, self.norm, relu, silu, self.rates)
 
 
 class SampledUnits(NamedTuple):
