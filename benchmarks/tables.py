@@ -127,7 +127,7 @@ def steps() -> str:
 
 
 OTHER_MODELS = "models_h200.csv"
-MODEL_NAMES = {"efficientnet_b0": "EfficientNet-B0, 256 images"}
+MODEL_NAMES = {"efficientnet_b0": "EfficientNet-B0, 256 images", "vit_b_16": "ViT-B/16, 128 images"}
 
 
 def models() -> str:
@@ -159,7 +159,6 @@ TRANSFORMER_CASES = {
     "Llama, compiled, chunked loss": {"model": "llama", "compile": True, "chunked": True},
     "BERT base, chunked loss": {"model": "bert", "compile": False, "chunked": True},
     "BERT base, compiled, chunked loss": {"model": "bert", "compile": True, "chunked": True},
-    "ViT-B/16": {"model": "vit_b_16", "compile": False, "chunked": False},
     "ViT-B/16, compiled": {"model": "vit_b_16", "compile": True, "chunked": False},
 }
 TRANSFORMER_METHODS = {
