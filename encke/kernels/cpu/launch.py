@@ -55,16 +55,22 @@ def run(kernel: Callable, tasks: int, *args: Any, wake: bool = True) -> None:
         return
     if _pool is None or _pool_size < threads - 1:
         _pool, _pool_size = ThreadPoolExecutor(threads - 1, "encke"), threads - 1
-    left = iter(range(tasks))
+    left, given = iter(range(tasks)), [(kernel, args)]
 
     def work() -> None:
+        function, arguments = given[0]
         for task in left:
-            kernel(task, *args)
+            function(task, *arguments)
 
     helpers = [_pool.submit(work) for _ in range(threads - 1)]
-    work()
-    for helper in helpers:
-        helper.cancel() or helper.result()
+    try:
+        work()
+        for helper in helpers:
+            helper.cancel() or helper.result()
+    finally:
+        # A thread drops `work` after its result is known. It must not be the one that releases the arrays: whoever
+        # records memory, as torch's profiler does, would miss that.
+        given.clear()
 
 
 def task_size(numel: int, unit: int, factor: int = 1) -> int:

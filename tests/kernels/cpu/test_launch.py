@@ -6,8 +6,10 @@ import math
 import multiprocessing
 import multiprocessing.connection
 import os
+import sys
 import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from encke.kernels import BoundedFormat
 from encke.kernels.formats import NEAREST
 
 cpu = pytest.importorskip("encke.kernels.cpu", reason="needs numba")
+launch = pytest.importorskip("encke.kernels.cpu.launch", reason="needs numba")
 
 FORMAT = BoundedFormat(0.01, math.inf, NEAREST, torch.float32)
 
@@ -40,6 +43,19 @@ def test_threads_at_once() -> None:
     for thread in threads:
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads) and wrong == []
+
+
+def test_threads_keep_no_array_after_a_call() -> None:
+    """Memory is released by the thread that has made it, where torch's profiler sees that."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        for _ in range(500):
+            array = np.zeros(4)
+            launch.run(lambda task, x: None, 4, array)
+            assert sys.getrefcount(array) == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def encode_in_child(connection: multiprocessing.connection.Connection, x: torch.Tensor) -> None:
