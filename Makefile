@@ -1,4 +1,4 @@
-# make demo     train plain and compressed, side by side           3 to 4 minutes
+# make demo     train plain and compressed, side by side           2 to 4 minutes
 # make fast     the tests that are neither slow nor soak           wanted in 2 minutes on two idle cores, 310 s of processor time
 # make test     lint, then every test that is not soak             wanted in 7 minutes, takes 7.3; after a fresh clone 10
 # make soak     random and long tests, ended after 25 minutes      at most 30 minutes

@@ -53,7 +53,7 @@ def demo(image: int = 128, batch: int = 24, epochs: int = 2, seed: int = 0, out:
             raise UsageError(f"--{option} must be at least {least}, got {value}")
     out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    note("Two acts, three to four minutes on two cores. Everything is installed already; nothing is downloaded.")
+    note("Two acts, two to four minutes on two cores. Everything is installed already; nothing is downloaded.")
     photos = act_one(image, batch)
     digits = act_two(epochs, seed, out)
     sections = [memory_section(photos, image, batch), accuracy_section(digits)]
