@@ -34,7 +34,8 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 MARKER = re.compile(r"<!-- (table|figures|lab): (.*?); (.*?) -->\n(.*?)<!-- end -->", re.DOTALL)
 TABLE = re.compile(r"(?:<!-- no figures: .+ -->\n\n?)?(?:^\|.*\n)+", re.MULTILINE)
 UNIT = r" ?(?:ms|s|GB|MB|%)(?!\w)"
-IN_TABLE = re.compile(rf"(?<![\w.^=])\d[\d,]*(?:\.\d+|(?={UNIT}))")
+IN_TABLE = re.compile(rf"(?<![\w.^=])\d[\d,]*(?:\.\d+(?!\.?\d)|(?={UNIT}))")
+"""Versions such as 5.22.2 are no figures."""
 IN_TEXT = re.compile(r"(?<![\w.^=])\d[\d,]*\.\d+(?= ?(?:ms|s|GB|MB|TB/s)(?!\w))")
 SCALES = (1, 100, 1e3, 1e-3, 1e-6, 1e-9)
 KEYS = "model method precision compile graphs chunked batch policy code library rounding".split()
