@@ -99,10 +99,11 @@ def count_calls() -> None:
     """Print how many calls a collection step and an ordinary one make."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model, x = host_steps.slim_resnet50(), host_steps.images()
+    setup = host_steps.SETUPS["resnet50"]
+    model, x = host_steps.slim(setup), host_steps.images()
     # Weights stay, and so do the settings: no kernel is compiled in a step that is counted.
     optimizer = torch.optim.SGD(model.parameters(), 0.0, momentum=0.9)
-    handle = encke.attach(model, Comet(), optimizer=optimizer, min_bytes=host_steps.SMALLEST)
+    handle = encke.attach(model, Comet(), optimizer=optimizer, min_bytes=setup.min_bytes)
     half = host_steps.step_of(model, x, torch.float32)
 
     def step() -> None:

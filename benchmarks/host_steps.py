@@ -1,12 +1,13 @@
-"""Host time of a ResNet-50 training step, plain and attached, with everything but the host's work made small.
+"""Host time of a training step, plain and attached, with everything but the host's work made small.
 
 The real capture and the real functions of batch norm, ReLU and convolutions run on CPU tensors of a few values; what
 a GPU would compute is left out: kernels are not launched, so values are meaningless and times are those of Python and
 of PyTorch's own dispatch. What is attached minus what is plain is the host's share of Encke; "single layers" are
 attached without blocks. Times are the processor's for this thread, the least of many steps; the numbers of calls do not
-depend on the machine.
+depend on the machine. EfficientNet-B0 has many small tensors, in its squeeze-and-excite layers: they are negligible
+beside the others, as they are on a GPU.
 
-python3 benchmarks/host_steps.py [--steps N] [--profile]
+python3 benchmarks/host_steps.py [--model resnet50|efficientnet_b0] [--steps N] [--profile]
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import encke  # noqa: E402
 from encke import kernels  # noqa: E402
+from encke.capture import encoding, hooks, negligible  # noqa: E402
 from encke.capture.readers import Readers  # noqa: E402
 from encke.fused import registry  # noqa: E402
 from encke.fused.base import LayerForward  # noqa: E402
@@ -42,23 +45,44 @@ CHANNELS, BATCH, IMAGE = 16, 256, 2
 """Size of every tensor: the smallest that is packed in groups of one channel each, at 32 and 16 bits a value."""
 REAL_STEPS = 12
 """Steps of the real training: the default policy collects in the first and in the tenth."""
-SMALLEST = 512
-"""Bytes of a weight at 16 bits a value. Smaller tensors are kept exactly, as small ones are on a GPU."""
 
 
-def slim_resnet50() -> nn.Module:
-    """Return ResNet-50 with all its layers, of few channels each and without strides."""
-    model = torchvision_models().resnet50()
+@dataclass(frozen=True)
+class Setup:
+    """A model, and what is small beside its activations when these are of few values themselves."""
+
+    model: str
+    min_bytes: int | None
+    """As for `attach`: bytes of a weight at 16 bits a value; None where negligible tensors are found by their share."""
+    fused: int
+    """Bytes from which on layers are fused."""
+
+    def prepare(self) -> None:
+        """Move the limits of what is negligible to where a GPU has them, between squeezed planes and whole ones."""
+        if self.min_bytes is None:
+            encoding.EXAMINED = ()  # type: ignore[assignment]
+            hooks.SMALL, negligible.SHARE, negligible.TOGETHER = 4096, 5e-3, 0.5  # type: ignore[misc]
+
+
+SETUPS = {setup.model: setup for setup in (Setup("resnet50", 512, 1), Setup("efficientnet_b0", None, 32768))}
+
+
+def slim(setup: Setup) -> nn.Module:
+    """Return a model with all its layers, of few channels each and without strides."""
+    model = getattr(torchvision_models(), setup.model)()
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             inputs = min(module.in_channels, CHANNELS)
             module.weight = nn.Parameter(module.weight[:CHANNELS, :inputs].detach().clone())
+            module.groups = 1 if module.groups == 1 else CHANNELS
+            module.bias = None if module.bias is None else nn.Parameter(module.bias[:CHANNELS].detach().clone())
             module.stride = (1, 1)
         elif isinstance(module, nn.BatchNorm2d):
             module.__init__(CHANNELS)  # type: ignore[misc]
         elif isinstance(module, nn.MaxPool2d):
             module.stride = 1
-    model.fc = nn.Linear(CHANNELS, 1000)
+    head, last = (model, "fc") if hasattr(model, "fc") else (model.classifier, "1")
+    setattr(head, last, nn.Linear(CHANNELS, 1000))
     return model.to(memory_format=torch.channels_last).train()
 
 
@@ -75,11 +99,11 @@ def leave_kernels_out() -> None:
     Readers.intact = lambda *arguments: True  # type: ignore[method-assign,assignment]
 
 
-def settled_state(dtype: torch.dtype) -> dict[str, Any]:
+def settled_state(setup: Setup, dtype: torch.dtype) -> dict[str, Any]:
     """Train for real until the default policy has collected, and return its state."""
-    model = slim_resnet50()
+    model = slim(setup)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
-    handle = encke.attach(model, optimizer=optimizer, min_bytes=SMALLEST)
+    handle = encke.attach(model, optimizer=optimizer, min_bytes=setup.min_bytes)
     step = step_of(model, images(), dtype)
     for _ in range(REAL_STEPS):
         step()
@@ -89,7 +113,7 @@ def settled_state(dtype: torch.dtype) -> dict[str, Any]:
     return state
 
 
-def attached(model: nn.Module, state: dict[str, Any], blocks: bool) -> None:
+def attached(setup: Setup, model: nn.Module, state: dict[str, Any], blocks: bool) -> None:
     """Attach the default policy as it is between two collection steps, with layers fused as on a GPU.
 
     Without `blocks` layers run one by one.
@@ -97,10 +121,11 @@ def attached(model: nn.Module, state: dict[str, Any], blocks: bool) -> None:
     Every second convolution is left unfused, in place of those whose inputs are not large.
     """
     LayerForward.device_type = "cpu"
-    LayerForward.min_bytes = ConvForward.min_bytes = 1
+    LayerForward.min_bytes = ConvForward.min_bytes = setup.fused
     every = registry.FORWARDS
     registry.FORWARDS = tuple(each for each in every if blocks or each is not BlockForward)
-    handle = encke.attach(model, optimizer=torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), min_bytes=SMALLEST)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    handle = encke.attach(model, optimizer=optimizer, min_bytes=setup.min_bytes)
     registry.FORWARDS = every
     handle.load_state_dict(state)
     # Gradients are meaningless here. A collection step that finds values that are not finite is repeated.
@@ -169,12 +194,12 @@ def collections_of(step: Callable[[], None], steps: int) -> tuple[float, float]:
     return len(found) / 2 / steps, 1e3 * (sum(found[1::2]) - sum(found[::2])) / steps
 
 
-def measure(dtype: torch.dtype, state: dict[str, Any], count: int, profiled: bool) -> None:
+def measure(setup: Setup, dtype: torch.dtype, state: dict[str, Any], count: int, profiled: bool) -> None:
     """Print the host time of a plain and an attached step, with activations of that dtype."""
-    x, model, single = images(), slim_resnet50(), slim_resnet50()
-    attached(single, state, blocks=False)
-    attached(model, state, blocks=True)
-    models = {"plain": slim_resnet50(), "single layers": single, "attached": model}
+    x, model, single = images(), slim(setup), slim(setup)
+    attached(setup, single, state, blocks=False)
+    attached(setup, model, state, blocks=True)
+    models = {"plain": slim(setup), "single layers": single, "attached": model}
     steps = {name: step_of(each, x, dtype) for name, each in models.items()}
     for step in steps.values():
         for _ in range(5):
@@ -209,15 +234,18 @@ def measure(dtype: torch.dtype, state: dict[str, Any], count: int, profiled: boo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=SETUPS, default="resnet50")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--profile", action="store_true", help="where the time of an attached step goes")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    states = {dtype: settled_state(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    setup = SETUPS[args.model]
+    setup.prepare()
+    states = {dtype: settled_state(setup, dtype) for dtype in (torch.float32, torch.bfloat16)}
     leave_kernels_out()
     for dtype, state in states.items():
-        measure(dtype, state, args.steps, args.profile)
+        measure(setup, dtype, state, args.steps, args.profile)
 
 
 if __name__ == "__main__":
