@@ -21,7 +21,7 @@ from encke.capture.casts import CastWeight
 from encke.capture.saved import Saved
 from encke.codecs import Codec, Packed
 from encke.codecs.groupquant import GroupQuantPacked
-from encke.codecs.layout import Layout
+from encke.codecs.layout import Layout, rows_inside
 from encke.kernels import backend_for
 from encke.torch_internals import saved_setting
 
@@ -152,14 +152,15 @@ def norm_kernel(operands: list[Any], out: torch.dtype, centred: bool, offset: fl
             return None
     if bias is not None and (weight is None or weight.dtype != bias.dtype):
         return None
-    packed = packed_codes(raw, width)
+    packed, inner = packed_rows(raw, width), None
     if packed is not None:
         data, seed, format, dtype = packed.buffers[0], packed.seed, packed.plan.format, packed.dtype
+        inner = rows_inside(raw.layout, width)
     else:
         x = operand_value(raw)
         assert x is not None
         data, seed, format, dtype = x.contiguous(), 0, None, x.dtype
-    return row_kernels().normalise_again(data, seed, format, dtype, size, mean, rstd, weight, bias, offset, out)
+    return row_kernels().normalise_again(data, seed, format, dtype, size, mean, rstd, weight, bias, offset, out, inner)
 
 
 def batch_norm(x: Tensor, mean: Tensor, invstd: Tensor, bias: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -221,10 +222,12 @@ def codes_of(raw: Any) -> GroupQuantPacked | None:
     return packed if packed is not None and raw.layout.channels_last is False else None
 
 
-def packed_codes(raw: Any, width: int) -> GroupQuantPacked | None:
-    """Return the codes of a contiguous tensor, if the kernels read them as rows of `width` values."""
-    packed = codes_of(raw)
-    return packed if packed is not None and row_kernels().readable(packed.plan.format, width) else None
+def packed_rows(raw: Any, width: int) -> GroupQuantPacked | None:
+    """Return the codes of a tensor, if the kernels read them as rows of `width` values, transposed or not."""
+    packed = packed_values(raw)
+    if packed is None or rows_inside(raw.layout, width) is None:
+        return None
+    return packed if row_kernels().readable(packed.plan.format, width) else None
 
 
 def runs_kernels(device: torch.device) -> bool:

@@ -127,6 +127,31 @@ def rows_for(layout: Layout, length: int, norm: tuple[str, int]) -> tuple[int, i
     return rows_of(size, stride, tuple(range(2, len(size))))
 
 
+@functools.lru_cache(maxsize=4096)
+def rows_inside(layout: Layout, width: int) -> int | None:
+    """Return how many rows of `width` values lie next to each other in the order of the dimension that leads in memory.
+
+    Rows are made of the last dimensions. With `inner` for the result, row `m` of memory is row `(m % inner) * (rows //
+    inner) + m // inner` of the tensor. All rows where memory is contiguous; the size of the batch where batch and
+    sequence are transposed, as behind `nn.MultiheadAttention`. None where memory has gaps or any other order.
+    """
+    size, stride = layout.size, layout.stride
+    if not layout.dense or 0 in size:
+        return None
+    first, each = len(size), 1
+    while first and each < width:
+        first -= 1
+        each *= size[first]
+    if each != width or not fills_in_order(size[first:], stride[first:], range(len(size) - first)):
+        return None
+    outer = [d for d in range(first) if size[d] != 1]
+    order = sorted(outer, key=lambda d: -stride[d])
+    start = order.index(outer[0]) if outer else 0
+    if order[start:] + order[:start] != outer:
+        return None
+    return math.prod(size[d] for d in order[start:])
+
+
 def finer(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int] | None:
     """Return those of two kinds of rows of one run of memory that lie within the others; None if neither do."""
     for inner, outer in ((first, second), (second, first)):

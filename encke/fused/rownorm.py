@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from encke.capture.expressions import packed_codes, row_kernels
+from encke.capture.expressions import packed_rows, row_kernels
 from encke.capture.facts import SiteFacts
 from encke.capture.hooks import Capture, unusual
 from encke.capture.ledger import Record
@@ -26,6 +26,7 @@ from encke.capture.modules import Layer, inside_compile
 from encke.capture.passes import Frame
 from encke.capture.sites import Site
 from encke.codecs.base import check_version
+from encke.codecs.layout import layout_of, rows_inside
 from encke.fused.base import InstalledForward, Slot, has_triton, in_place_of
 
 OPERATIONS = {False: "FusedRmsNorm", True: "NativeLayerNorm"}
@@ -87,12 +88,14 @@ class RowNormFunction(torch.autograd.Function):
         weight, bias = (None if pair is None else pair[0] for pair in ctx.kept[2:])
         if torch.is_grad_enabled():
             return (*differentiable_gradients(ctx, grad, weight, bias, wanted), None)
-        packed = packed_codes(ctx._raw_saved_tensors[0].data, plan.norm.width)
+        saved = ctx._raw_saved_tensors[0].data
+        packed, stride = packed_rows(saved, plan.norm.width), None
         if packed is None:
             data, seed, format = ctx.saved_tensors[0].contiguous(), 0, None
         else:
             data, seed, format = packed.buffers[0], packed.seed, packed.plan.format
-        return (*plan.backward(grad.contiguous(), data, seed, format, mean, rstd, weight, wanted), None)
+            stride = saved.layout.stride if plan.transposed else None
+        return (*plan.backward(grad.contiguous(), data, seed, format, mean, rstd, weight, wanted, stride), None)
 
 
 def differentiable_gradients(
@@ -205,7 +208,12 @@ class RowNormForward(InstalledForward):
             if type(t) not in PLAIN or t.shape != shape or t.device != x.device or not t.is_contiguous():
                 return None, 0
         weight_dtype = None if weight is None else weight.dtype
-        if not x.is_contiguous() or (bias is not None and bias.dtype != weight_dtype):
+        width = math.prod(shape)
+        inner = rows_inside(layout_of(x.shape, x.stride())[0], width)
+        if inner is None or (bias is not None and bias.dtype != weight_dtype):
+            return None, 0
+        # Layer norm alone has a contiguous result whatever its input; others have their input's strides.
+        if self.kind is not nn.LayerNorm and not x.is_contiguous():
             return None, 0
         device = self.device_type
         cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -218,7 +226,7 @@ class RowNormForward(InstalledForward):
         if norm is None:
             return None, 0
         plan = row_kernels().row_plan(
-            norm, x.numel() // norm.width, x.dtype, weight_dtype, bias is not None, len(shape), x.device
+            norm, x.numel() // width, inner, x.dtype, weight_dtype, bias is not None, len(shape), x.device
         )
         return plan, held
 

@@ -15,6 +15,7 @@ from encke.codecs.layout import (
     flatten,
     layout_of,
     overlaps,
+    rows_inside,
     run_length,
 )
 
@@ -80,3 +81,29 @@ def test_order_of_dense_memory(view: str, dense: bool, channels_last: bool | Non
 
 def test_layouts_are_made_once() -> None:
     assert layout_of((2, 3), (3, 1))[0] is layout_of((2, 3), (3, 1))[0] and Layout((2,), (1,)) == Layout((2,), (1,))
+
+
+@pytest.mark.parametrize("size", [(2, 3, 5), (2, 1, 5), (1, 1, 1)])
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_rows_are_found_in_memory_whose_outer_dimensions_are_rotated(size, order):
+    memory = torch.arange(math.prod(size) * 7).view(*(size[d] for d in order), 7)
+    x = memory.permute(*(order.index(d) for d in range(3)), 3)
+    inner = rows_inside(layout_of(x.shape, x.stride())[0], 7)
+    used = [d for d in order if size[d] > 1]
+    first = used.index(min(used)) if used else 0
+    if used[first:] + used[:first] != sorted(used):
+        assert inner is None
+        return
+    rows = math.prod(size)
+    logical, found = x.reshape(rows, 7), torch.empty(rows, 7, dtype=torch.long)
+    for m, row in enumerate(memory.view(rows, 7)):
+        found[(m % inner) * (rows // inner) + m // inner] = row
+    assert torch.equal(found, logical) and (inner == rows) == x.is_contiguous()
+
+
+def test_rows_with_gaps_or_of_other_widths_are_not_found():
+    x = torch.zeros(4, 6, 8)
+    for view in (x[:, ::2], x[..., :4], x[:1].expand(3, 6, 8), x.transpose(1, 2), x[:0]):
+        assert rows_inside(layout_of(view.shape, view.stride())[0], view.shape[-1]) is None
+    layout = layout_of(x.shape, x.stride())[0]
+    assert [rows_inside(layout, width) for width in (1, 8, 48, 192, 4, 16, 384)] == [192, 24, 4, 1, None, None, None]

@@ -424,17 +424,57 @@ def test_calls_that_go_one_way_and_then_the_other(kind, calls):
         assert ("forward" in calls) == (device == DEVICE)
 
 
-def test_inputs_with_gaps_go_the_plain_way(calls):
-    class Permuted(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.norm(self.inp(x).transpose(0, 1)).transpose(0, 1)
+class Permuted(Net):
+    """The norm of transposed rows, which layers behind it read."""
 
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(Permuted(LlamaNorm()).to(DEVICE))
-    attach(models[0], FINE)
-    assert near(gradients(models[0], batch()), gradients(models[1], batch()), 0.03) and "forward" not in calls
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.inp(x).transpose(0, 1))
+        return (self.a(y) * self.b(y).sigmoid()).transpose(0, 1)
+
+
+def permuted(norm: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return Permuted(norm).to(DEVICE)
+
+
+def test_a_norm_whose_result_has_the_strides_of_its_input_takes_no_transposed_rows(calls):
+    model, plain = permuted(LlamaNorm()), permuted(LlamaNorm())
+    attach(model, FINE)
+    assert near(gradients(model, batch()), gradients(plain, batch()), 0.03) and "forward" not in calls
+
+
+@pytest.mark.parametrize("autocast", [None, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+def test_layer_norm_takes_transposed_rows(autocast, calls):
+    model, plain = permuted(nn.LayerNorm(WIDTH)), permuted(nn.LayerNorm(WIDTH))
+    handle = attach(model, FINE)
+    strides = []
+    model.norm.register_forward_hook(lambda module, inputs, y: strides.append((y.stride(), inputs[0].is_contiguous())))
+    got, wanted = (gradients(m, batch(), autocast) for m in (model, plain))
+    assert near(got, wanted, 0.03 if autocast is None else 0.06)
+    assert last_pass(calls) == ["forward", "again", "packed"]
+    size = batch().transpose(0, 1).shape
+    assert set(strides) == {(torch.empty(size).stride(), False)}
+    assert rows(handle)["norm:NativeLayerNorm.input"] == "GroupQuant"
+
+
+def test_layer_norm_of_transposed_rows_is_exact_where_the_policy_is():
+    model, plain = permuted(nn.LayerNorm(WIDTH)), permuted(nn.LayerNorm(WIDTH))
+    attach(model, EXACT)
+    assert all(map(torch.equal, gradients(model, batch()), gradients(plain, batch())))
+
+
+@pytest.mark.filterwarnings("ignore:.*enable_nested_tensor")
+def test_layer_norms_behind_attention_with_the_batch_first(calls):
+    """Its result has transposed rows, and so has everything that is added to it."""
+    torch.manual_seed(0)
+    vision = torchvision_models()
+    plain = vision.VisionTransformer(16, 4, 2, 2, WIDTH, 2 * WIDTH, num_classes=3).to(DEVICE)
+    nn.init.normal_(plain.heads[0].weight)  # zero at first, as would be all gradients
+    model = copy.deepcopy(plain)
+    attach(model, FINE)
+    images = torch.randn(8, 3, 16, 16, device=DEVICE)
+    got, wanted = gradients(model, images), gradients(plain, images)
+    assert near(got, wanted, 0.06) and calls.count("forward") == 3 * 5 and "values" not in calls
 
 
 def test_frozen_weights_and_inputs_without_a_gradient(calls):

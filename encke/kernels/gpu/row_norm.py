@@ -6,13 +6,16 @@
 A program takes whole rows. The codes of a packed row are a tile [row, group, byte] (docs/design.md, `GroupQuant`); the
 values of a byte are taken slice by slice, so that the hash of a byte and the scales of a group are computed once.
 Values in memory are one group of one slice.
+
+The input and its gradient may have transposed rows (`rows_inside` in codecs/layout.py), as behind
+`nn.MultiheadAttention`: programs go through them in the order of memory. Results, their gradients and statistics are
+contiguous.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +28,7 @@ from encke.kernels.gpu.codes import scales_at
 from encke.kernels.gpu.common import narrow, random32, widen
 from encke.kernels.gpu.launch import TYPES, Launch, power_of_two, seed_halves
 from encke.kernels.gpu.norm_kernels import code_as_mantissa, group_line, load_group
+from encke.kernels.reference.row_norm import RowNorm
 
 VALUES = 4096  # values that a program takes at a time, with four warps
 BACKWARD = 2048  # values that a program of backward takes, which has sums beside them
@@ -36,32 +40,6 @@ TAKEN = {torch.float32, torch.bfloat16, torch.float16}
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Gradients of input, weight and bias."""
-
-
-@dataclass(frozen=True)
-class RowNorm:
-    """Formula of a norm over rows of `width` values."""
-
-    width: int
-    centred: bool
-    """Whether the mean is subtracted first, as layer norm does."""
-    eps: float
-    offset: float = 0.0
-    """Added to the weight: 1 in the Gemma family."""
-    inner: torch.dtype = torch.float32
-    """Dtype that normalised values are rounded to before they are multiplied by the weight."""
-    out: torch.dtype = torch.float32
-    """Dtype of the result."""
-
-    def compute(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Return the result in plain torch, from `x` with rows as its last dimension."""
-        v = x.float()
-        if self.centred:
-            v = v - v.mean(-1, keepdim=True)
-        y = (v * torch.rsqrt(v.square().mean(-1, keepdim=True) + self.eps)).to(self.inner).float()
-        if weight is not None:
-            y = y * (weight.float() + self.offset)
-        return (y if bias is None else y + bias.float()).to(self.out)
 
 
 @triton.jit
@@ -125,6 +103,12 @@ def unpack(byte, third, h, step, base, zero, s: tl.constexpr, BITS: tl.constexpr
 
 
 @triton.jit
+def place_of(row, rows, inner, TRANSPOSED: tl.constexpr):
+    """Return the numbers that rows of memory have in the tensor."""
+    return (row % inner) * (rows // inner) + row // inner if TRANSPOSED else row
+
+
+@triton.jit
 def row_sum(v):
     """Return the sum of each row of a tile: [row, 1, 1]."""
     return tl.sum(tl.sum(v, 2), 1)[:, None, None]
@@ -139,10 +123,11 @@ def load_weight(weight, c, there, OFFSET: tl.constexpr, AFFINE: tl.constexpr, WE
         return tl.full(c.shape, 1.0, tl.float32)
 
 
-@triton.jit(do_not_specialize=["rows", "eps"])
+@triton.jit(do_not_specialize=["rows", "inner", "eps"])
 def row_forward_kernel(
-    x, weight, bias, out, mean, rstd, rows: tl.int32, eps: tl.float32,
-    DTYPE: tl.constexpr, INNER: tl.constexpr, OUT: tl.constexpr, WEIGHT: tl.constexpr, AFFINE: tl.constexpr,
+    x, weight, bias, out, mean, rstd, rows: tl.int32, inner: tl.int32, eps: tl.float32,
+    TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, INNER: tl.constexpr, OUT: tl.constexpr, WEIGHT: tl.constexpr,
+    AFFINE: tl.constexpr,
     BIAS: tl.constexpr, CENTRED: tl.constexpr, OFFSET: tl.constexpr, W: tl.constexpr, R: tl.constexpr, WP: tl.constexpr,
 ):  # fmt: skip
     """Write result, mean and 1 / deviation of R rows."""
@@ -150,25 +135,26 @@ def row_forward_kernel(
     c = tl.arange(0, WP)[None, :]
     here = row < rows
     there = here & (c < W)
-    at = row.to(tl.int64) * W + c
-    v = widen(tl.load(x + at, mask=there, other=0), DTYPE)
+    v = widen(tl.load(x + row.to(tl.int64) * W + c, mask=there, other=0), DTYPE)
+    place = place_of(row, rows, inner, TRANSPOSED)
     if CENTRED:
         middle = tl.sum(v, 1)[:, None] / W
-        tl.store(mean + row, middle, mask=here)
+        tl.store(mean + place, middle, mask=here)
         v = tl.where(there, v - middle, 0.0)
     r = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(v * v, 1)[:, None] / W + eps))
-    tl.store(rstd + row, r, mask=here)
+    tl.store(rstd + place, r, mask=here)
     y = rounded(v * r, INNER)
     if AFFINE:
         y = y * load_weight(weight, c, c < W, OFFSET, AFFINE, WEIGHT)
     if BIAS:
         y = y + widen(tl.load(bias + c, mask=c < W, other=0), WEIGHT)
-    tl.store(out + at, narrow(y, OUT), mask=there)
+    tl.store(out + place.to(tl.int64) * W + c, narrow(y, OUT), mask=there)
 
 
-@triton.jit(do_not_specialize=["rows", "seed_low", "seed_high"])
+@triton.jit(do_not_specialize=["rows", "inner", "seed_low", "seed_high"])
 def row_again_kernel(
-    data, mean, rstd, weight, bias, out, rows: tl.int32, seed_low: tl.int32, seed_high: tl.int32,
+    data, mean, rstd, weight, bias, out, rows: tl.int32, inner: tl.int32, seed_low: tl.int32, seed_high: tl.int32,
+    TRANSPOSED: tl.constexpr,
     OUT: tl.constexpr, WEIGHT: tl.constexpr, AFFINE: tl.constexpr, BIAS: tl.constexpr, CENTRED: tl.constexpr,
     OFFSET: tl.constexpr, PACKED: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, T: tl.constexpr,
     W: tl.constexpr, COUNT: tl.constexpr, L: tl.constexpr, EXTENT: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
@@ -177,14 +163,15 @@ def row_again_kernel(
     """Write the result of R rows, from their codes, with mean and deviation as forward had them."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     here = row < rows
-    r = tl.load(rstd + row, mask=here, other=0.0)[:, None, None]
-    shift = tl.load(mean + row, mask=here, other=0.0)[:, None, None] if CENTRED else 0.0
+    place = place_of(row, rows, inner, TRANSPOSED)
+    r = tl.load(rstd + place, mask=here, other=0.0)[:, None, None]
+    shift = tl.load(mean + place, mask=here, other=0.0)[:, None, None] if CENTRED else 0.0
     if PACKED:
         groups = rows.to(tl.int64) * COUNT
         byte, third, h, step, base, zero = load_packed(
             data, row, here, groups, seed_low, seed_high, DTYPE, BITS, COUNT, L, K, LP
         )
-    at, here = row[:, None, None] * W, here[:, None, None]
+    at, to, here = row[:, None, None] * W, place[:, None, None] * W, here[:, None, None]
     for s in tl.static_range(T):
         c = columns(s, L, EXTENT, K, LP)
         there = inside(c, here, W, COUNT, L, EXTENT, K, LP)
@@ -197,12 +184,13 @@ def row_again_kernel(
             y = y * load_weight(weight, c, c < W, OFFSET, AFFINE, WEIGHT)
         if BIAS:
             y = y + widen(tl.load(bias + c, mask=c < W, other=0), WEIGHT)
-        tl.store(out + at + c, narrow(y, OUT), mask=there)
+        tl.store(out + to + c, narrow(y, OUT), mask=there)
 
 
-@triton.jit(do_not_specialize=["rows", "seed_low", "seed_high"])
+@triton.jit(do_not_specialize=["rows", "inner", "seed_low", "seed_high"])
 def row_backward_kernel(
-    grad, data, mean, rstd, weight, out, sums, rows: tl.int32, seed_low: tl.int32, seed_high: tl.int32,
+    grad, data, mean, rstd, weight, out, sums, rows: tl.int32, inner: tl.int32, seed_low: tl.int32, seed_high: tl.int32,
+    TRANSPOSED: tl.constexpr,
     GRAD: tl.constexpr, INNER: tl.constexpr, WEIGHT: tl.constexpr, AFFINE: tl.constexpr, CENTRED: tl.constexpr,
     OFFSET: tl.constexpr, INPUT: tl.constexpr, SUMS: tl.constexpr,
     PACKED: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, T: tl.constexpr, W: tl.constexpr,
@@ -221,21 +209,22 @@ def row_backward_kernel(
     while first < rows:
         row = first.to(tl.int64) + tl.arange(0, R)
         here = row < rows
-        r = tl.load(rstd + row, mask=here, other=0.0)[:, None, None]
-        shift = tl.load(mean + row, mask=here, other=0.0)[:, None, None] if CENTRED else 0.0
+        place = place_of(row, rows, inner, TRANSPOSED)
+        r = tl.load(rstd + place, mask=here, other=0.0)[:, None, None]
+        shift = tl.load(mean + place, mask=here, other=0.0)[:, None, None] if CENTRED else 0.0
         if PACKED:
             groups = rows.to(tl.int64) * COUNT
             byte, third, h, step, base, zero = load_packed(
                 data, row, here, groups, seed_low, seed_high, DTYPE, BITS, COUNT, L, K, LP
             )
-        at, here = row[:, None, None] * W, here[:, None, None]
+        at, of, here = row[:, None, None] * W, place[:, None, None] * W, here[:, None, None]
         if INPUT:
             sum_g = tl.zeros((R, K, LP), tl.float32)
             sum_gn = tl.zeros((R, K, LP), tl.float32)
             for s in tl.static_range(T):
                 c = columns(s, L, EXTENT, K, LP)
                 there = inside(c, here, W, COUNT, L, EXTENT, K, LP)
-                v = widen(tl.load(grad + at + c, mask=there, other=0), GRAD)
+                v = widen(tl.load(grad + of + c, mask=there, other=0), GRAD)
                 if PACKED:
                     x = unpack(byte, third, h, step, base, zero, s, BITS)
                 else:
@@ -248,7 +237,7 @@ def row_backward_kernel(
         for s in tl.static_range(T):
             c = columns(s, L, EXTENT, K, LP)
             there = inside(c, here, W, COUNT, L, EXTENT, K, LP)
-            v = widen(tl.load(grad + at + c, mask=there, other=0), GRAD)
+            v = widen(tl.load(grad + of + c, mask=there, other=0), GRAD)
             if PACKED:
                 x = unpack(byte, third, h, step, base, zero, s, BITS)
             else:
@@ -335,33 +324,38 @@ class RowPlan:
     """Plan of a norm's kernels for inputs of one size and dtype on one device."""
 
     def __init__(
-        self, norm: RowNorm, rows: int, dtype: torch.dtype, weight_dtype: torch.dtype | None, bias: bool, dims: int
-    ) -> None:
+        self, norm: RowNorm, rows: int, inner: int, dtype: torch.dtype, weight_dtype: torch.dtype | None, bias: bool,
+        dims: int,
+    ) -> None:  # fmt: skip
         self.dimensions = dims
         """Dimensions that make a row."""
-        self.norm, self.rows, self.dtype, self.bias = norm, rows, dtype, bias
+        self.norm, self.rows, self.inner, self.dtype, self.bias = norm, rows, inner, dtype, bias
+        self.transposed = inner != rows
         self.affine = (tl.float32 if weight_dtype is None else TYPES[weight_dtype], weight_dtype is not None)
         self.kinds = (TYPES[norm.inner], TYPES[norm.out])
         each = power_of_two(norm.width)
         tile, warps = program_of(each, VALUES)
-        constants = (TYPES[dtype], *self.kinds, *self.affine, bias, norm.centred, norm.offset, norm.width, tile, each)
+        constants = (
+            self.transposed, TYPES[dtype], *self.kinds, *self.affine, bias, norm.centred, norm.offset, norm.width, tile,
+            each,
+        )  # fmt: skip
         self.launch = Launch(row_forward_kernel, -(-rows // tile), constants, warps, 0)
         self.launches: dict[Any, tuple[Launch, Launch, int]] = {}
         """Launches of backward and the number of partial sums, by format and the gradients that are wanted."""
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return result, mean (1 / deviation if there is none) and 1 / deviation of rows of contiguous memory."""
+        """Return the contiguous result, mean (1 / deviation if there is none) and 1 / deviation of rows."""
         norm = self.norm
-        out = torch.empty_like(x, dtype=norm.out)
+        out = torch.empty(x.shape, dtype=norm.out, device=x.device)
         rstd = torch.empty(self.rows, dtype=torch.float32, device=x.device)
         mean = torch.empty_like(rstd) if norm.centred else rstd
         tensors = (x, rstd if weight is None else weight, rstd if bias is None else bias, out, mean, rstd)
-        self.launch(tensors, (self.rows, norm.eps))
+        self.launch(tensors, (self.rows, self.inner, norm.eps))
         return out, mean, rstd
 
     def backward(
         self, grad: Tensor, data: Tensor, seed: int, format: GroupFormat | None, mean: Tensor, rstd: Tensor,
-        weight: Tensor | None, wanted: tuple[bool, bool, bool],
+        weight: Tensor | None, wanted: tuple[bool, bool, bool], stride: tuple[int, ...] | None = None,
     ) -> Gradients:  # fmt: skip
         """Return those gradients of input, weight and bias that are wanted.
 
@@ -374,17 +368,21 @@ class RowPlan:
             rstd: 1 / deviation of each row.
             weight: The weight.
             wanted: Which gradients.
+            stride: Strides of the input, if codes and its gradient have transposed rows.
         """
-        known = self.launches.get((format, wanted))
+        transposed = stride is not None
+        known = self.launches.get((format, wanted, transposed))
         if known is None:
-            known = self.launches[format, wanted] = self._plan_backward(format, wanted)
+            known = self.launches[format, wanted, transposed] = self._plan_backward(format, wanted, transposed)
         launch, finish, parts = known
         want_input, want_weight, want_bias = wanted
         summed, width = parts > 0, self.norm.width
-        out = torch.empty_like(grad, dtype=self.dtype) if want_input else rstd
+        out = rstd
+        if want_input:
+            out = torch.empty_strided(grad.shape, stride or grad.stride(), dtype=self.dtype, device=grad.device)
         sums = torch.empty(parts * (1 + self.bias) * width, dtype=torch.float32, device=grad.device) if summed else rstd
         tensors = (grad, data, mean, rstd, rstd if weight is None else weight, out, sums)
-        launch(tensors, (self.rows, *seed_halves(seed)))
+        launch(tensors, (self.rows, self.inner, *seed_halves(seed)))
         grad_weight = grad_bias = None
         if summed and weight is not None:
             grad_weight = torch.empty_like(weight)
@@ -392,7 +390,9 @@ class RowPlan:
             finish((sums, grad_weight, grad_bias), (parts, width))
         return out if want_input else None, grad_weight if want_weight else None, grad_bias if want_bias else None
 
-    def _plan_backward(self, format: GroupFormat | None, wanted: tuple[bool, bool, bool]) -> tuple[Launch, Launch, int]:
+    def _plan_backward(
+        self, format: GroupFormat | None, wanted: tuple[bool, bool, bool], transposed: bool
+    ) -> tuple[Launch, Launch, int]:
         """Return the launches of backward, and the number of partial sums of each column."""
         norm = self.norm
         tile, warps, constants = tile_of(norm.width, self.dtype, format, BACKWARD)
@@ -400,7 +400,8 @@ class RowPlan:
         programs = -(-self.rows // tile)
         if sums:
             programs = min(programs, PROGRAMS)
-        fixed = (self.kinds[1], self.kinds[0], *self.affine, norm.centred, norm.offset, wanted[0], sums, *constants)
+        kinds = (transposed, self.kinds[1], self.kinds[0])
+        fixed = (*kinds, *self.affine, norm.centred, norm.offset, wanted[0], sums, *constants)
         launch = Launch(row_backward_kernel, programs, fixed, warps, 0)
         finish = Launch(
             column_sums_kernel, -(-sums * norm.width // COLUMNS), (self.affine[0], sums, SUMMED, COLUMNS), 4, 0
@@ -410,21 +411,22 @@ class RowPlan:
 
 @functools.lru_cache(maxsize=4096)
 def row_plan(
-    norm: RowNorm, rows: int, dtype: torch.dtype, weight_dtype: torch.dtype | None, bias: bool, dims: int,
+    norm: RowNorm, rows: int, inner: int, dtype: torch.dtype, weight_dtype: torch.dtype | None, bias: bool, dims: int,
     device: torch.device,
 ) -> RowPlan | None:  # fmt: skip
     """Return the plan for inputs of `rows` rows; None where the kernels do not take them.
 
-    `weight_dtype` is the dtype of weight and bias, None if there is no weight. `dims`: dimensions that make a row.
+    `inner` tells how rows lie in memory (`rows_inside`). `weight_dtype` is the dtype of weight and bias, None if there
+    is no weight. `dims`: dimensions that make a row.
     """
     fits = 0 < norm.width <= WIDEST and 0 < rows < 1 << 30
     dtypes = {norm.inner, norm.out, dtype, weight_dtype or dtype}
-    return RowPlan(norm, rows, dtype, weight_dtype, bias, dims) if fits and dtypes <= TAKEN else None
+    return RowPlan(norm, rows, inner, dtype, weight_dtype, bias, dims) if fits and dtypes <= TAKEN else None
 
 
 @functools.lru_cache(maxsize=4096)
 def again_launch(
-    width: int, rows: int, centred: bool, offset: float, out: torch.dtype, dtype: torch.dtype,
+    width: int, rows: int, transposed: bool, centred: bool, offset: float, out: torch.dtype, dtype: torch.dtype,
     format: GroupFormat | None, weight_dtype: torch.dtype | None, bias: bool, device: torch.device,
 ) -> Launch | None:  # fmt: skip
     """Return the launch of `normalise_again`; None where the kernel does not take such rows."""
@@ -432,18 +434,19 @@ def again_launch(
         return None
     tile, warps, constants = tile_of(width, dtype, format, VALUES)
     weight = tl.float32 if weight_dtype is None else TYPES[weight_dtype]
-    fixed = (TYPES[out], weight, weight_dtype is not None, bias, centred, offset, *constants)
+    fixed = (transposed, TYPES[out], weight, weight_dtype is not None, bias, centred, offset, *constants)
     return Launch(row_again_kernel, -(-rows // tile), fixed, warps, 0)
 
 
 def normalise_again(
     data: Tensor, seed: int, format: GroupFormat | None, dtype: torch.dtype, size: tuple[int, ...],
     mean: Tensor | None, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, offset: float, out: torch.dtype,
+    inner: int | None = None,
 ) -> Tensor | None:  # fmt: skip
     """Return a norm's result from its input or the codes of it; None where the kernel does not take them.
 
     Args:
-        data: Contiguous input, or its codes.
+        data: Contiguous input, or the codes of one whose rows may be transposed.
         seed: Seed of the codes.
         format: Format of the codes; None for the input itself.
         dtype: Dtype of the input.
@@ -454,18 +457,30 @@ def normalise_again(
         bias: The bias, of the weight's dtype.
         offset: Added to the weight.
         out: Dtype of the result.
+        inner: How rows of codes lie in memory (`rows_inside`); None: as in the tensor.
     """
     rows = rstd.numel()
+    inner = inner or rows
     width = math.prod(size) // max(rows, 1)
     if format is not None and not readable(format, width):
         return None
     weight_dtype = None if weight is None else weight.dtype
     launch = again_launch(
-        width, rows, mean is not None, offset, out, dtype, format, weight_dtype, bias is not None, data.device
+        width,
+        rows,
+        inner != rows,
+        mean is not None,
+        offset,
+        out,
+        dtype,
+        format,
+        weight_dtype,
+        bias is not None,
+        data.device,
     )
     if launch is None:
         return None
     result = torch.empty(size, dtype=out, device=data.device)
     others = (rstd if mean is None else mean, rstd, rstd if weight is None else weight, rstd if bias is None else bias)
-    launch((data, *others, result), (rows, *seed_halves(seed)))
+    launch((data, *others, result), (rows, inner, *seed_halves(seed)))
     return result

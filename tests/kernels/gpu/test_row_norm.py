@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from encke.codecs.layout import layout_of, rows_inside
 from encke.kernels import GroupFormat, reference
 from tests.kernels.gpu.common import DEVICE, SEED, compile_for_hopper
 
@@ -68,7 +69,7 @@ def check(rows, width, dtype, bits, weight_dtype=FP32, centred=False, inner=FP32
     x, weight, bias = tensors(rows, width, dtype, weight_dtype)
     bias = bias if (centred if has_bias is None else has_bias) else None
     norm = row_norm.RowNorm(width, centred, 1e-6, offset, inner, out or dtype)
-    plan = row_norm.row_plan(norm, rows, dtype, weight_dtype, bias is not None, 1, x.device)
+    plan = row_norm.row_plan(norm, rows, rows, dtype, weight_dtype, bias is not None, 1, x.device)
     y, mean, rstd = plan.forward(x, weight, bias)
     wanted = norm.compute(x.float(), weight, bias)
     assert near(y, wanted, norm.out, 2)
@@ -81,7 +82,7 @@ def check(rows, width, dtype, bits, weight_dtype=FP32, centred=False, inner=FP32
     expected = gradients(norm, decoded, grad, mean, rstd, weight)
     needs = (True, weight is not None, bias is not None)
     found = plan.backward(grad, data, SEED, format, mean, rstd, weight, needs)
-    assert near(found[0], expected[0], dtype, 2)
+    assert near(found[0], expected[0], dtype, 2) and found[0].is_contiguous()
     for got, want, need in zip(found[1:], expected[1:], needs[1:], strict=True):
         assert (got is not None) == need
         assert not need or near(got, want, weight_dtype, 2 if inner == FP32 else 2**-6 / EPS[weight_dtype])
@@ -133,10 +134,50 @@ def test_programs_that_take_several_tiles(bits, monkeypatch):
     check(5, 96, FP32, bits, centred=True)
 
 
+@pytest.mark.parametrize(("dtype", "bits", "centred"), [(FP32, 2, True), (BF16, 3, True), (FP16, 8, False)])
+def test_transposed_rows_have_the_bits_of_rows_in_order(dtype, bits, centred):
+    """Of a batch of 3 with 5 rows each, whose memory holds the first rows of all three first."""
+    x, weight, bias = tensors(15, 160, dtype, FP32)
+    bias = bias if centred else None
+    turned = x.view(3, 5, 160).transpose(0, 1).contiguous().transpose(0, 1)
+    norm = row_norm.RowNorm(160, centred, 1e-6, 0.0, FP32, dtype)
+    plan, other = (
+        row_norm.row_plan(norm, 15, inner, dtype, FP32, centred, 1, x.device) for inner in (15, rows_of_3(turned))
+    )
+    wanted, found = plan.forward(x, weight, bias), other.forward(turned, weight, bias)
+    assert found[0].is_contiguous() and torch.equal(found[0].view(15, 160), wanted[0])
+    assert torch.equal(found[1], wanted[1]) and torch.equal(found[2], wanted[2])
+    # Codes of the memory of each, and what they decode to: the random numbers differ.
+    data, format, decoded = pack(turned.transpose(0, 1).reshape(15, 160), bits)
+    decoded = decoded.view(5, 3, 160).transpose(0, 1).reshape(15, 160)
+    grad = torch.randn(15, 160, device=DEVICE).to(dtype)
+    mean, rstd = wanted[1:]
+    expected, needs = gradients(norm, decoded, grad, mean, rstd, weight), (True, True, centred)
+    got = other.backward(grad.view(3, 5, 160), data, SEED, format, mean, rstd, weight, needs, turned.stride())
+    assert got[0].stride() == turned.stride() and near(got[0].reshape(15, 160), expected[0], dtype, 2)
+    assert near(got[1], expected[1], FP32, 2) and (not centred or near(got[2], expected[2], FP32, 2))
+    again = row_norm.normalise_again(
+        data, SEED, format, dtype, (3, 5, 160), mean if centred else None, rstd, weight, bias, 0.0, dtype, 3
+    )
+    n = (decoded.double() - mean[:, None] if centred else decoded.double()) * rstd[:, None] * weight.double()
+    assert again.is_contiguous() and near(again.view(15, 160), n + bias.double() if centred else n, dtype, 2)
+    # From values, which are contiguous copies, everything is in the order of the tensor.
+    got = other.backward(grad.view(3, 5, 160), x, 0, None, mean, rstd, weight, needs)
+    expected = plan.backward(grad, x, 0, None, mean, rstd, weight, needs)
+    assert all(a is b is None or torch.equal(a.view_as(b), b) for a, b in zip(got, expected, strict=True))
+
+
+def rows_of_3(x: Tensor) -> int | None:
+    """How the rows of a batch of 3 lie in memory: three next to each other, one of each."""
+    inner = rows_inside(layout_of(x.shape, x.stride())[0], x.shape[-1])
+    assert inner == 3
+    return inner
+
+
 def test_gradients_that_are_not_wanted_are_not_computed():
     x, weight, bias = tensors(4, 96, FP32, FP32)
     norm = row_norm.RowNorm(96, True, 1e-5)
-    plan = row_norm.row_plan(norm, 4, FP32, FP32, True, 1, x.device)
+    plan = row_norm.row_plan(norm, 4, 4, FP32, FP32, True, 1, x.device)
     _, mean, rstd = plan.forward(x, weight, bias)
     grad = torch.randn_like(x)
     everything = plan.backward(grad, x, 0, None, mean, rstd, weight, (True, True, True))
@@ -149,7 +190,7 @@ def test_gradients_that_are_not_wanted_are_not_computed():
 def test_a_row_that_is_not_finite_spoils_itself_alone():
     x, weight, _ = tensors(4, 200, FP32, FP32)
     norm = row_norm.RowNorm(200, False, 1e-5)
-    plan = row_norm.row_plan(norm, 4, FP32, FP32, False, 1, x.device)
+    plan = row_norm.row_plan(norm, 4, 4, FP32, FP32, False, 1, x.device)
     _, mean, rstd = plan.forward(x, weight, None)
     x[1, 150] = float("nan")
     data, format, _ = pack(x, 2)
@@ -178,9 +219,9 @@ def test_formats_with_other_rows_are_not_read(format):
 def test_sizes_that_are_not_taken():
     norm = row_norm.RowNorm(96, False, 1e-5)
     device = torch.device(DEVICE)
-    assert row_norm.row_plan(norm, 0, FP32, FP32, False, 1, device) is None
-    assert row_norm.row_plan(norm, 4, torch.float64, FP32, False, 1, device) is None
-    assert row_norm.row_plan(replace(norm, width=row_norm.WIDEST + 1), 4, FP32, None, False, 1, device) is None
+    assert row_norm.row_plan(norm, 0, 0, FP32, FP32, False, 1, device) is None
+    assert row_norm.row_plan(norm, 4, 4, torch.float64, FP32, False, 1, device) is None
+    assert row_norm.row_plan(replace(norm, width=row_norm.WIDEST + 1), 4, 4, FP32, None, False, 1, device) is None
 
 
 COMPILE = """
@@ -200,15 +241,15 @@ for (name, dtype), bits, width in zip(dtypes.items(), (2, 3, 0), (1024, 1000, 96
     floats = ("mean", "rstd", "weight", "bias", "sums", "grad_weight", "grad_bias")
     pointers = dict.fromkeys(floats, "*fp32") | {"grad": pointer, "x": pointer, "out": pointer}
     pointers["data"] = "*u8" if bits else pointer
-    for centred in (False, True):
+    for centred, transposed in ((False, False), (True, False), (True, True)):
         norm = (True, centred, centred, 0.0)
         kernel, each = row_norm.row_forward_kernel, row_norm.power_of_two(width)
-        values = (kind, kind, kind, tl.float32, *norm, width, 2, each)
+        values = (transposed, kind, kind, kind, tl.float32, *norm, width, 2, each)
         build(kernel, pointers, constants(kernel, values), num_warps=warps)
         kernel = row_norm.row_again_kernel
-        build(kernel, pointers, constants(kernel, (kind, tl.float32, *norm, *tile)), num_warps=warps)
+        build(kernel, pointers, constants(kernel, (transposed, kind, tl.float32, *norm, *tile)), num_warps=warps)
         kernel = row_norm.row_backward_kernel
-        values = (kind, kind, tl.float32, True, centred, 0.0, True, 1 + centred, *tile)
+        values = (transposed, kind, kind, tl.float32, True, centred, 0.0, True, 1 + centred, *tile)
         build(kernel, pointers, constants(kernel, values), num_warps=warps)
         build(row_norm.column_sums_kernel, pointers, constants(row_norm.column_sums_kernel, (tl.float32, 1, 256, 8)))
 """
