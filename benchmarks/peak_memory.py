@@ -1,6 +1,8 @@
-"""Memory at the peak of a ResNet-50 training step: the operation it falls into, and the blocks alive then.
+"""Memory at the peak of a training step on a GPU: the operation it falls into, the blocks alive then, and the sites
+that hold most.
 
-python3 benchmarks/peak_memory.py [--batch 256] [--precision fp32|bf16] [--method group2] [--collect] [--csv FILE]
+python3 benchmarks/peak_memory.py [--model resnet50] [--batch 256] [--precision fp32|bf16] [--method default]
+        [--collect] [--csv FILE]
 
 With --collect the recorded step is a collection step.
 """
@@ -10,16 +12,23 @@ from __future__ import annotations
 import argparse
 import csv
 import functools
+import re
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
-import torchvision
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import encke  # noqa: E402
 from encke.bench.methods import METHODS  # noqa: E402
+from encke.bench.options import Options  # noqa: E402
+from encke.bench.steps import Training  # noqa: E402
+from encke.train.models.registry import MODELS  # noqa: E402
+
+LARGE = 1 << 22
+"""Bytes of a block that is listed on its own."""
 
 
 def nodes_behind(tensor: torch.Tensor) -> list[Any]:
@@ -75,40 +84,34 @@ def source(block: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=sorted(MODELS), default="resnet50")
+    parser.add_argument("--batch", type=int, help="by default the model's usual batch")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
     parser.add_argument("--method", choices=[name for name, each in METHODS.items() if each.kind != "other"])
     parser.add_argument("--collect", action="store_true", help="make the recorded step a collection step")
-    parser.set_defaults(method="group2")
+    parser.add_argument("--warm", type=int, default=41, help="steps before; the default policy collects in the 40th")
+    parser.set_defaults(method="default")
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
-    half = args.precision == "bf16"
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
-    model = torchvision.models.resnet50().cuda()
-    x, y = torch.randn(args.batch, 3, 224, 224, device="cuda"), torch.randint(0, 1000, (args.batch,), device="cuda")
-    if half:
-        model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
-    handle = METHODS[args.method].attach(model, optimizer)
+    options = Options((args.model,), (args.method,), (args.precision,))
+    training = Training(options.plan(() if args.batch is None else (args.batch,)).tables()[0][0])
 
     def step(marks: Marks | None = None) -> None:
-        if args.collect and not (handle and handle.collect_now()):
+        if args.collect and not training.collect_next():
             raise SystemExit(f"--collect: {args.method} has no collection steps; use --method default")
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cuda", torch.bfloat16, enabled=half):
-            loss = torch.nn.functional.cross_entropy(model(x), y)
+        loss = training.forward()
         if marks is not None:
             for node in nodes_behind(loss):
                 node.register_prehook(functools.partial(marks.at, node.name()))
         loss.backward()
-        optimizer.step()
+        training.finish()
         if marks is not None:
             marks("end")
 
-    # The default policy collects in the tenth step.
-    for _ in range(12):
-        step()
+    for _ in range(args.warm):
+        training.step()
     torch.cuda.synchronize()
     base = torch.cuda.memory_allocated()
     torch.cuda.memory._record_memory_history(max_entries=400000, stacks="python")
@@ -118,25 +121,42 @@ def main() -> None:
     best, blocks = replay(trace)
     marks = Marks()
     step(marks)
-    print(f"before the step {base / 1e9:.3f} GB (weights, momentum, gradients of the last step, data)")
+    print(f"before the step {base / 1e9:.3f} GB (weights, the optimizer's state, data)")
     print(f"peak {(base + best) / 1e9:.3f} GB, of which the step's own blocks:")
     groups = Counter[tuple[int, str]]()
     for block in blocks:
-        groups[(block["size"], source(block)) if block["size"] >= 1 << 24 else (0, source(block))] += 1
-    small = sum(block["size"] for block in blocks if block["size"] < 1 << 24)
+        groups[(block["size"], source(block)) if block["size"] >= LARGE else (0, source(block))] += 1
+    small = sum(block["size"] for block in blocks if block["size"] < LARGE)
     rows = [{"MB": round(size / 1e6, 1), "blocks": n, "from": where} for (size, where), n in groups.items() if size]
     rows.sort(key=lambda row: -row["MB"] * row["blocks"])
     for row in rows:
         print(f"  {row['blocks']:3} x {row['MB']:8} MB  {row['from']}")
-    print(f"  below 16 MiB: {small / 1e6:.1f} MB in all")
+    print(f"  below {LARGE >> 20} MiB: {small / 1e6:.1f} MB in all")
     print("operations with the highest memory while they ran (before -> highest, GB):")
     for name, before, high in sorted(marks.rows, key=lambda row: -row[2])[:12]:
         print(f"  {name:34} {before / 1e9:.3f} -> {high / 1e9:.3f}")
+    if training.handle is not None:
+        print_sites(training.handle)
     if args.csv:
         with args.csv.open("w", newline="") as file:
             writer = csv.DictWriter(file, ["MB", "blocks", "from"])
             writer.writeheader()
-            writer.writerows([*rows, {"MB": round(small / 1e6, 1), "blocks": 1, "from": "all below 16 MiB"}])
+            rest = f"all below {LARGE >> 20} MiB"
+            writer.writerows([*rows, {"MB": round(small / 1e6, 1), "blocks": 1, "from": rest}])
+
+
+def print_sites(handle: encke.Handle) -> None:
+    """Print how many bytes are held by kind of layer, operation, slot and codec."""
+    report = handle.report()
+    print(f"saved {report.saved_bytes / 1e9:.3f} GB, held {report.packed_bytes / 1e9:.3f} GB; most of it (MB, sites):")
+    held = Counter[tuple[str, ...]]()
+    sites = Counter[tuple[str, ...]]()
+    for row in report.sites:
+        key = (re.sub(r"\d+", "*", row.layer), f"{row.operation}.{row.slot}", f"{row.codec} {row.bound}")
+        held[key] += row.packed_bytes
+        sites[key] += 1
+    for key, size in held.most_common(30):
+        print(f"  {size / 1e6:8.1f} {sites[key]:4}  {' '.join(key)}")
 
 
 if __name__ == "__main__":
