@@ -31,7 +31,7 @@ from encke.kernels.gpu.norm_kernels import code_as_mantissa, group_line, load_gr
 from encke.kernels.reference.row_norm import RowNorm
 
 VALUES = 4096  # values that a program takes at a time, with four warps
-BACKWARD = 2048  # values that a program of backward takes, which has sums beside them
+BACKWARD = 1024  # values that a program of backward takes: more need twice the registers for their sums
 WIDEST = 1 << 15  # values of the widest row that a program can take
 PROGRAMS = 132 * 8  # programs of backward, each of which has a sum for each column
 SUMMED = 256  # of these sums that a program adds up at a time, for eight columns
