@@ -41,6 +41,8 @@ from encke.torch_internals import (
 
 ALIGNED = 16
 """Codes begin at addresses of which this is a divisor."""
+ATTEMPTS, PAUSE = 8, 32
+"""Passes in a row in which a plan is tried to be made, and passes without one if there is none by then."""
 OUR_HOOKS = (ModuleHook, LeaveHook)
 Operands = list[tuple[Any, ...]]
 """Parameters of each step."""
@@ -256,6 +258,8 @@ class BlockForward(TrackedForward):
         assert module is not None
         self.program = program_of(module)
         self.plan: BlockPlan | None = None
+        self.failures = 0
+        """Passes in a row in which no plan could be made; negative during a pause."""
 
     @classmethod
     def serves(cls, module: nn.Module) -> bool:
@@ -265,6 +269,9 @@ class BlockForward(TrackedForward):
     def attempt(self, module: Any, inputs: tuple[Any, ...], frame: Frame, forward: ForwardPass) -> Tensor | None:
         capture, program, plan = self.capture, self.program, self.plan
         if not forward.steady or frame.number or len(inputs) != 1 or program is None:
+            return None
+        if self.failures < 0:
+            self.failures += 1
             return None
         x = inputs[0]
         if type(x) is not Tensor or not x.requires_grad or not torch.is_grad_enabled() or not self.captured(x):
@@ -282,8 +289,10 @@ class BlockForward(TrackedForward):
         if plan is None:
             planner = Planner(program, called, x, capture)
             if not planner.plan():
+                self.failures = self.failures + 1 if self.failures + 1 < ATTEMPTS else -PAUSE
                 return None
-            plan = self.plan = BlockPlan(planner)
+            plan, self.failures = BlockPlan(planner), 0
+            self.plan = plan
         operands = plan.operands(called)
         saved = None
         if operands is not None and plan.holds(forward, capture):

@@ -434,6 +434,24 @@ def test_choices_and_sizes_may_change(ran, change):
     assert not ran and same(results(True), expected) and len(ran) == 4
 
 
+def test_a_block_that_cannot_be_planned_is_tried_again_after_a_pause(ran, monkeypatch):
+    monkeypatch.setattr(block, "ATTEMPTS", 2)
+    monkeypatch.setattr(block, "PAUSE", 2)
+    attempts: list[int] = []
+    plan = block.Planner.plan
+
+    def failing(self: Any) -> bool:
+        attempts.append(handle._capture.step)
+        return len(attempts) > 4 and plan(self)
+
+    monkeypatch.setattr(block.Planner, "plan", failing)
+    model = model_of(Bottleneck(8))
+    handle = attach(model)
+    train(model, handle, count=10)
+    assert [step - attempts[0] for step in attempts] == [0, 1, 4, 5, 8]
+    assert ran, "planned as soon as it can be"
+
+
 def test_collection_steps_go_layer_by_layer_and_decide_the_same(ran):
     histories = []
     for blocks in (False, True):
