@@ -315,7 +315,7 @@ def offset_of(node: Any) -> float:
 
 def dropout(x: Tensor, mask: Tensor, p: float) -> Tensor:
     """Zero and scale as `mask` tells."""
-    return x * mask * (1 / (1 - p))
+    return x * mask * (0.0 if p == 1 else 1 / (1 - p))
 
 
 def eps_of(node: Any) -> float:

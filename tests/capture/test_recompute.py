@@ -364,8 +364,9 @@ def test_rules_of_operations_that_the_cpu_does_not_choose_by_itself() -> None:
     weight = torch.rand(WIDTH)
     y, rstd = torch.ops.aten._fused_rms_norm(x, [WIDTH], weight, 1e-6)
     assert torch.allclose(expressions.rms_norm(x, rstd, weight), y, atol=1e-6)
-    y, mask = torch.native_dropout(x, 0.25, True)
-    assert torch.allclose(expressions.dropout(x, mask, 0.25), y)
+    for p in (1.0, 0.25):
+        y, mask = torch.native_dropout(x, p, True)
+        assert torch.allclose(expressions.dropout(x, mask, p), y)
     node = y.grad_fn
     names = {name for name, _ in expressions.RULES["NativeDropout"].operands if name}
     assert all(hasattr(node, f"_saved_{name}") for name in names | {"p"})
