@@ -16,6 +16,8 @@ T = TypeVar("T")
 PAUSE = 10.0
 """Seconds between plain lines."""
 CLEAR = "\r\033[K"
+PATIENCE = 1.5
+"""Seconds after which a status line tells what a program waits for."""
 
 
 class StatusLine:
@@ -47,6 +49,35 @@ class StatusLine:
         """Remove the live line."""
         if self.live:
             print(CLEAR, end="", file=sys.stderr, flush=True)
+
+
+class Waiting:
+    """Time that this process waits for kernels to be compiled; in a terminal, a status line tells when it gets long."""
+
+    def __init__(self, kernels: str) -> None:
+        """Take the kind of the kernels."""
+        self.kernels = kernels
+        self.count = 0
+        """Kernels that were compiled so far."""
+        self.seconds = 0.0
+        """Time that this took."""
+        self.began: list[float] = []
+        """Beginnings of the compilations in progress: of one kernel, and of the functions that it calls."""
+
+    def __enter__(self) -> None:
+        self.began.append(time.monotonic())
+        line = StatusLine()
+        if len(self.began) == 1 and line.live and self.seconds > PATIENCE:
+            so_far = f"{self.count} so far in {duration(self.seconds)}"
+            line.show(f"encke: compiling {self.kernels} kernels, {so_far}; kept for later runs")
+
+    def __exit__(self, *failure: object) -> None:
+        before, began = self.seconds, self.began.pop()
+        if self.began:
+            return
+        self.count, self.seconds = self.count + 1, before + time.monotonic() - began
+        if before > PATIENCE:  # otherwise the line is the program's own
+            StatusLine().clear()
 
 
 @contextmanager

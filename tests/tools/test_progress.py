@@ -7,7 +7,7 @@ import io
 import pytest
 
 from encke.tools import progress
-from encke.tools.progress import StatusLine, track
+from encke.tools.progress import StatusLine, Waiting, track
 
 
 class Terminal(io.StringIO):
@@ -48,3 +48,32 @@ def test_the_line_is_cleared_when_the_work_fails(monkeypatch):
         advance(3)
         raise ZeroDivisionError
     assert screen.getvalue().endswith("\r\033[K")
+
+
+def waiting_after(seconds: float) -> Waiting:
+    waiting = Waiting("GPU")
+    waiting.count, waiting.seconds = 9, seconds
+    return waiting
+
+
+def test_a_long_compilation_shows_a_line_in_a_terminal_and_removes_it(monkeypatch):
+    screen = Terminal()
+    monkeypatch.setattr("sys.stderr", screen)
+    waiting = waiting_after(65.0)
+    with waiting:
+        shown = screen.getvalue()
+        with waiting:
+            """A function that the kernel calls is compiled within it."""
+        assert screen.getvalue() == shown
+    assert "compiling GPU kernels, 9 so far in 1 min 05 s" in shown
+    assert screen.getvalue() == shown + "\r\033[K"
+    assert waiting.count == 10 and waiting.seconds >= 65.0
+
+
+@pytest.mark.parametrize(("seconds", "screen"), [(1.0, Terminal()), (65.0, io.StringIO())])
+def test_short_waits_and_output_that_is_no_terminal_get_no_line(monkeypatch, seconds, screen):
+    monkeypatch.setattr("sys.stderr", screen)
+    waiting = waiting_after(seconds)
+    with pytest.raises(RuntimeError), waiting:
+        raise RuntimeError("a compiler may fail")
+    assert not screen.getvalue() and waiting.seconds >= seconds and not waiting.began

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 from numba import types
-from numba.extending import overload
 
 from encke.kernels.cpu.scalars import (
     as_float,
@@ -16,6 +15,7 @@ from encke.kernels.cpu.scalars import (
     f64,
     i32,
     i64,
+    implement,
     inline,
     lo_down,
     narrow,
@@ -55,28 +55,28 @@ def constant_of(lo: Any, step: Any, byte: Any, signs: Any) -> Any:
     """Return the value of a constant group from its scales and the first byte of its codes, which has the last bit."""
 
 
-@overload(top_half)
+@implement(top_half)
 def _top_half(v, like):
     if like == types.uint16:
         return lambda v, like: np.uint16(f32(v).view(u32) >> u32(16))
     return lambda v, like: v
 
 
-@overload(low_half)
+@implement(low_half)
 def _low_half(v, like):
     if like == types.uint16:
         return lambda v, like: np.uint16(u32(f32(v).view(u32) >> u32(1)) | u32(0x8000))
     return lambda v, like: v
 
 
-@overload(marks_constant)
+@implement(marks_constant)
 def _marks_constant(step):
     if step == types.uint16:
         return lambda step: step >= np.uint16(0x8000)
     return lambda step: False
 
 
-@overload(constant_of)
+@implement(constant_of)
 def _constant_of(lo, step, byte, signs):
     if lo == types.uint16:
 

@@ -111,6 +111,13 @@ def mask_row(codes, above, j, t, bits, tops, unknown, to):
 
 
 @inline
+def copy_values(source, to, count):
+    """Copy the first values: numba takes a second and a half to compile an assignment of slices."""
+    for i in range(count):
+        to[i] = source[i]
+
+
+@inline
 def place_of(g, row, count, each):
     """Return where group g of rows of `row` values begins, `count` groups of `each` values a row, and its values."""
     at = g % count * each
@@ -142,7 +149,7 @@ def contiguous_kernels(bits, group, signs):
             start, valid = place_of(g, row, count, each)
             v = x[start : start + valid]
             if valid < each:
-                filled[:valid] = v
+                copy_values(v, filled, valid)
                 filled[valid:] = v[valid - 1]
                 v = filled
             top, deep, least = signed_bits(-zero), plain_bits(zero), less_one(plain_bits(zero))
@@ -161,8 +168,8 @@ def contiguous_kernels(bits, group, signs):
                 )
             else:
                 quantize_slices(
-                    v, bits, length, signs, u32(1), last + u32(1), lo, factor, most, word, seed_low, seed_high, out[g],
-                    third,
+                    v, bits, length, signs, u32(1), u32(last + u32(1)), lo, factor, most, word, seed_low, seed_high,
+                    out[g], third,
                 )  # fmt: skip
 
     @jit
@@ -187,7 +194,7 @@ def contiguous_kernels(bits, group, signs):
                     word_j = word_at(codes, third, j, bits)
                     put_values(word_j, to, j, bits, length, signs, one, lo, unit, h, nan, limit)
             if valid < each:
-                out[start : start + valid] = filled[:valid]
+                copy_values(filled, out[start:], valid)
 
     @jit
     def mask_task(task, size, row, count, out, data, los, steps):
@@ -208,7 +215,7 @@ def contiguous_kernels(bits, group, signs):
                     code = u8(code_in(word_at(codes, third, j, bits), t, bits))
                     to[t * length + j] = u8(code & top | unknown) != 0
             if valid < each:
-                out[start : start + valid] = filled[:valid]
+                copy_values(filled, out[start:], valid)
 
     return quantize_task, dequantize_task, mask_task
 
@@ -234,8 +241,8 @@ def channel_kernels(bits, group, signs):
             if valid < each:
                 if not filled.size:
                     filled = np.empty((each, columns), x.dtype)
-                filled[:valid] = v
-                filled[valid:] = v[valid - 1]
+                for i in range(each):
+                    copy_values(v[min(i, valid - 1)], filled[i], columns)
                 v = filled
             tops[:], deeps[:], leasts[:] = signed_bits(-zero), plain_bits(zero), less_one(plain_bits(zero))
             for i in range(each):

@@ -15,7 +15,10 @@ from typing import Any
 import numba
 import numpy as np
 from numba import types
+from numba.core import event
 from numba.extending import overload
+
+from encke.tools.progress import Waiting
 
 f32, f64, i32, i64 = np.float32, np.float64, np.int32, np.int64
 u8, u32, u64 = np.uint8, np.uint32, np.uint64
@@ -29,13 +32,37 @@ def source_digest() -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
 
+class CompileListener(event.Listener):
+    """Tells of our kernels that they are being compiled."""
+
+    def __init__(self) -> None:
+        self.waiting = Waiting("CPU")
+
+    def on_start(self, event: Any) -> None:
+        if is_ours(event):
+            self.waiting.__enter__()
+
+    def on_end(self, event: Any) -> None:
+        if is_ours(event):
+            self.waiting.__exit__()
+
+
+def is_ours(event: Any) -> bool:
+    """Return whether the function that an event is about is one of this package."""
+    return str(event.data["dispatcher"].py_func.__module__).startswith("encke.")
+
+
+listener = CompileListener()
+event.register("numba:compile", listener)
+
+
 def jit(function: Callable, **options: Any) -> Callable:
     """Compile with numba.njit, cached on disk where there is a directory for it.
 
     numba compares only the file of the function itself with the cache. Kernels call functions in other files, so the
     hash of all of them is added to what is compared. Where numba has no such stamp, nothing is cached.
     """
-    options.update(nogil=True, error_model="numpy")
+    options.update(nogil=True, error_model="numpy", no_cfunc_wrapper=True)
     try:
         kernel = numba.njit(function, cache=True, **options)
         index = kernel._cache._cache_file
@@ -47,7 +74,13 @@ def jit(function: Callable, **options: Any) -> Callable:
 
 def inline(function: Callable) -> Callable:
     """Compile a function for the inner loops of kernels: passing an array costs as much as packing a block."""
-    return jit(function, forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+    return jit(function, forceinline=True, no_cpython_wrapper=True)
+
+
+def implement(function: Callable) -> Callable:
+    """Return a decorator for what chooses the implementation of a function in compiled code, by the types given."""
+    chooser: Callable = overload(function, jit_options={"no_cfunc_wrapper": True}, strict=False)
+    return chooser
 
 
 def choose(single: Callable, double: Callable) -> Callable:
@@ -56,7 +89,7 @@ def choose(single: Callable, double: Callable) -> Callable:
     def chosen(*args: Any) -> Any:
         raise NotImplementedError("for compiled code only")
 
-    overload(chosen, strict=False)(lambda *args: single if args[-1].bitwidth == 32 else double)
+    implement(chosen)(lambda *args: single if args[-1].bitwidth == 32 else double)
     return chosen
 
 
@@ -104,7 +137,7 @@ def narrow(v: Any, like: Any) -> Any:
     """Round a computed float, not NaN, to an element of the type of `like`: ties to even, as torch casts."""
 
 
-@overload(widen)
+@implement(widen)
 def _widen(element):
     if element == types.uint16:
         return lambda element: u32(u32(element) << 16).view(f32)
@@ -122,7 +155,7 @@ def _widen(element):
     return lambda element: element
 
 
-@overload(narrow)
+@implement(narrow)
 def _narrow(v, like):
     if like == types.uint16:
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -14,8 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from encke.kernels.formats import Seed
-from encke.tools.progress import StatusLine
-from encke.tools.units import duration
+from encke.tools.progress import Waiting
 from encke.torch_internals import current_cuda_device, current_cuda_stream
 
 TYPES = {
@@ -28,11 +25,8 @@ TYPES = {
 Runner = tuple[Callable[..., None], tuple]
 """The function that starts a compiled kernel, and its arguments between the stream and the kernel's own arguments."""
 
-PATIENCE = 3.0
-"""Seconds after which a status line tells what a training waits for."""
+waiting = Waiting("GPU")
 _compiled: dict[tuple, Runner] = {}
-_waited = 0.0
-"""Seconds that this process has waited for kernels."""
 _address = Tensor.data_ptr
 
 
@@ -69,28 +63,12 @@ def launch_kernel(
         return runner
     options = compile_options(warps, registers)
     arguments = (*[typed(t) for t in tensors], *numbers, *constants)
-    with waited_for():
+    with waiting:
         kernel = function[(across, down, 1)](*arguments, **options)
     if kernel is None:  # the interpreter compiles nothing
         return None
     runner = _compiled[key] = runner_of(kernel)
     return runner
-
-
-@contextmanager
-def waited_for() -> Iterator[None]:
-    """Add to the time that this process waits for kernels; in a terminal, a status line tells when it gets long."""
-    global _waited
-    line, started = StatusLine(), time.monotonic()
-    shown = line.live and _waited > PATIENCE
-    if shown:
-        line.show(f"encke: compiling GPU kernels, {len(_compiled)} so far in {duration(_waited)}; kept for later runs")
-    try:
-        yield
-    finally:
-        _waited += time.monotonic() - started
-        if shown:  # otherwise the line is the program's own
-            line.clear()
 
 
 def compile_options(warps: int, registers: int) -> dict[str, Any]:

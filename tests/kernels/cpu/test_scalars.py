@@ -32,6 +32,17 @@ def test_without_a_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scalars.jit(lambda x: x + 1)(1) == 2
 
 
+@pytest.mark.parametrize(("module", "counted"), [("encke.kernels.cpu.none", 1), ("somebody.else", 0)])
+def test_compilations_of_our_kernels_are_counted(module: str, counted: int) -> None:
+    def kernel(x):
+        return x + 1
+
+    kernel.__module__ = module
+    before = scalars.listener.waiting.count
+    assert scalars.numba.njit(kernel)(1) == 2
+    assert scalars.listener.waiting.count == before + counted and not scalars.listener.waiting.began
+
+
 @pytest.mark.soak
 def test_a_change_in_another_file_compiles_kernels_again(tmp_path: Path) -> None:
     """numba itself looks at a kernel's own file only."""
