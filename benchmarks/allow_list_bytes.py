@@ -84,13 +84,13 @@ def held(name: str, policy: str, steps: int) -> tuple[int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=list(MODELS), choices=[[], *MODELS], metavar="MODEL")
+    parser.add_argument("models", nargs="*", choices=[[], *MODELS], metavar="MODEL")
     parser.add_argument("--policy", nargs="+", default=["default", "aggressive"])
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--csv", type=Path)
     options = parser.parse_args()
     rows = []
-    for name in options.models:
+    for name in options.models or MODELS:
         for policy in options.policy:
             saved, listed = held(name, policy, options.steps)
             with everything_listed() as met:

@@ -41,7 +41,11 @@ SHARDS = 12
 FIRST_SAMPLES = 8
 """`make test` takes one of so many samples of each entry; `make soak` takes all, and so many to look at errors."""
 
-LINEAR = ("mul", "mm", "addmm", "addcmul", "nn.functional.linear", "nn.functional.conv2d", "nn.Conv1d", "nn.Linear")
+LINEAR = (
+    "mul", "mm", "addmm", "addcmul", "div.no_rounding_mode", "exp", "var", "std", "linalg.vector_norm",
+    "nn.functional.grid_sample",
+    "nn.functional.linear", "nn.functional.conv2d", "nn.Conv1d", "nn.Linear",
+)  # fmt: skip
 SMOOTH = (
     "nn.functional.gelu",
     "nn.functional.silu",

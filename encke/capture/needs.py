@@ -73,6 +73,22 @@ LISTED: dict[Need | Kind, dict[str, str]] = {
         "AvgPool3D": "self",
         "AdaptiveAvgPool2D": "self",
         "AdaptiveAvgPool3D": "self",
+        "FractionalMaxPool2D": "self",
+        "FractionalMaxPool3D": "self",
+        "ReflectionPad1D": "self",
+        "ReflectionPad2D": "self",
+        "ReflectionPad3D": "self",
+        "ReplicationPad1D": "self",
+        "ReplicationPad2D": "self",
+        "ReplicationPad3D": "self",
+        "Cummax": "self",
+        "Cummin": "self",
+        "Gather": "self",
+        "Take": "self",
+        "MaskedSelect": "self",
+        "IndexAdd": "source",
+        "IndexCopy": "source",
+        "Put": "source",
         "NllLoss": "self",
         "NllLoss2D": "self",
     },
@@ -92,9 +108,23 @@ LISTED: dict[Need | Kind, dict[str, str]] = {
         # Scores are saved as the result of their softmax: what a product of them reads passes through no exponential.
         "Bmm": "self mat2",
         "Baddbmm": "batch1 batch2",
+        "GroupedMm": "self mat2",
         "ScaledDotProductAttention": "value",
         "Mul": "self other",
         "Addcmul": "tensor1 tensor2",
+        # The divisor is exact: the gradient divides by it.
+        "Div": "self",
+        "Exp": "result",
+        "Exp2": "result",
+        "Expm1": "result",
+        # The derivative of |x| is x / |x|, that of the variance 2 (x - mean) / n; the results are exact.
+        "LinalgVectorNorm": "self",
+        "Var": "self",
+        "VarMean": "self",
+        "Std": "self",
+        "StdMean": "self",
+        "GridSampler2D": "input",
+        "GridSampler3D": "input",
     },
     "quadratic": {
         "BatchNorm": "input",
@@ -164,11 +194,15 @@ MIN_BITS = {
     ("Bmm", "mat2"): 4,
     ("Baddbmm", "batch1"): 4,
     ("Baddbmm", "batch2"): 4,
+    ("GroupedMm", "self"): 4,
+    ("GroupedMm", "mat2"): 4,
     ("ScaledDotProductAttention", "value"): 4,
     # Subtracted from a value that is nearly the same where attention is sharp.
     ("ScaledDotProductAttention", "output"): 8,
     ("Softmax", "result"): 8,
     ("SafeSoftmax", "result"): 8,
+    # The numerator of a softmax that is written out.
+    ("Exp", "result"): 4,
 }
 """Fewest bits of some lossy entries, whatever the policy; 8 for all of them where rounding is biased."""
 
@@ -178,12 +212,13 @@ SETTINGS: dict[str, tuple[str, tuple[float, ...]]] = {
     "Softplus": ("beta", (1,)),
     # ELU as it is by default, and SELU.
     "Elu": ("alpha", (1, 1.6732632423543772)),
+    "LinalgVectorNorm": ("ord", (2,)),
 }
 """Settings of an operation for which its entry holds: name and values. With others it is exact."""
 
 # Slots that hold data whether or not it needs a gradient: the first layer's input is such a tensor.
 DATA_SLOTS = {"input", "query", "key", "value", "output"}
-MATMULS = {"Addmm", "Mm", "Linear", "Addmv", "Mv"}
+MATMULS = {"Addmm", "Mm", "Linear", "Addmv", "Mv", "GroupedMm"}
 SECOND = {"mat2", "vec"}
 """Slots of a product's second operand."""
 

@@ -9,6 +9,7 @@ policy does not find such a site among those it has measured, and takes what it 
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -37,6 +38,8 @@ READERS: dict[str, dict[int, tuple[str, str]]] = {
     "avg_pool3d_backward": {1: ("AvgPool3D", "self")},
     "_adaptive_avg_pool2d_backward": {1: ("AdaptiveAvgPool2D", "self")},
     "_adaptive_avg_pool3d_backward": {1: ("AdaptiveAvgPool3D", "self")},
+    "grid_sampler_2d_backward": {1: ("GridSampler2D", "input")},
+    "grid_sampler_3d_backward": {1: ("GridSampler3D", "input")},
     "gelu_backward": {1: ("Gelu", "self")},
     "silu_backward": {1: ("Silu", "self")},
     "mish_backward": {1: ("Mish", "self")},
@@ -55,6 +58,8 @@ READERS: dict[str, dict[int, tuple[str, str]]] = {
     "mul": {0: ("Mul", "self"), 1: ("Mul", "other")},
     "pow": {0: ("Pow", "self")},
 }
+for _kind, _d in itertools.product(("Reflection", "Replication"), (1, 2, 3)):
+    READERS[f"{_kind.lower()}_pad{_d}d_backward"] = {1: (f"{_kind}Pad{_d}D", "self")}
 SDPA = "ScaledDotProductAttention"
 for _name, _output in (("flash_attention", 4), ("cudnn_attention", 4), ("efficient_attention", 5),
                        ("flash_attention_for_cpu", 4)):  # fmt: skip

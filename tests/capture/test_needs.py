@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -64,7 +66,12 @@ NEEDS = {
     ("LinalgVectorNorm", "self"): "exact",
     ("Sin", "self"): "exact",
     ("Amax", "result"): "exact",
-    ("GridSampler2D", "input"): "exact",
+    ("GridSampler2D", "grid"): "exact",
+    ("GridSampler2D", "input"): "lossy",
+    ("Exp", "result"): "lossy",
+    ("IndexAdd", "source"): "shape",
+    ("ReflectionPad2D", "self"): "shape",
+    ("Gather", "self"): "shape",
     ("SomebodysFunction", "tensors0"): "exact",
     ("RreluWithNoise", "noise"): "weight",
 }
@@ -96,6 +103,8 @@ def test_what_else_is_known_changes_the_need() -> None:
     assert need("Hardtanh", "self", limits=True) == "range"
     assert need("Pow", "self", setting=3) == "lossy"
     assert need("Pow", "self", setting=-1.5) == "exact"
+    assert need("LinalgVectorNorm", "self", setting=2) == "lossy"
+    assert need("LinalgVectorNorm", "self", setting=1) == "exact"
     assert need("Softplus", "self", setting=100.0) == "exact"
 
 
@@ -120,6 +129,45 @@ def test_what_is_not_listed_is_exact() -> None:
     assert {reader for reader in TABLE if reader[0] != "BatchNorm"} - readers <= {
         ("ScaledDotProductAttention", slot) for slot in ("query", "key", "value", "output", "logsumexp", "log_sumexp")
     }
+
+
+INDEX = torch.tensor([[0, 2, 1], [3, 1, 0]])
+READS_NO_VALUE = {
+    ("IndexAdd", "source"): lambda x: torch.zeros(4, 6).index_add(0, INDEX[1], x[:3]),
+    ("IndexCopy", "source"): lambda x: torch.zeros(4, 6).index_copy(0, INDEX[1], x[:3]),
+    ("Put", "source"): lambda x: torch.zeros(4, 6).put(INDEX, x[:2, :3]),
+    ("Gather", "self"): lambda x: x.gather(1, INDEX),
+    ("Take", "self"): lambda x: x.take(INDEX),
+    ("MaskedSelect", "self"): lambda x: x.masked_select(torch.arange(6) % 2 == 0),
+    ("Cummax", "self"): lambda x: x.cummax(0)[0],
+    ("Cummin", "self"): lambda x: x.cummin(0)[0],
+    ("ReflectionPad1D", "self"): lambda x: F.pad(x, (1, 2), "reflect"),
+    ("ReflectionPad2D", "self"): lambda x: F.pad(x[None], (1, 2, 1, 0), "reflect"),
+    ("ReflectionPad3D", "self"): lambda x: F.pad(x.view(1, 2, 2, 6), (1, 2, 1, 0, 1, 1), "reflect"),
+    ("ReplicationPad1D", "self"): lambda x: F.pad(x, (1, 2), "replicate"),
+    ("ReplicationPad2D", "self"): lambda x: F.pad(x[None], (1, 2, 1, 0), "replicate"),
+    ("ReplicationPad3D", "self"): lambda x: F.pad(x.view(1, 2, 2, 6), (1, 2, 1, 0, 1, 1), "replicate"),
+    ("FractionalMaxPool2D", "self"): lambda x: F.fractional_max_pool2d(x[None], 2, (2, 3)),
+    ("FractionalMaxPool3D", "self"): lambda x: F.fractional_max_pool3d(x.view(1, 1, 2, 2, 6), 1, (1, 1, 3)),
+}
+
+
+@pytest.mark.parametrize("reader", READS_NO_VALUE, ids=".".join)
+def test_operations_that_read_the_shape_alone(reader: tuple[str, str]) -> None:
+    """Other values in the place of what is saved change no gradient."""
+
+    def gradient(change: float) -> torch.Tensor:
+        torch.manual_seed(0)
+        x = torch.randn(4, 6, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: t.detach(), lambda t: t + change if t.is_floating_point() else t
+        ):
+            y = READS_NO_VALUE[reader](x)
+        assert y.grad_fn.name() == f"{reader[0]}Backward0" and hasattr(y.grad_fn, f"_saved_{reader[1]}")
+        return torch.autograd.grad(y, x, torch.randn_like(y))[0]
+
+    assert TABLE[reader] == "shape" and gradient(0.0).any()
+    assert torch.equal(gradient(1e6), gradient(0.0)) and torch.equal(gradient(math.nan), gradient(0.0))
 
 
 SMOOTH = {
