@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from encke.capture.needs import MIN_BITS, NORMS
+from encke.capture.needs import MATMULS, MIN_BITS, NORMS
 from encke.capture.sites import Site
 from encke.codecs import Codec, ErrorBounded
 from encke.policies.comet.allocate import BITS, Memory, allocate
@@ -56,6 +56,8 @@ what all its samples have in common cancels in the gradient, and errors do not."
 FINEST = 1024
 """No bound is finer than the standard deviation over this, and none coarser than the standard deviation."""
 
+UNMEASURED = 4
+"""Fewest bits of the input of a weight whose gradient is not measured: weights that are computed from parameters."""
 COHERENCE = 6.0
 """Factor by which the part of a batch norm's error that lies along its input counts in the layer in front, whose own
 input that part is a linear function of. Measured: 5 for random images, 20 for smooth ones (docs/lab.md)."""
@@ -256,7 +258,8 @@ class Assessment:
                 add(each.tensor, errors, first_within(each.predicted, part * each.tolerated))
             for site, tensor in others:
                 share = before[order[id(tensor)]] / before[-1] if before[-1] > 0 else 1.0
-                floor = MIN_BITS.get((site.operation, site.slot), 0)
+                product = site.operation == "Convolution" or site.operation in MATMULS
+                floor = max(MIN_BITS.get((site.operation, site.slot), 0), UNMEASURED if product else 0)
                 errors = [error * share * gradient for error in distorted[site.place]]
                 add(tensor, errors, sum(bits < floor for bits in BITS))
             spare = CHEAP_SHARE * BITS[0] * sum(memory.values for memory in memories.values())

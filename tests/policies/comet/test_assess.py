@@ -22,6 +22,7 @@ from tests.policies.comet.trainings import (
     ROUNDINGS,
     WEIGHTS,
     last,
+    net,
     off,
     run,
     sgd,
@@ -235,3 +236,15 @@ def test_the_smallest_inputs_have_the_most_bits_from_the_second_step_on(spare, b
         assert rows["last"] == (f"{bits} bits" if step else "4 bits")
     rows = [row for row in handle.history if row["step"] == 10]
     assert {row["layer"]: row["bits"] for row in rows} == {"first": 2, "second": 2, "last": bits}
+
+
+def test_inputs_of_computed_weights_keep_four_bits() -> None:
+    """The error of such a weight's gradient is not measured: no limit could allow fewer."""
+    model = net(norm=False)
+    for layer in (3, 8):
+        nn.utils.parametrizations.weight_norm(model[layer])
+    optimizer = sgd(model)
+    handle = encke.attach(model, Comet(1e3, every=5), optimizer)
+    train(model, optimizer, 6)
+    bits = {row["layer"]: row["bits"] for row in handle.history if row["slot"] in ("input", "mat1")}
+    assert bits == {"0": 2, "3": 4, "5": 2, "8": 4}
