@@ -106,6 +106,12 @@ top_saved_tensors_hooks: Callable[[], tuple[Any, Any] | None] = functools.partia
 A partial object and no function: calling it makes no Python frame. Checked with 2.11 to 2.13.
 """
 
+saved_tensors_hooks_allowed: Callable[[], bool] = _find("_C._autograd._saved_tensors_hooks_is_enabled", "capture")
+"""Return whether hooks may be pushed: not inside `torch.autograd.graph.disable_saved_tensors_hooks`.
+
+Checked with 2.13; it is older than 2.11.
+"""
+
 functorch_interpreter: Callable[[], Any] = _find("_C._functorch.peek_interpreter_stack", "capture")
 """Return the torch.func transform that is running, None outside of one; they refuse saved-tensor hooks.
 

@@ -72,6 +72,13 @@ def test_hooks_are_pushed_seen_and_popped_thread_by_thread() -> None:
     assert x.grad is not None and x.grad.tolist() == [4.0] * 3  # each factor came back doubled
 
 
+def test_where_saved_tensor_hooks_are_refused_is_noticed() -> None:
+    assert internals.saved_tensors_hooks_allowed()
+    with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+        assert not internals.saved_tensors_hooks_allowed()
+    assert internals.saved_tensors_hooks_allowed()
+
+
 def test_torch_func_is_noticed() -> None:
     seen = []
 

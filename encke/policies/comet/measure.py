@@ -10,6 +10,7 @@ here: every figure stays a 0-dim tensor on its device until the step is assessed
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -283,7 +284,7 @@ class CometCollector:
             node.register_prehook(self._at_backward)
         if self.batches > 1:
             return
-        by_weight: dict[Tensor, list[WeightGradientSample]] = {}
+        found: list[WeightGradientSample] = []
         stack, seen = list(start), set()
         while stack:
             node = stack.pop()
@@ -294,19 +295,21 @@ class CometCollector:
             name = operation_name(node)
             if name in PRODUCTS:
                 for slot, saved in saved_by(node):
-                    found = self._sample_weight(node, slot, saved)
-                    if found is not None:
-                        by_weight.setdefault(found.weight, []).append(found)
+                    weight_sample = self._sample_weight(node, slot, saved)
+                    if weight_sample is not None:
+                        found.append(weight_sample)
             elif self.trials and name.endswith("BatchNorm"):
                 for _, saved in saved_by(node):
                     if saved.site.slot == "input" and saved.cell is not None and id(saved.cell) in self._stats:
                         self._sample_norm(node, saved)
         sharded = self.shards.by_whole() if self.shards is not None else {}
-        for samples in by_weight.values():
-            for weight_sample in samples:
-                weight_sample.uses = len(samples)
-                weight_sample.weight = sharded.get(id(weight_sample.weight), weight_sample.weight)
-        self.weight_samples = [weight_sample for samples in by_weight.values() for weight_sample in samples]
+        for each in found:
+            each.weight = sharded.get(id(each.weight), each.weight)
+        # Regions that are computed again in backward bring samples of their own.
+        self.weight_samples += found
+        uses = Counter(id(each.weight) for each in self.weight_samples)
+        for each in self.weight_samples:
+            each.uses = uses[id(each.weight)]
         self._stats.clear()
         self._probes.clear()
         if self._uses:
