@@ -91,6 +91,16 @@ def test_torch_func_is_noticed() -> None:
     assert internals.functorch_interpreter() is None and not internals.is_functorch_tensor(torch.ones(1))
 
 
+def test_gradients_that_are_several_as_one_are_noticed() -> None:
+    seen = []
+    x = torch.ones(3, requires_grad=True)
+    y = x.exp()
+    y.register_hook(lambda g: seen.append(internals.is_batched_gradient(g)))
+    torch.autograd.grad(y, x, torch.eye(3), is_grads_batched=True, retain_graph=True)
+    torch.autograd.grad(y, x, torch.ones(3))
+    assert seen == [True, False]
+
+
 def test_the_node_whose_backward_runs_is_known() -> None:
     names = []
     x = torch.ones(2, requires_grad=True)

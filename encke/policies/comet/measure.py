@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -31,12 +31,22 @@ from encke.policies.comet.products import PRODUCTS, WeightGradient, WeightProduc
 from encke.policies.comet.rates import decode_first
 from encke.policies.comet.shards import Shards
 from encke.policies.comet.stats import TensorStats, round_trip, upcast
-from encke.torch_internals import queue_backward_callback, saved_setting
+from encke.torch_internals import (
+    is_batched_gradient,
+    is_functorch_tensor,
+    queue_backward_callback,
+    saved_setting,
+)
 
 PROBE = 1 << 22
 """Values of an input whose error is kept until backward, where samples of the batch can stand for all."""
 ERRORS = GroupQuant(bits=4, seed=0x0E44)
 """Codec of such errors. Its own random numbers add 2 to 4 % to the mean square."""
+
+
+def single(gradient: Tensor | None) -> TypeGuard[Tensor]:
+    """Return whether there is a gradient, and not several as one tensor, as in a vectorised Jacobian."""
+    return gradient is not None and not is_batched_gradient(gradient) and not is_functorch_tensor(gradient)
 
 
 class ErrorProbe:
@@ -329,7 +339,7 @@ class CometCollector:
         weight_sample = WeightGradientSample(site, self._stats[id(cell)][1], product, probe, self.absolute)
 
         def hook(gradients: tuple[Tensor | None, ...]) -> None:
-            if gradients[0] is not None:
+            if single(gradients[0]):
                 weight_sample.measure(gradients[0].detach())
 
         node.register_prehook(hook)
@@ -344,7 +354,8 @@ class CometCollector:
 
         # Hooks must not hold nodes: a circle through the graph is not found before the graph behind it is gone.
         def hook(computed: tuple[Tensor | None, ...], gradients: tuple[Tensor | None, ...]) -> None:
-            norm_sample.measure(invstd, computed, gradients[0])
+            if single(gradients[0]):
+                norm_sample.measure(invstd, computed, gradients[0])
 
         node.register_hook(hook)
         self.norm_samples.append(norm_sample)

@@ -267,6 +267,25 @@ def test_layers_that_run_again_in_backward_belong_to_the_step(given: bool) -> No
     assert steps_of(handle) == [1, 5, 10]
 
 
+@pytest.mark.parametrize("how", ["is_grads_batched", "vmap"])
+def test_several_gradients_in_one_backward_are_not_measured(how: str) -> None:
+    model, x, rows = net(), BATCHES[0][0].clone().requires_grad_(), torch.eye(10)
+    optimizer = sgd(model)
+    handle = encke.attach(model, Comet(every=1), optimizer)
+    for _ in range(3):
+        optimizer.zero_grad()
+        y = model(x)
+        F.cross_entropy(y, BATCHES[0][1]).backward(retain_graph=True)
+        total = y.sum(0)
+        if how == "vmap":
+            torch.func.vmap(lambda row, y=total: torch.autograd.grad(y, x, row, retain_graph=True)[0])(rows)
+        else:
+            torch.autograd.grad(total, x, rows, is_grads_batched=True)
+        optimizer.step()
+    assert steps_of(handle) == [1, 2, 3]
+    assert {row["layer"] for row in weight_rows(handle, 3)} == set(WEIGHTS)
+
+
 def test_an_optimizer_that_never_steps_is_told_once() -> None:
     model = net()
     handle = encke.attach(model, Comet(), sgd(model))
