@@ -106,6 +106,12 @@ top_saved_tensors_hooks: Callable[[], tuple[Any, Any] | None] = functools.partia
 A partial object and no function: calling it makes no Python frame. Checked with 2.11 to 2.13.
 """
 
+saved_tensors_hooks_allowed: Callable[[], bool] = _find("_C._autograd._saved_tensors_hooks_is_enabled", "capture")
+"""Return whether hooks may be pushed: not inside `torch.autograd.graph.disable_saved_tensors_hooks`.
+
+Checked with 2.13; it is older than 2.11.
+"""
+
 functorch_interpreter: Callable[[], Any] = _find("_C._functorch.peek_interpreter_stack", "capture")
 """Return the torch.func transform that is running, None outside of one; they refuse saved-tensor hooks.
 
@@ -114,6 +120,12 @@ Checked with 2.11 to 2.13.
 
 is_functorch_tensor: Callable[[Tensor], bool] = _find("_C._functorch.is_functorch_wrapped_tensor", "fused layers")
 """Return whether a tensor belongs to a torch.func transform. Checked with 2.11 to 2.13."""
+
+is_batched_gradient: Callable[[Tensor], bool] = _find("_C._functorch.is_legacy_batchedtensor", "collection steps")
+"""Return whether a tensor stands for several gradients: those of `torch.autograd.grad(..., is_grads_batched=True)`.
+
+Checked with 2.13; it is older than 2.11.
+"""
 
 current_autograd_node: Callable[[], Any] = _find("_C._current_autograd_node", "capture")
 """Return the node whose backward is running on this thread, None outside of one. Checked with 2.11 to 2.13."""

@@ -72,6 +72,13 @@ def test_hooks_are_pushed_seen_and_popped_thread_by_thread() -> None:
     assert x.grad is not None and x.grad.tolist() == [4.0] * 3  # each factor came back doubled
 
 
+def test_where_saved_tensor_hooks_are_refused_is_noticed() -> None:
+    assert internals.saved_tensors_hooks_allowed()
+    with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+        assert not internals.saved_tensors_hooks_allowed()
+    assert internals.saved_tensors_hooks_allowed()
+
+
 def test_torch_func_is_noticed() -> None:
     seen = []
 
@@ -82,6 +89,16 @@ def test_torch_func_is_noticed() -> None:
     torch.func.grad(function)(torch.ones(2))
     assert seen == [(True, True)]
     assert internals.functorch_interpreter() is None and not internals.is_functorch_tensor(torch.ones(1))
+
+
+def test_gradients_that_are_several_as_one_are_noticed() -> None:
+    seen = []
+    x = torch.ones(3, requires_grad=True)
+    y = x.exp()
+    y.register_hook(lambda g: seen.append(internals.is_batched_gradient(g)))
+    torch.autograd.grad(y, x, torch.eye(3), is_grads_batched=True, retain_graph=True)
+    torch.autograd.grad(y, x, torch.ones(3))
+    assert seen == [True, False]
 
 
 def test_the_node_whose_backward_runs_is_known() -> None:

@@ -399,8 +399,10 @@ def unfrozen(site: Site, layer: Layer) -> bool:
 
 
 def unusual(t: Tensor) -> bool:
-    """Return whether a tensor is left alone: subclasses, sparse or quantized ones, negated views, meta tensors."""
-    return type(t) is not Tensor or t.layout != torch.strided or t.is_neg() or t.is_quantized or t.is_meta
+    """Return whether a tensor is left alone: a subclass, sparse, complex, negated, quantized or meta."""
+    if type(t) is not Tensor or t.layout != torch.strided:
+        return True
+    return t.is_complex() or t.is_neg() or t.is_quantized or t.is_meta
 
 
 def is_parameter_view(t: Tensor) -> bool:

@@ -21,6 +21,7 @@ from encke.torch_internals import (
     functorch_interpreter,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
+    saved_tensors_hooks_allowed,
     top_saved_tensors_hooks,
 )
 
@@ -226,7 +227,7 @@ class Passes:
 
 
 def may_push() -> bool:
-    """Return whether hooks may be pushed now: never above somebody else's, never under torch.func, which refuses."""
-    if top_saved_tensors_hooks() is not None:
+    """Return whether hooks may be pushed now: not above somebody else's, nor where they are refused (torch.func)."""
+    if top_saved_tensors_hooks() is not None or not saved_tensors_hooks_allowed():
         return False
     return functorch_interpreter() is None

@@ -102,6 +102,28 @@ def test_sparse_tensors_are_kept_as_they_are(to_sparse: Any) -> None:
         assert torch.equal(model.linear.weight.grad, plain)
 
 
+def test_complex_and_conjugated_tensors_are_kept_as_they_are() -> None:
+    class Spectrum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.weight = nn.Linear(64, 64), nn.Parameter(torch.randn(33, dtype=torch.cfloat))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = torch.fft.rfft(self.linear(x)) * self.weight
+            return (h * h.conj()).real.sqrt() + torch.fft.irfft(h.conj() * 2)[:, :33]
+
+    torch.manual_seed(0)
+    model, x = Spectrum(), torch.randn(128, 64)
+    model(x).square().mean().backward()
+    plain = [p.grad.clone() for p in model.parameters()]
+    handle = encke.attach(model, EXACT)
+    for _ in range(3):
+        model.zero_grad()
+        model(x).square().mean().backward()
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), plain, strict=True))
+    assert any("unusual" in row.operation for row in handle.report().sites)
+
+
 @pytest.mark.parametrize("policy", ["default", EXACT])
 def test_tangents_of_forward_mode_pass_through(policy: Any) -> None:
     torch.manual_seed(0)

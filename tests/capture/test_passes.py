@@ -68,6 +68,39 @@ def test_never_above_somebody_elses_hooks() -> None:
     assert seen and handle.report().forwards == 0
 
 
+def test_where_hooks_are_refused_the_model_is_left_alone() -> None:
+    plain, model, handle = twins()
+    x = batch()
+    with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+        model(x).sum().backward()
+    plain(x).sum().backward()
+    assert_same(grads_of(plain), grads_of(model))
+    assert handle.report().forwards == 0 and hooks_are_clear()
+
+
+def test_a_part_beside_a_transform_of_torch_func_can_be_attached() -> None:
+    class Transforms(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(x) + torch.func.grad(lambda t: t.sin().sum())(x).mean()
+
+    model, x = Transforms(), batch()
+    model(x).square().mean().backward()
+    plain = grads_of(model)
+    model.zero_grad()
+    with encke.attach(model, EXACT), pytest.raises(RuntimeError, match="saved tensor hooks"):
+        model(x)
+    assert hooks_are_clear()
+    encke.attach(model.net, EXACT)
+    for _ in range(3):
+        model.zero_grad()
+        model(x).square().mean().backward()
+        assert_same(plain, grads_of(model))
+
+
 def test_hooks_that_somebody_keeps_on_pass_everything_through() -> None:
     class Pushes(nn.Module):
         """Pushes hooks of its own and forgets to take them off."""

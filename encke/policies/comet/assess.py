@@ -73,7 +73,7 @@ class StepFigures:
     number: int
     spread: float
     norm: float
-    """Norm of the gradients after backward."""
+    """Norm of the gradients after backward, or as the optimizer got them where it left none; NaN if unknown."""
     scale: float
     """Norm of the gradients as the optimizer got them over that after backward."""
     collected: CometCollector
@@ -102,12 +102,13 @@ def figures_of(step: FinishedStep, norms: bool) -> StepFigures:
     tensor_rows = [[*map(fetch.add, each.tensors)] for each in stats]
     numbers = fetch.numbers()
     found = norm_figures(norm_samples, [numbers[i] for i in norm_rows]) if norm_samples else []
-    scaled = step.norm_at_step is not None and numbers[after]
+    # At the end of a backward of torch.autograd.grad, or one that steps as it goes, weights have no gradients.
+    left = collected.norm_after_backward is not None and numbers[after] != 0
     return StepFigures(
         number=step.number,
         spread=step.spread,
-        norm=numbers[after],
-        scale=numbers[at_step] / numbers[after] if scaled else 1.0,
+        norm=numbers[after] if left else numbers[at_step],
+        scale=numbers[at_step] / numbers[after] if left and step.norm_at_step is not None else 1.0,
         collected=collected,
         weights=[
             (each, each.figures([numbers[i] for i in row], numbers[momentum]))
@@ -232,7 +233,10 @@ class Assessment:
         squares = [each.sample.weight.numel() * each.tolerated**2 * each.sample.uses for each in weights]
         tolerated = {id(each.sample.weight): square for each, square in zip(weights, squares, strict=True)}
         total = sum(tolerated.values())
-        gradient = step.norm**2 / step.spread**2 if weights and math.isfinite(step.norm) else 1.0
+        # Where nobody knows the gradient, the momentum tells its size.
+        gradient = total / (MOMENTUM * sigma**2) if weights else 1.0
+        if weights and math.isfinite(step.norm):
+            gradient = step.norm**2 / step.spread**2
         allowed = SHARE * min(total if weights else math.inf, MOMENTUM * sigma**2 * gradient)
         order = {id(tensor): i for i, tensor in enumerate(step.tensors.values())}
         """Saved tensors in the order of the forward pass."""

@@ -10,10 +10,11 @@ here: every figure stays a 0-dim tensor on its device until the step is assessed
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -30,12 +31,22 @@ from encke.policies.comet.products import PRODUCTS, WeightGradient, WeightProduc
 from encke.policies.comet.rates import decode_first
 from encke.policies.comet.shards import Shards
 from encke.policies.comet.stats import TensorStats, round_trip, upcast
-from encke.torch_internals import queue_backward_callback, saved_setting
+from encke.torch_internals import (
+    is_batched_gradient,
+    is_functorch_tensor,
+    queue_backward_callback,
+    saved_setting,
+)
 
 PROBE = 1 << 22
 """Values of an input whose error is kept until backward, where samples of the batch can stand for all."""
 ERRORS = GroupQuant(bits=4, seed=0x0E44)
 """Codec of such errors. Its own random numbers add 2 to 4 % to the mean square."""
+
+
+def single(gradient: Tensor | None) -> TypeGuard[Tensor]:
+    """Return whether there is a gradient, and not several as one tensor, as in a vectorised Jacobian."""
+    return gradient is not None and not is_batched_gradient(gradient) and not is_functorch_tensor(gradient)
 
 
 class ErrorProbe:
@@ -283,7 +294,7 @@ class CometCollector:
             node.register_prehook(self._at_backward)
         if self.batches > 1:
             return
-        by_weight: dict[Tensor, list[WeightGradientSample]] = {}
+        found: list[WeightGradientSample] = []
         stack, seen = list(start), set()
         while stack:
             node = stack.pop()
@@ -294,19 +305,21 @@ class CometCollector:
             name = operation_name(node)
             if name in PRODUCTS:
                 for slot, saved in saved_by(node):
-                    found = self._sample_weight(node, slot, saved)
-                    if found is not None:
-                        by_weight.setdefault(found.weight, []).append(found)
+                    weight_sample = self._sample_weight(node, slot, saved)
+                    if weight_sample is not None:
+                        found.append(weight_sample)
             elif self.trials and name.endswith("BatchNorm"):
                 for _, saved in saved_by(node):
                     if saved.site.slot == "input" and saved.cell is not None and id(saved.cell) in self._stats:
                         self._sample_norm(node, saved)
         sharded = self.shards.by_whole() if self.shards is not None else {}
-        for samples in by_weight.values():
-            for weight_sample in samples:
-                weight_sample.uses = len(samples)
-                weight_sample.weight = sharded.get(id(weight_sample.weight), weight_sample.weight)
-        self.weight_samples = [weight_sample for samples in by_weight.values() for weight_sample in samples]
+        for each in found:
+            each.weight = sharded.get(id(each.weight), each.weight)
+        # Regions that are computed again in backward bring samples of their own.
+        self.weight_samples += found
+        uses = Counter(id(each.weight) for each in self.weight_samples)
+        for each in self.weight_samples:
+            each.uses = uses[id(each.weight)]
         self._stats.clear()
         self._probes.clear()
         if self._uses:
@@ -326,7 +339,7 @@ class CometCollector:
         weight_sample = WeightGradientSample(site, self._stats[id(cell)][1], product, probe, self.absolute)
 
         def hook(gradients: tuple[Tensor | None, ...]) -> None:
-            if gradients[0] is not None:
+            if single(gradients[0]):
                 weight_sample.measure(gradients[0].detach())
 
         node.register_prehook(hook)
@@ -341,7 +354,8 @@ class CometCollector:
 
         # Hooks must not hold nodes: a circle through the graph is not found before the graph behind it is gone.
         def hook(computed: tuple[Tensor | None, ...], gradients: tuple[Tensor | None, ...]) -> None:
-            norm_sample.measure(invstd, computed, gradients[0])
+            if single(gradients[0]):
+                norm_sample.measure(invstd, computed, gradients[0])
 
         node.register_hook(hook)
         self.norm_samples.append(norm_sample)

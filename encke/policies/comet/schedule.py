@@ -8,6 +8,7 @@ add variances.
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -21,10 +22,12 @@ from torch.optim import Optimizer
 from encke.policies.comet.measure import CometCollector
 from encke.policies.comet.momentum import DECAY, Averages, Momenta, gradient_norm
 from encke.policies.comet.shards import Shards, local_part
-from encke.torch_internals import active_ddp_module
+from encke.torch_internals import active_ddp_module, current_graph_task
 
 FIRST = 10
 """The second collection step, after step 1; each next one comes after twice as many steps, until `every` takes over."""
+IN_VAIN = 20
+"""Collections in a row that no step of the optimizer has ended, after which there is a warning."""
 AVERAGED_STEPS = 20
 """Steps before a collection step in which gradients are averaged, where the optimizer keeps no momentum."""
 
@@ -73,6 +76,10 @@ class CollectionSchedule:
         self.requested = False
         """Whether the next step collects, due or not."""
         self.open: CometCollector | None = None
+        self._outside = False
+        """Whether a forward pass of the step that is going on began outside of backward."""
+        self._in_vain = 0
+        """Collections in a row that no step of the optimizer has ended."""
         self.averages = Averages()
         self.averaging = False
         self.optimizer = optimizer
@@ -151,7 +158,15 @@ class CollectionSchedule:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def begin_pass(self) -> CometCollector | None:
-        """Return the collector of the training forward pass that begins; None outside of collection steps."""
+        """Return the collector of the training forward pass that begins; None outside of collection steps.
+
+        A pass that begins while backward runs computes a region again, as checkpoints and reversible layers do. It
+        belongs to the step that is going on, unless all that the step does is in such regions.
+        """
+        outside = current_graph_task() == -1
+        if self._outside and not outside:
+            return self.open
+        self._outside = outside
         if self.optimizer is None:
             self._close(None)
             self.updates += 1
@@ -166,6 +181,14 @@ class CollectionSchedule:
                 collector.batches += 1
                 return collector
             # The optimizer's step was left out, as a gradient scaler does after an overflow: begin anew.
+            self._in_vain += 1
+            if self._in_vain == IN_VAIN:
+                warnings.warn(
+                    f"encke: {IN_VAIN} forward passes in a row were measured for nothing, because the optimizer given "
+                    "to attach did not step: attach with the one that does, or without one",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
         elif not (self.requested or self.due(step)):
             return None
         self.open = self.policy.collector()
@@ -217,6 +240,7 @@ class CollectionSchedule:
 
     def _after_step(self, optimizer: Optimizer, *arguments: Any) -> None:
         self.updates += 1
+        self._in_vain, self._outside = 0, False
         self._close(self._norm_at_step)
 
     def _close(self, norm_at_step: Tensor | None) -> None:

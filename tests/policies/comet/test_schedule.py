@@ -174,6 +174,128 @@ def test_an_overflow_that_the_scaler_skips_delays_the_collection() -> None:
     assert {row["layer"] for row in weight_rows(handle)} == set(WEIGHTS)
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_do_not_come_from_backward_count_as_if_they_did(to_none: bool) -> None:
+    """torch.autograd.grad leaves no gradients at the end of its backward: the weights get them later."""
+    histories = []
+    for by_hand in (False, True):
+        model = net()
+        optimizer = sgd(model)
+        handle = encke.attach(model, Comet(every=5), optimizer)
+        for step in range(1, 11):
+            x, y = BATCHES[step % 4]
+            optimizer.zero_grad(set_to_none=to_none)
+            loss = F.cross_entropy(model(x), y)
+            if by_hand:
+                gradients = torch.autograd.grad(loss, list(model.parameters()))
+                for p, gradient in zip(model.parameters(), gradients, strict=True):
+                    p.grad = gradient
+            else:
+                loss.backward()
+            optimizer.step()
+        assert steps_of(handle) == [1, 5, 10]
+        histories.append(handle.history)
+    assert histories[0] == histories[1]
+
+
+def test_optimizers_that_step_in_backward_leave_the_momentum_to_go_by() -> None:
+    """A handle that was attached first averages gradients before they are gone."""
+    chosen = []
+    for in_backward in (False, True):
+        model = net()
+        handle = encke.attach(model, Comet(every=5))
+        for p in model.parameters() if in_backward else ():
+
+            def step_now(p: nn.Parameter) -> None:
+                with torch.no_grad():
+                    p -= 0.02 * p.grad
+                p.grad = None
+
+            p.register_post_accumulate_grad_hook(step_now)
+        for step in range(1, 12):
+            x, y = BATCHES[step % 4]
+            model.zero_grad()
+            (1e-3 * F.cross_entropy(model(x), y)).backward()  # settings do not depend on the scale of the loss
+            for p in model.parameters() if not in_backward else ():
+                with torch.no_grad():
+                    p -= 0.02 * p.grad
+        assert steps_of(handle) == [1, 5, 10]
+        chosen.append([row["bits"] for row in handle.history if row["step"] == 10])
+    assert len(chosen[0]) == len(chosen[1])
+    assert max(abs(a - b) for a, b in zip(*chosen, strict=True)) <= 1
+    assert abs(sum(chosen[0]) - sum(chosen[1])) <= 2
+
+
+class Recomputed(torch.autograd.Function):
+    """Keeps the input of a layer alone and runs the layer again in backward, as reversible layers do."""
+
+    @staticmethod
+    def forward(ctx, x, layer, *weights):
+        ctx.save_for_backward(x)
+        ctx.layer, ctx.weights = layer, weights
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.layer(x)
+        gradients = torch.autograd.grad(y, (x, *ctx.weights), g)
+        return gradients[0], None, *gradients[1:]
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["optimizer", "no optimizer"])
+def test_layers_that_run_again_in_backward_belong_to_the_step(given: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net(norm=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x, again = self.net[:3](x), self.net[3:7]
+            return self.net[7:](Recomputed.apply(x, again, *again.parameters()))
+
+    model = Model()
+    optimizer = sgd(model) if given else None
+    handle = encke.attach(model, Comet(every=5), optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, 11)
+    for step in (1, 5, 10):
+        assert {row["layer"] for row in weight_rows(handle, step)} == {f"net.{layer}" for layer in WEIGHTS}
+    assert steps_of(handle) == [1, 5, 10]
+
+
+@pytest.mark.parametrize("how", ["is_grads_batched", "vmap"])
+def test_several_gradients_in_one_backward_are_not_measured(how: str) -> None:
+    model, x, rows = net(), BATCHES[0][0].clone().requires_grad_(), torch.eye(10)
+    optimizer = sgd(model)
+    handle = encke.attach(model, Comet(every=1), optimizer)
+    for _ in range(3):
+        optimizer.zero_grad()
+        y = model(x)
+        F.cross_entropy(y, BATCHES[0][1]).backward(retain_graph=True)
+        total = y.sum(0)
+        if how == "vmap":
+            torch.func.vmap(lambda row, y=total: torch.autograd.grad(y, x, row, retain_graph=True)[0])(rows)
+        else:
+            torch.autograd.grad(total, x, rows, is_grads_batched=True)
+        optimizer.step()
+    assert steps_of(handle) == [1, 2, 3]
+    assert {row["layer"] for row in weight_rows(handle, 3)} == set(WEIGHTS)
+
+
+def test_an_optimizer_that_never_steps_is_told_once() -> None:
+    model = net()
+    handle = encke.attach(model, Comet(), sgd(model))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(model, None, 45)
+    assert len([w for w in caught if "did not step" in str(w.message)]) == 1
+    assert handle.history == []
+
+
 @pytest.mark.parametrize("given", [True, False], ids=["optimizer without momentum", "no optimizer"])
 def test_averages_recover_from_one_bad_gradient(given: bool) -> None:
     model = net()
