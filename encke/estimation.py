@@ -450,16 +450,9 @@ def forecast(small: Trial, large: Trial) -> Forecast:
         if not highest or line.fixed > highest[-1].fixed:
             highest.append(line)
     names = [[(row.layer, row.operation, row.slot) for row in trial.sites] for trial in (small, large)]
-    sites = (
-        [
-            tuple(
-                Line.through(batches, sizes)
-                for sizes in ((a.saved_bytes, b.saved_bytes), (a.packed_bytes, b.packed_bytes))
-            )
-            for a, b in zip(small.sites, large.sites, strict=True)
-            if a.saved_bytes  # others share memory that is counted elsewhere
-        ]
-        if names[0] == names[1]
-        else []
-    )
+    sites: list[tuple[Line, Line]] = []
+    for low_row, high_row in zip(small.sites, large.sites, strict=True) if names[0] == names[1] else ():
+        if low_row.saved_bytes:  # else it shares memory that is counted at another site
+            packed = Line.through(batches, (low_row.packed_bytes, high_row.packed_bytes))
+            sites.append((Line.through(batches, (low_row.saved_bytes, high_row.saved_bytes)), packed))
     return Forecast(Line.through(batches, (small.held, large.held)), tuple(highest), tuple(sites))

@@ -284,7 +284,7 @@ def test_a_senseless_option_is_named(options, words, capsys):
     assert words in capsys.readouterr().err
 
 
-def test_a_rehearsal_at_the_same_batch_comes_before_the_measurement(monkeypatch):
+def test_a_rehearsal_of_the_same_steps_comes_before_the_measurement(monkeypatch):
     asked: list[dict[str, object]] = []
 
     class Answers:
@@ -299,11 +299,11 @@ def test_a_rehearsal_at_the_same_batch_comes_before_the_measurement(monkeypatch)
 
         def ask(self, **request: object) -> dict[str, object]:
             asked.append(request)
-            return {"failed": "out of memory"} if self.batch > 4 and "trial" in request else {"peak_bytes": 1}
+            return {"failed": "out of memory"} if self.batch > 4 and "first" in request else {"peak_bytes": 1}
 
     monkeypatch.setattr("encke.bench.estimate.Child", Answers)
     task = Task("cnn", "default", "fp32", 4, 32, 1, "cpu")
-    assert measure_task(task) == {"peak_bytes": 1} and asked == [{"trial": 4}, {"measure": True}]
+    assert measure_task(task) == {"peak_bytes": 1} and asked == [{"first": task.warm}, {"measure": True}]
     assert measure_task(replace(task, batch=8)) == {"failed": "out of memory"}
 
 

@@ -67,12 +67,13 @@ def estimate(
 
 
 def measure_task(task: Task) -> dict[str, Any]:
-    """Measure one training in a new process, after a rehearsal.
+    """Measure one training in a new process, after a rehearsal of its first steps.
 
-    Kernels and libraries that are loaded at this batch only take tens of megabytes, and are not the training's own.
+    What they load, such as kernels for the bits that the policy sets, takes tens of megabytes, and is not the
+    training's own.
     """
     with Child(task) as child:
-        rehearsal = child.ask(trial=task.batch)
+        rehearsal = child.ask(first=task.warm)
         return rehearsal if "failed" in rehearsal else child.ask(measure=True)
 
 
