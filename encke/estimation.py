@@ -195,7 +195,9 @@ def estimate(
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
         training = Training(model, optimizer, example, loss or default_loss)
         small, large = BATCHES
-        with progress("estimate", (1 + STEPS) * (small + large), unit="samples") as advance:
+        shown = progress("estimate", (1 + STEPS) * (small + large), unit="samples")
+        # Elsewhere the lines would come into the output of the caller's program.
+        with shown if sys.stderr.isatty() else nullcontext(lambda samples: None) as advance:
             plain = training.run(small, None, advance), training.run(large, None, advance)
             top = training.run(large, policy, advance)
             packed = training.run(small, policy, advance, top.decisions), top

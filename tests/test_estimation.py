@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -235,6 +236,16 @@ def test_models_that_cannot_be_copied_are_refused():
     model.last = model(torch.randn(2, 2))
     with pytest.raises(RuntimeError, match="Linear cannot be copied .* earlier steps"):
         encke.estimate(model, torch.randn(2, 2))
+
+
+def test_a_terminal_alone_shows_progress(monkeypatch, capsys):
+    shown: list[int] = []
+    monkeypatch.setattr("encke.estimation.progress", lambda *given, **named: nullcontext(shown.append))
+    encke.estimate(network(), torch.randn(2, 64))
+    assert shown == [] and capsys.readouterr() == ("", "")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    encke.estimate(network(), torch.randn(2, 64))
+    assert shown == [4, 8, 24, 12]
 
 
 def test_a_profiler_at_work_is_an_error():
