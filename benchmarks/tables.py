@@ -401,6 +401,19 @@ def time_to_accuracy() -> str:
     return markdown(["method", "batch", "reached", "epochs", "seconds", "best accuracy"], rows)
 
 
+def estimates() -> str:
+    """Expected and measured peaks, plain and with Encke."""
+    rows = []
+    for name in dict.fromkeys(row["model"] for row in read(ESTIMATES)):
+        mine = [row for row in read(ESTIMATES) if row["model"] == name]
+        sizes = [f"{int(row[column]) / 1e6:.1f} MB" for row in mine for column in ("expected_bytes", "peak_bytes")]
+        offs = [f"{float(row['off_percent']):+.1f} %" for row in mine]
+        rows.append([f"{name}, {mine[0]['batch']} x {mine[0]['size']}", *sizes[:2], offs[0], *sizes[2:], offs[1]])
+    heads = ["", "plain, expected", "measured", "off by", "Encke, expected", "measured", "off by"]
+    return markdown(heads, rows)
+
+
+ESTIMATES = "estimate_cpu.csv"
 ACCURACY = "same_memory_accuracy_cpu.csv"
 SAME = ("same_memory_cpu.csv", "same_memory_small_cpu.csv")
 
@@ -441,6 +454,7 @@ TABLES = {
     "evidence-cifar-earlier": Table(
         ("accuracy_cifar_h200.csv",), lambda: evidence("accuracy_cifar_h200.csv", "default", "`Comet(sigma=0.3)`")
     ),
+    "estimates": Table((ESTIMATES,), estimates),
     "scaling": Table(("scaling_cpu.csv",), scaling),
     "same-memory": Table(SAME, lambda: same_memory(*SAME)),
     "time-to-accuracy": Table((ACCURACY,), time_to_accuracy),

@@ -7,30 +7,36 @@ import gc
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import SGD, AdamW, Optimizer
 
 from encke.api import attach, check_optimizer, unwrapped
 from encke.capture.hooks import SMALL
 from encke.capture.ledger import Tally
+from encke.capture.negligible import SHARE, TOGETHER
 from encke.policies.base import Policy
+from encke.policies.presets import as_policy
+from encke.report import Row
 from encke.tools.allocations import Allocations, Part
+from encke.tools.progress import progress
 from encke.tools.units import size
 from encke.torch_internals import pytree
 
 BATCHES = (4, 8)
 """The two batches that are run."""
-STEPS = 2
-"""Steps with Encke: in the first it learns what is saved and sets the bits; the second is an ordinary one."""
+STEPS = 3
+"""Steps with Encke: in two it learns what is saved, and packs some of it twice; the third is an ordinary one."""
 BEGIN = "begin"
 """Mark at the beginning of a step."""
 Loss = Callable[[nn.Module, Any], Tensor]
+Mark = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -59,14 +65,28 @@ class Forecast:
     """Bytes kept for backward: saved by autograd, or packed by Encke."""
     peaks: tuple[Line, ...]
     """Bytes alive at most during those operations that decide the peak at some batch."""
+    sites: tuple[tuple[Line, Line], ...] = ()
+    """Bytes of each tensor before and after packing; `held` and `peaks` are for batches at which all are packed."""
 
     def held_bytes(self, batch: int) -> int:
         """Return the bytes kept for backward at a batch."""
-        return self.held.at(batch)
+        return self.held.at(batch) + self._unpacked(batch)
 
     def peak_bytes(self, batch: int) -> int:
         """Return the expected peak of ordinary steps at a batch: weights, data, gradients, optimizer, other tensors."""
-        return max(line.at(batch) for line in self.peaks)
+        return max(line.at(batch) for line in self.peaks) + self._unpacked(batch)
+
+    def _unpacked(self, batch: int) -> int:
+        """Return the bytes that packing does not save at this batch: small and negligible tensors are not packed."""
+        sizes = sorted((saved.at(batch), packed.at(batch)) for saved, packed in self.sites)
+        total, taken, more = sum(saved for saved, _ in sizes), 0, 0
+        for saved, packed in sizes:
+            if saved >= SMALL:
+                taken += saved
+                if saved > SHARE * total or taken > TOGETHER * total:
+                    break
+            more += saved - packed
+        return more
 
     def largest_batch(self, memory: int) -> int:
         """Return the largest batch whose peak is at most `memory` bytes; 0 if one sample does not fit."""
@@ -130,13 +150,14 @@ def estimate(
 ) -> Estimate:
     """Estimate the memory of training `model`, plain and with Encke, and the largest batch that fits.
 
-    A copy of the model runs on the CPU, three whole steps at a batch of 4 and three at 8: one plain, two with Encke.
+    A copy of the model runs on the CPU, four whole steps at a batch of 4 and four at 8: one plain, three with Encke.
     Their memory, operation by operation, is extrapolated linearly in the batch. Model and optimizer stay as they are.
 
     Args:
         model: The model to train, before `torch.compile`.
         example: A batch: a tensor, a tuple of arguments, or a dict of keyword arguments of the model. Samples lie along
-            the first dimension; they are repeated as needed, so that one is enough.
+            the first dimension; they are repeated as needed, so that one is enough. With 8 the bits are closer to
+            those of a training.
         batch: The batch that `print` shows; that of the example unless given.
         memory: A cap in bytes, for which `print` shows the largest batch.
         optimizer: "adamw", "sgd" (with momentum), or the optimizer of the training.
@@ -149,9 +170,9 @@ def estimate(
 
     Raises:
         RuntimeError: The model does not run on the example, or a profiler of torch is at work.
-        TypeError: An argument has the wrong type.
-        ValueError: The model is compiled or without values, the example has no samples, or `batch` or
-            `memory` is below 1.
+        TypeError: An argument has the wrong type, or the loss is none.
+        ValueError: The model is compiled or without values, the example has no samples, there is no such preset, or
+            `batch` or `memory` is below 1.
 
     Example:
         >>> import torch, encke
@@ -163,16 +184,23 @@ def estimate(
         True
     """
     optimizer = unwrapped(optimizer)
-    check(model, optimizer, policy)
+    check(model, optimizer, policy, loss)
+    example = dict(example) if isinstance(example, Mapping) else example
     batch = samples_of(example) if batch is None else batch
     for name, value in (("batch", batch), ("memory", memory)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise TypeError(f"{name} must be a whole number, got {value!r}")
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
         training = Training(model, optimizer, example, loss or default_loss)
-        plain, packed = ([training.run(n, each, n / batch) for n in BATCHES] for each in (None, policy))
+        small, large = BATCHES
+        shown = progress("estimate", (1 + STEPS) * (small + large), unit="samples")
+        # Elsewhere the lines would come into the output of the caller's program.
+        with shown if sys.stderr.isatty() else nullcontext(lambda samples: None) as advance:
+            plain = training.run(small, None, advance), training.run(large, None, advance)
+            top = training.run(large, policy, advance)
+            packed = training.run(small, policy, advance, top.decisions), top
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return Estimate(
         batch,
@@ -185,18 +213,22 @@ def estimate(
     )
 
 
-def check(model: Any, optimizer: Any, policy: Any) -> None:
-    """Refuse models that cannot be copied and run, and what is no optimizer."""
+def check(model: Any, optimizer: Any, policy: Any, loss: Any) -> None:
+    """Refuse models that cannot be copied and run, and what is no optimizer, policy or loss."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"estimate takes a torch.nn.Module, got {type(model).__name__}")
-    if isinstance(optimizer, str):
-        if optimizer not in ("adamw", "sgd"):
-            raise ValueError(f'optimizer must be "adamw", "sgd" or a torch.optim.Optimizer, got {optimizer!r}')
-        optimizer = None
-    check_optimizer(optimizer, policy, "estimate(model, example, optimizer=optimizer)", model)
+    if (optimizer is None or isinstance(optimizer, str)) and optimizer not in ("adamw", "sgd"):
+        raise ValueError(f'optimizer must be "adamw", "sgd" or a torch.optim.Optimizer, got {optimizer!r}')
+    given = None if isinstance(optimizer, str) else optimizer
+    check_optimizer(given, policy, "estimate(model, example, optimizer=optimizer)", model)
+    as_policy(policy)
+    if loss is not None and not callable(loss):
+        raise TypeError(f"loss must be a function of model and batch, got {type(loss).__name__}")
     tensors = list(chain(model.parameters(), model.buffers()))
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameters to train")
+    if any(map(is_lazy, tensors)):
+        raise ValueError("this model has lazy layers without a shape: run one forward pass first")
     if any(tensor.is_meta for tensor in tensors):
         raise ValueError("this model has no values (device meta): build it on the CPU, or call model.to_empty first")
     if any("_orig_mod" in module._modules or module._compiled_call_impl is not None for module in model.modules()):
@@ -208,6 +240,8 @@ def samples_of(example: Any) -> int:
     tensors = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor) and leaf.dim()]
     if not tensors or not len(tensors[0]):
         raise ValueError("the example has no samples: pass a tensor, a tuple or a dict of tensors, samples first")
+    if any(tensor.is_meta for tensor in tensors):
+        raise ValueError("the example has no values (device meta): pass tensors of the CPU or a GPU")
     return len(tensors[0])
 
 
@@ -222,7 +256,7 @@ def resized(example: Any, batch: int) -> Any:
         leaf = leaf.detach().cpu()
         return leaf[rows] if leaf.dim() and len(leaf) == samples else leaf
 
-    return pytree.tree_map(resize, dict(example) if isinstance(example, Mapping) else example)
+    return pytree.tree_map(resize, example)
 
 
 def default_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -242,6 +276,15 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
     return torch.stack(means).sum()
 
 
+def check_loss(value: Any) -> None:
+    """Refuse what `backward` cannot start from."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"loss must return a tensor, the loss alone, got {type(value).__name__}")
+    if value.numel() != 1 or not value.requires_grad:
+        what = "no gradient" if value.numel() == 1 else f"the shape {tuple(value.shape)}"
+        raise ValueError(f"loss must return one number with a gradient, got a tensor with {what}")
+
+
 @dataclass
 class Trial:
     """Figures of the steps at one batch."""
@@ -253,6 +296,10 @@ class Trial:
     """Bytes of the optimizer's state."""
     parts: list[Part]
     """Forward, backward up to each gradient, and optimizer of the last step."""
+    sites: list[Row]
+    """What is packed, and what is not, in the last step."""
+    decisions: dict[str, Any] | None
+    """State of the handle, with the bits."""
 
 
 class Saved:
@@ -285,38 +332,44 @@ class Training:
     example: Any
     loss: Loss
 
-    def run(self, batch: int, policy: Policy | str | None, scale: float) -> Trial:
+    def run(
+        self,
+        batch: int,
+        policy: Policy | str | None,
+        advance: Callable[[int], None],
+        decisions: dict[str, Any] | None = None,
+    ) -> Trial:
         """Run whole steps of a copy of the model at a batch, plain if there is no policy.
 
-        Packs a tensor if it would be packed at the batch to be estimated: `min_bytes` is multiplied by `scale`.
+        Every tensor is packed, as at a large batch; with the bits of another trial if its decisions are given.
+        `advance` is told how many samples were run.
         """
         gc.collect()
         with Allocations() as allocations:
             twin, chosen = copied(self.model, self.optimizer)
             data = resized(self.example, batch)
-            handle = None if policy is None else attach(twin, policy, chosen, min_bytes=max(1, round(SMALL * scale)))
+            handle = None if policy is None else attach(twin, policy, chosen, min_bytes=1)
+            if handle is not None and decisions is not None:
+                handle.load_state_dict(decisions)
             saved = Saved(twin)
             for name, parameter in twin.named_parameters():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(lambda _, name=name: allocations.mark(name))
-            try:
-                for _ in range(1 if handle is None else STEPS):
-                    allocations.mark(BEGIN)
-                    with saved if handle is None else nullcontext():
-                        value = self.loss(twin, data)
-                    allocations.mark("forward")
-                    value.backward()
-                    del value
-                    allocations.mark("backward")
+            steps = 1 if handle is None else STEPS
+            for _ in range(steps):
+                allocations.mark(BEGIN)
+                self.gradients(twin, data, saved if handle is None else nullcontext(), allocations.mark)
+                try:
                     chosen.step()
-                    chosen.zero_grad(set_to_none=True)
-                    allocations.mark("optimizer")
-            except Exception as error:
-                raise RuntimeError(
-                    f"the model does not train on {batch} samples of the example ({type(error).__name__}: {error}); "
-                    "pass an example that the model takes, or loss=, a function of model and batch"
-                ) from error
-            held = saved.bytes if handle is None else handle.report().packed_bytes
+                except Exception as error:
+                    raise RuntimeError(
+                        f"{type(chosen).__name__} does not step ({type(error).__name__}: {error}); "
+                        'pass optimizer="adamw" or "sgd"'
+                    ) from error
+                chosen.zero_grad(set_to_none=True)
+                allocations.mark("optimizer")
+            report, state_dict = (None, None) if handle is None else (handle.report(), handle.state_dict())
+        advance(steps * batch)
         tensors = [leaf for leaf in pytree.tree_leaves(list(chosen.state.values())) if isinstance(leaf, Tensor)]
         state = sum(tensor.nbytes for tensor in tensors)
         begins = [number for number, part in enumerate(allocations.parts) if part.name == BEGIN]
@@ -325,7 +378,36 @@ class Training:
             # Plain steps are alike but for the state, which the optimizer makes at the end of the first.
             if handle is None and part.name != "optimizer":
                 part.peaks = [peak + state for peak in part.peaks]
-        return Trial(batch, held, state, last)
+        held = saved.bytes if report is None else report.packed_bytes
+        return Trial(batch, held, state, last, [] if report is None else list(report.sites), state_dict)
+
+    def gradients(self, twin: nn.Module, data: Any, around: AbstractContextManager[None], mark: Mark) -> None:
+        """Run forward, in a context, and backward.
+
+        Raises:
+            RuntimeError: Model or loss do not run on the example.
+        """
+        try:
+            with around:
+                value = self.loss(twin, data)
+        except Exception as error:
+            raise not_trained(samples_of(data), error) from error
+        check_loss(value)
+        mark("forward")
+        try:
+            value.backward()
+        except Exception as error:
+            raise not_trained(samples_of(data), error) from error
+        del value
+        mark("backward")
+
+
+def not_trained(batch: int, error: Exception) -> RuntimeError:
+    """Return an error that says why model and loss do not run."""
+    return RuntimeError(
+        f"the model does not train on {batch} samples of the example ({type(error).__name__}: {error}); "
+        "pass an example that the model takes in batches of any size, or loss=, a function of model and batch"
+    )
 
 
 def copied(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Optimizer]:
@@ -336,7 +418,15 @@ def copied(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Optimizer]:
         memo[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().to("cpu", copy=True)
-    twin = copy.deepcopy(model, memo).train()
+    try:
+        twin = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise RuntimeError(
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}); "
+            "take what it keeps of earlier steps off it, or build it anew"
+        ) from error
+    if not twin.training:  # else single layers may be in evaluation on purpose, such as frozen norms
+        twin.train()
     if isinstance(optimizer, Optimizer):
         memo[id(optimizer.state)] = defaultdict(dict)
         return twin, copy.deepcopy(optimizer, memo)
@@ -361,4 +451,10 @@ def forecast(small: Trial, large: Trial) -> Forecast:
     for line in lines:
         if not highest or line.fixed > highest[-1].fixed:
             highest.append(line)
-    return Forecast(Line.through(batches, (small.held, large.held)), tuple(highest))
+    names = [[(row.layer, row.operation, row.slot) for row in trial.sites] for trial in (small, large)]
+    sites: list[tuple[Line, Line]] = []
+    for low_row, high_row in zip(small.sites, large.sites, strict=True) if names[0] == names[1] else ():
+        if low_row.saved_bytes:  # else it shares memory that is counted at another site
+            packed = Line.through(batches, (low_row.packed_bytes, high_row.packed_bytes))
+            sites.append((Line.through(batches, (low_row.saved_bytes, high_row.saved_bytes)), packed))
+    return Forecast(Line.through(batches, (small.held, large.held)), tuple(highest), tuple(sites))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import encke
-from encke.bench.children import measure as measure_task
+from encke.bench.children import Child
 from encke.bench.models import MODELS, build, loss_of, synthetic_batch
 from encke.bench.options import Options, parse_bytes
 from encke.bench.rows import blank_row, title
@@ -31,7 +32,7 @@ def estimate(
 ) -> None:
     """Estimate the memory of a training and its largest batch, plain and with Encke, without training.
 
-    Runs three steps at a batch of 4 and three at 8 on the CPU, in fp32, and extrapolates to the batch.
+    Runs four steps at a batch of 4 and four at 8 on the CPU, in fp32, and extrapolates to the batch.
     `encke.estimate(model, example)` does the same for a model of your own.
 
     Args:
@@ -54,7 +55,7 @@ def estimate(
     sizes.plan(() if batch is None else (batch,))
     tasks = {each: Task(name, each, "fp32", batch or info.batch, length, 1, "cpu") for each in ("plain", "default")}
     task = tasks["plain"]
-    data = synthetic_batch(info, 1, length, "cpu")
+    data = synthetic_batch(info, max(encke.estimation.BATCHES), length, "cpu")
     try:
         found = encke.estimate(build(name, length), data, task.batch, cap, info.optimizer, loss_of)
     except RuntimeError as error:
@@ -63,6 +64,17 @@ def estimate(
     note(str(found))
     if measure:
         show_measured([found.plain.peak_bytes(task.batch), found.encke.peak_bytes(task.batch)], tasks)
+
+
+def measure_task(task: Task) -> dict[str, Any]:
+    """Measure one training in a new process, after a rehearsal of its first steps.
+
+    What they load, such as kernels for the bits that the policy sets, takes tens of megabytes, and is not the
+    training's own.
+    """
+    with Child(task) as child:
+        rehearsal = child.ask(first=task.warm)
+        return rehearsal if "failed" in rehearsal else child.ask(measure=True)
 
 
 def show_measured(expected: list[int], tasks: dict[str, Task]) -> None:

@@ -153,6 +153,8 @@ class Gauge:
         if self.cuda:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
+        else:
+            process.release_freed_memory()
 
 
 class Training:

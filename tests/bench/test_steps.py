@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from encke.bench.steps import Task, Training
+from encke.bench.steps import Gauge, Task, Training
 from encke.integrations.logits import DeferringLinear
+from encke.tools import process
 
 TASK = {"model": "llama_small", "precision": "fp32", "batch": 4, "size": 128, "steps": 1, "device": "cpu"}
 
@@ -19,6 +20,13 @@ def losses(method: str, **options: bool) -> tuple[Training, list[float]]:
         training.step()
         found.append(training.loss.item())
     return training, found
+
+
+def test_memory_that_is_free_does_not_count_as_in_use(monkeypatch):
+    released: list[bool] = []
+    monkeypatch.setattr(process, "release_freed_memory", lambda: released.append(True))
+    Gauge("cpu").settle()
+    assert released == [True]
 
 
 def test_a_loss_in_chunks_is_the_loss():

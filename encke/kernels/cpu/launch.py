@@ -6,8 +6,10 @@ Kernels are serial and do not hold the GIL. A task is a number of whole groups.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
+import mmap
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +24,7 @@ from encke.kernels.formats import MASK32
 
 MIN_TASK = 1 << 16  # values: less is not worth waking a thread for
 MAX_TASK = 1 << 18
+HUGE = 1 << 22  # bytes: as numpy does, smaller tensors are not worth huge pages
 QUICK = 4  # kernels without a search take so many times as many values in a task
 
 CARRIER = {
@@ -92,11 +95,23 @@ def nan_and_limit(dtype: torch.dtype) -> tuple[Any, np.floating]:
     return nan, (np.float64 if dtype == torch.float64 else np.float32)(torch.finfo(dtype).max)
 
 
+@functools.cache
+def advise() -> Callable[[int, int, int], int] | None:
+    """Return the system's `madvise`; None where there are no huge pages to ask for."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    return function
+
+
 def huge_empty(numel: int, dtype: torch.dtype) -> Tensor:
-    """Allocate through numpy, which asks for huge pages, as torch does not: page faults would take most of the time."""
-    if numel == 0:  # numpy gives empty arrays strides that torch cannot view
-        return torch.empty(0, dtype=dtype)
-    return torch.from_numpy(np.empty(numel, np.bool_ if dtype == torch.bool else CARRIER[dtype])).view(dtype)
+    """Allocate and ask for huge pages, which torch does not: page faults would take most of the time."""
+    out = torch.empty(numel, dtype=dtype)
+    if out.nbytes >= HUGE and (ask := advise()) is not None:
+        first = -(-out.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        ask(first, out.data_ptr() + out.nbytes - first, mmap.MADV_HUGEPAGE)  # refused: then without
+    return out
 
 
 def seed_halves(seed: int) -> tuple[np.uint32, np.uint32]:

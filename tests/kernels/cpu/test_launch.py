@@ -15,6 +15,7 @@ import torch
 
 from encke.kernels import BoundedFormat
 from encke.kernels.formats import NEAREST
+from encke.tools.allocations import Allocations
 
 cpu = pytest.importorskip("encke.kernels.cpu", reason="needs numba")
 launch = pytest.importorskip("encke.kernels.cpu.launch", reason="needs numba")
@@ -79,3 +80,13 @@ def test_after_a_fork() -> None:
     child.kill()
     assert theirs is not None, "the child hangs"
     assert theirs == [bytes(t.view(torch.uint8).numpy()) for t in (meta, payload, decoded)]
+
+
+def test_decoded_tensors_are_memory_of_torch() -> None:
+    """Whoever records torch's allocator sees them, as `encke.estimate` does; the larger ones ask for huge pages."""
+    for numel in (0, 1000, 2_000_000):
+        with Allocations() as allocations:
+            out = launch.huge_empty(numel, torch.float32).fill_(1)
+            assert out.shape == (numel,) and out.dtype == torch.float32
+            del out
+        assert allocations.alive == ([4 * numel, 0] if numel else [])
