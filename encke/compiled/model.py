@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 
 from encke.capture.hooks import Capture, keep, unpack
 from encke.capture.modules import inside_compile
+from encke.capture.needs import CHECKPOINT
 from encke.capture.passes import may_push
 from encke.capture.sites import Site
 from encke.codecs import Codec, GroupQuant
@@ -84,7 +85,7 @@ class CompiledModel:
         self.packs = False
         """Whether a forward pass has packed something; one with a smaller batch or fewer layers may have nothing to."""
         self.exact = False
-        """Whether the policy asked for exact values of something that could be packed."""
+        """Whether something that could be packed is exact by the policy's choice, or as the input of a checkpoint."""
         self.measured = False
         """Whether queries and keys have been measured, under a policy without collection steps."""
         self.stale = False
@@ -238,6 +239,7 @@ class CompiledModel:
         if t.dtype == torch.bool:
             return Packing(Form.MASK, sites)
         if t.dtype not in FLOATS or needs & {"exact", "weight", "recomputed"}:
+            self.exact = self.exact or any((site.operation, site.slot) == CHECKPOINT for site in sites)
             return Packing(Form.KEPT, sites)
         if needs == {"shape"}:
             return Packing(Form.SHAPE, sites)
