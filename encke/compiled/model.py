@@ -47,8 +47,9 @@ ERROR_NESTED_COMPILE = (
 )
 ERROR_NOTHING_PACKED = (
     "encke: this compiled model ran its first training step and packed nothing. Either its backend does not go through "
-    "AOTAutograd (backend='eager'), or all that it saves is smaller than 16 KiB (min_bytes of attach), held by "
-    "somebody else, or to be kept exact. Attach the model without torch.compile, or detach() it."
+    "AOTAutograd (backend='eager'), or dynamo compiles nothing (it warns of its recompile_limit), or all that it saves "
+    "is smaller than 16 KiB (min_bytes of attach), held by somebody else, or to be kept exact. Attach the model "
+    "without torch.compile, or detach() it."
 )
 
 _graph_ids = itertools.count()
@@ -111,7 +112,8 @@ class CompiledModel:
             return self.call(*args, **kwargs)
         self.calling = True
         try:
-            return self.forward(*args, **kwargs)
+            with aot.room_for_pairs():
+                return self.forward(*args, **kwargs)
         finally:
             self.calling = False
 
