@@ -16,8 +16,8 @@ import importlib
 import inspect
 import sys
 import types
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -357,6 +357,26 @@ def aot_graph_compile() -> types.ModuleType:
     if list(parameters) != AOT_ARGUMENTS and not passes_on:
         raise unsupported(f"{module.__name__}.{AOT_INLINE}", use)
     return module
+
+
+def skip_code(code: types.CodeType) -> None:
+    """Have dynamo run calls of this code as they are, and never compile them. Checked with 2.11 to 2.13."""
+    _module("torch._dynamo.decorators", ("skip_code",), "hooks of compiled models").skip_code(code)
+
+
+@contextmanager
+def recompile_limit(times: int) -> Iterator[None]:
+    """Let dynamo keep this many times as many compiled variants of a function, within the context.
+
+    Checked with 2.11 to 2.13.
+    """
+    config = _module("torch._dynamo.config", ("recompile_limit",), "compiled models")
+    limit = config.recompile_limit
+    config.recompile_limit = limit * times
+    try:
+        yield
+    finally:
+        config.recompile_limit = limit
 
 
 def without_modes() -> AbstractContextManager[Any]:

@@ -17,12 +17,13 @@ import itertools
 import types
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.fx import Graph, GraphModule
 
-from encke.torch_internals import AOT_INLINE, aot_graph_compile, top_saved_tensors_hooks
+from encke.torch_internals import AOT_INLINE, aot_graph_compile, recompile_limit, skip_code, top_saved_tensors_hooks
 
 if TYPE_CHECKING:
     from encke.compiled.model import CompiledModel
@@ -47,11 +48,23 @@ their address and keeps its compiled code beyond `detach`. If a pair were freed,
 dynamo would run the graph of the earlier one. A pair holds two graphs of one node and no tensor."""
 
 
+def room_for_pairs() -> AbstractContextManager[None]:
+    """Let dynamo keep as many compiled variants of a function for each pair of hooks as it usually keeps in all.
+
+    It tells pairs apart, also those of detached models, and from its limit on it would compile nothing more.
+    """
+    return recompile_limit(len(_pairs)) if len(_pairs) > 1 else nullcontext()
+
+
 def calling(function: Callable[[Any], Any]) -> GraphModule:
     """Return a function as a graph that calls it: torch.compile writes such hooks into the graphs it compiles."""
     graph = Graph()
     graph.output(graph.call_function(function, (graph.placeholder("x"),)))
-    return GraphModule(nn.Module(), graph)
+    module = GraphModule(nn.Module(), graph)
+    # Between the graphs of a model autograd calls both for each tensor: dynamo would compile them for each kind.
+    for code in (module.forward.__code__, function.__code__):
+        skip_code(code)
+    return module
 
 
 class InlinePatch:

@@ -8,10 +8,12 @@ again is then taken out by its rules (recompute.py).
 
 from __future__ import annotations
 
+import operator
+
 from torch.fx import Node
 
 from encke.compiled.names import COMPARISONS, TRANSPARENT, is_relu, name_of, operation_of, root_of
-from encke.compiled.pair import Pair
+from encke.compiled.pair import Pair, write_in
 
 
 def save_instead_of_recompute(pair: Pair) -> None:
@@ -29,7 +31,8 @@ def _recomputed(pair: Pair, lossy: set[Node]) -> Node | None:
     """For each value computed from a lossy one, the operations between the two."""
     for node in pair.backward.nodes:
         sources = [source for source in node.all_input_nodes if source in between]
-        if not sources or node in lossy:
+        # A checkpointed region has a reader's need of its own: where its inputs are lossy, the user asked for that.
+        if not sources or node in lossy or node in pair.regions:
             continue
         transparent = name_of(node.target) in TRANSPARENT
         if transparent or node in pair.recomputed:
@@ -49,34 +52,39 @@ def _recomputed(pair: Pair, lossy: set[Node]) -> Node | None:
 def _first_step(pair: Pair, node: Node, own: str | None, between: dict[Node, frozenset[str]]) -> Node:
     """Return the value that the reader's own steps, views and casts begin with."""
     while True:
-        transparent = name_of(node.target) in TRANSPARENT
-        if not transparent and (node not in pair.recomputed or root_of(operation_of(node)) != own):
+        # Of an operation with several results each is a value of its own.
+        step = node.all_input_nodes[0] if node.target is operator.getitem else node
+        transparent = name_of(step.target) in TRANSPARENT
+        if not transparent and (step not in pair.recomputed or root_of(operation_of(step)) != own):
             return node
-        node = next(source for source in node.all_input_nodes if between.get(source))
+        node = next(source for source in step.all_input_nodes if between.get(source))
 
 
 def _save_result(pair: Pair, node: Node, lossy: set[Node]) -> None:
     """Save what `node` recomputes, or the result of comparing it if that is all that is read."""
-    made = pair.names[node.name]
     readers = list(node.users)
     if all(name_of(reader.target) in COMPARISONS for reader in readers):
-        for reader in readers:
-            _save_comparison(pair, reader, made)
+        readers = [reader for reader in readers if not _save_comparison(pair, reader)]
+    if not readers:
         return
+    made = pair.made_in_forward(node)
+    assert made is not None, "a recomputed value is one of the forward graph's"
     placeholder = pair.inputs[made.name] if made in pair.saved else pair.save(made)
     node.replace_all_uses_with(placeholder)
     if pair.may_be_lossy(made):
         lossy.add(placeholder)
 
 
-def _save_comparison(pair: Pair, reader: Node, made: Node) -> None:
-    """Move a comparison of what `made` computes into the forward graph, and save its result."""
-    with pair.forward.inserting_after(made):
-        compared = pair.forward.call_function(reader.target, (made, *reader.args[1:]))  # type: ignore[arg-type]
-    compared.meta = {**reader.meta}
+def _save_comparison(pair: Pair, reader: Node) -> bool:
+    """Make a comparison in the forward graph and save its result; return whether both operands are there."""
+    operands = {node: pair.made_in_forward(node) for node in reader.all_input_nodes}
+    if None in operands.values():
+        return False
+    compared = write_in(pair.forward, reader, operands)  # type: ignore[arg-type]
     pair.data.add(compared)
     reader.replace_all_uses_with(pair.save(compared))
     pair.backward.erase_node(reader)
+    return True
 
 
 def _compare_in_forward(pair: Pair) -> None:
@@ -84,13 +92,13 @@ def _compare_in_forward(pair: Pair) -> None:
     for made in list(pair.saved):
         if not pair.may_be_lossy(made):
             continue
-        readers = pair.readers_behind(pair.inputs[made.name])
-        comparisons = [node for node, _ in readers if name_of(node.target) in COMPARISONS]
+        readers = dict(pair.readers_behind(pair.inputs[made.name]))
+        comparisons = [node for node in readers if name_of(node.target) in COMPARISONS and node not in pair.regions]
         alone = len(comparisons) == len(readers)
         for node in comparisons:
             keeps_zeros = is_relu(made) and name_of(node.target) in ("le", "gt") and node.args[1] == 0
             if (alone or not keeps_zeros) and node.args[0] is pair.inputs[made.name]:
-                _save_comparison(pair, node, made)
+                _save_comparison(pair, node)
 
 
 def drop_unread(pair: Pair) -> None:

@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 
 from encke.capture.hooks import Capture, keep, unpack
 from encke.capture.modules import inside_compile
+from encke.capture.needs import CHECKPOINT
 from encke.capture.passes import may_push
 from encke.capture.sites import Site
 from encke.codecs import Codec, GroupQuant
@@ -46,8 +47,9 @@ ERROR_NESTED_COMPILE = (
 )
 ERROR_NOTHING_PACKED = (
     "encke: this compiled model ran its first training step and packed nothing. Either its backend does not go through "
-    "AOTAutograd (backend='eager'), or all that it saves is smaller than 16 KiB (min_bytes of attach), held by "
-    "somebody else, or to be kept exact. Attach the model without torch.compile, or detach() it."
+    "AOTAutograd (backend='eager'), or dynamo compiles nothing (it warns of its recompile_limit), or all that it saves "
+    "is smaller than 16 KiB (min_bytes of attach), held by somebody else, or to be kept exact. Attach the model "
+    "without torch.compile, or detach() it."
 )
 
 _graph_ids = itertools.count()
@@ -84,7 +86,7 @@ class CompiledModel:
         self.packs = False
         """Whether a forward pass has packed something; one with a smaller batch or fewer layers may have nothing to."""
         self.exact = False
-        """Whether the policy asked for exact values of something that could be packed."""
+        """Whether something that could be packed is exact by the policy's choice, or as the input of a checkpoint."""
         self.measured = False
         """Whether queries and keys have been measured, under a policy without collection steps."""
         self.stale = False
@@ -110,7 +112,8 @@ class CompiledModel:
             return self.call(*args, **kwargs)
         self.calling = True
         try:
-            return self.forward(*args, **kwargs)
+            with aot.room_for_pairs():
+                return self.forward(*args, **kwargs)
         finally:
             self.calling = False
 
@@ -238,6 +241,7 @@ class CompiledModel:
         if t.dtype == torch.bool:
             return Packing(Form.MASK, sites)
         if t.dtype not in FLOATS or needs & {"exact", "weight", "recomputed"}:
+            self.exact = self.exact or any((site.operation, site.slot) == CHECKPOINT for site in sites)
             return Packing(Form.KEPT, sites)
         if needs == {"shape"}:
             return Packing(Form.SHAPE, sites)

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from encke.capture.encoding import limits_of
-from encke.capture.needs import need_of
+from encke.capture.needs import CHECKPOINT, need_of
 from encke.capture.sites import Need, Site
 
 # Operations of the backward graph that read saved tensors: argument -> (operation, slot) as in eager mode.
@@ -262,7 +262,15 @@ class SiteNames:
         operand = self._operand(made, reader)
         return operand[0].args[1] if operand is not None else None
 
-    def site_of(self, made: Node, reader: Node, source: Node, differentiable: bool, parameter: bool = False) -> Site:
+    def site_of(
+        self,
+        made: Node,
+        reader: Node,
+        source: Node,
+        differentiable: bool,
+        parameter: bool = False,
+        region: bool = False,
+    ) -> Site:
         """Return where and for whom a tensor is saved.
 
         Args:
@@ -271,10 +279,11 @@ class SiteNames:
             source: The node that the reader has as its argument: the tensor, or what is a view of it.
             differentiable: Whether the tensor needs a gradient.
             parameter: Whether it is computed from parameters and constants alone.
+            region: Whether the reader belongs to a checkpointed region, which is computed again from the tensor.
         """
         t, read = value(made), value(source)
         layer, call = self._call(reader, made)
-        names = self._operation_and_slot(made, reader, source)
+        names = [CHECKPOINT] if region else self._operation_and_slot(made, reader, source)
         operation, slot = names[0] if names else (operation_of(reader), "?")
         need: Need = "exact"
         if len(names) == 1:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import CheckpointPolicy
 
 from encke.capture.hooks import SMALL
 from encke.capture.sites import Site
@@ -25,6 +26,9 @@ from encke.compiled.names import (
     value,
 )
 from encke.kernels import FLOATS
+
+DRAWN_AGAIN = ("run_with_rng_state", "graphsafe_run_with_rng_state")
+"""Operations of backward graphs that run another one with the random numbers of the forward pass."""
 
 
 class Pair:
@@ -63,13 +67,15 @@ class Pair:
         self.others = [n for n in saved if n not in self.saved]
         """Sizes and the like."""
         self.names = {node.name: node for node in forward.nodes}
-        self.recomputed = {
-            node
-            for node in backward.nodes
-            if node.op == "call_function" and node.name in self.names and self.names[node.name].target == node.target
-        }
+        self.recomputed = {node for node in backward.nodes if is_same(node, self.names.get(node.name))}
         """Nodes of the backward graph that the forward graph has as well: recomputed."""
-        self.inputs = {node.name: node for node in backward.find_nodes(op="placeholder")}
+        self.regions = {node for node in backward.nodes if is_in_region(node)}
+        """Nodes of the backward graph that a region of `torch.utils.checkpoint` computes again."""
+        placeholders = backward.find_nodes(op="placeholder")
+        self.inputs = {node.name: node for node in placeholders}
+        # States of random generators, which a checkpointed region begins with, have other names in the backward graph.
+        sizes = sum(isinstance(value(node), torch.SymInt) for node in self.others if isinstance(node, Node))
+        self.inputs |= {n.name: placeholder for n, placeholder in zip(self.saved, placeholders[sizes:], strict=False)}
         self.first = self.inputs[self.saved[0].name] if self.saved else None
         """The first placeholder that stands for a saved tensor: sizes come before it."""
         self.new_sizes: list[Node] = []
@@ -137,6 +143,23 @@ class Pair:
         self.inputs[made.name] = self.first = placeholder
         return placeholder
 
+    def made_in_forward(self, node: Node) -> Node | None:
+        """Return the node of the forward graph that gives what a node of the backward graph does; None without one.
+
+        A view, or one of an operation's results, that the backward graph alone has is added.
+        """
+        if node in self.recomputed:
+            return self.names[node.name]
+        if node.op == "placeholder":
+            return next((made for made in self.saved if self.inputs[made.name] is node), None)
+        sources = {source: self.made_in_forward(source) for source in node.all_input_nodes}
+        if name_of(node.target) not in TRANSPARENT or None in sources.values():
+            return None
+        made = write_in(self.forward, node, sources)  # type: ignore[arg-type]
+        for known in (self.data, self.from_inputs, self.differentiable):
+            known |= {made} if known & set(sources.values()) else set()
+        return made
+
     def readers_behind(self, placeholder: Node) -> list[tuple[Node, Node]]:
         """Return (reader, what it reads) for all who read a saved tensor, behind views, casts and recomputed steps.
 
@@ -149,7 +172,8 @@ class Pair:
             for user in node.users:
                 if user in self.copies:
                     continue
-                if user.op == "output" or (user not in self.recomputed and name_of(user.target) not in TRANSPARENT):
+                passes = user in self.recomputed or name_of(user.target) in TRANSPARENT
+                if user.op == "output" or user in self.regions or not passes:
                     readers.append((user, node))
                 elif user not in seen:
                     seen.add(user)
@@ -161,7 +185,7 @@ class Pair:
         """Return the site of each reader of a saved tensor, in the order of `readers_behind`."""
         pairs = self.readers_behind(self.inputs[made.name])
         known = (made in self.differentiable, made not in self.from_inputs)
-        return [self.site_names.site_of(made, *pair, *known) for pair in pairs]
+        return [self.site_names.site_of(made, *pair, *known, pair[0] in self.regions) for pair in pairs]
 
     def in_backward(self, made: Node, numbers: Sequence[Any], kind: str) -> list[Any]:
         """Return sizes or strides of a saved tensor as the backward graph knows them."""
@@ -238,6 +262,26 @@ class Pair:
         self.forward.eliminate_dead_code()
         self.forward.lint()
         self.backward.lint()
+
+
+def write_in(graph: Graph, node: Node, operands: dict[Node, Node]) -> Node:
+    """Write a node of another graph into this one, behind the nodes that take the place of its operands."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    with graph.inserting_after(max(operands.values(), key=order.__getitem__)):
+        return graph.node_copy(node, operands.__getitem__)
+
+
+def is_same(node: Node, made: Node | None) -> bool:
+    """Return whether a node of the backward graph is that of the forward graph, by target and names of operands."""
+    if node.op != "call_function" or made is None or made.target != node.target:
+        return False
+    return [each.name for each in made.all_input_nodes] == [each.name for each in node.all_input_nodes]
+
+
+def is_in_region(node: Node) -> bool:
+    """Return whether a user's checkpoint has a node computed again: it says so, or draws its random numbers again."""
+    asked = node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    return node.op == "call_function" and (asked or name_of(node.target) in DRAWN_AGAIN)
 
 
 def storage(t: Tensor) -> StorageWeakRef:

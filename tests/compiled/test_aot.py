@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 import encke
 from encke import api
@@ -165,3 +167,35 @@ def test_another_torch_is_named_and_nothing_is_left_attached(monkeypatch: pytest
     model, handle = attached()
     gradients(model, images())
     handle.detach()
+
+
+class Recurrent(nn.Module):
+    """Dynamo leaves an LSTM to eager mode, and with it what the LSTM saves to the hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.lstm = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32)), nn.LSTM(32, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.head(x)
+        torch._dynamo.graph_break()
+        return self.lstm(x)[0]
+
+
+def test_hooks_between_graphs_are_not_compiled_themselves() -> None:
+    compiled, x = compile(Recurrent(), fullgraph=False), torch.randn(8, 16, 64)
+    counters.clear()
+    with encke.attach(compiled, TWO, min_bytes=1):
+        compiled(x).sum().backward()
+    # The head, what follows the break, and no hook for each kind of tensor.
+    assert counters["frames"]["total"] < 5
+
+
+def test_a_process_may_attach_any_number_of_models_of_a_class() -> None:
+    limit = torch._dynamo.config.recompile_limit
+    for _ in range(limit + 2):
+        model, handle = attached()
+        with handle:
+            gradients(model, images())
+            assert handle.report().ratio > 1.2
+        assert torch._dynamo.config.recompile_limit == limit
