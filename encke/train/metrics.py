@@ -123,19 +123,16 @@ class StepTimer:
         return statistics.median(self.means) if self.means else None
 
 
-def memory_now(device: torch.device) -> int | None:
-    """Return the bytes allocated on the GPU, or resident in this process."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else memory("VmRSS")
-
-
 def memory_is_exact(device: torch.device) -> bool:
     """Return whether freed memory goes back at once: on the CPU only with the allocator settings `ALLOCATOR`."""
     return device.type == "cuda" or all(name in os.environ for name in ALLOCATOR)
 
 
 def memory_held(device: torch.device) -> int | None:
-    """Return the memory now, where differences of it mean something."""
-    return memory_now(device) if memory_is_exact(device) else None
+    """Return the bytes allocated on the GPU, or resident in this process where differences of that mean something."""
+    if not memory_is_exact(device):
+        return None
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else memory("VmRSS")
 
 
 def memory_peak(device: torch.device) -> int | None:
@@ -299,11 +296,13 @@ class Log:
 def opening(run: Run) -> str:
     """Return the first line that a training shows."""
     settings, total = run.settings, run.total_steps
-    count = sum(p.numel() for p in run.model.parameters()) / 1e6
+    count = sum(p.numel() for p in run.model.parameters())
+    parameters = f"{count / 1e6:.1f} M" if count >= 1e5 else f"{count:,}"
     processes = f"{run.world.size} processes, " if run.world.size > 1 else ""
+    epochs = f"{total / run.steps_per_epoch:.4g}"
     text = (
-        f"{settings.model.name} ({count:.1f} M parameters) on {settings.data.kind}, {len(run.data.train):,} samples: "
-        f"{total / run.steps_per_epoch:.4g} epochs, {total:,} steps of {settings.batch}, {processes}"
+        f"{settings.model.name} ({parameters} parameters) on {settings.data.kind}, {len(run.data.train):,} samples: "
+        f"{epochs} epoch{'' if epochs == '1' else 's'}, {total:,} steps of {settings.batch}, {processes}"
         f"policy {settings.policy.name}, into {settings.out}"
     )
     return text + (f"; goes on after step {run.progress.step}" if run.progress.step else "")
@@ -331,7 +330,7 @@ def step_line(run: Run, step_seconds: float, seconds: float) -> dict[str, Any]:
         "lr": run.optimizer.param_groups[0]["lr"],
         "per_second": run.items_per_step / step_seconds,
         "step_seconds": step_seconds,
-        "memory_bytes": memory_now(run.world.device),
+        "memory_bytes": memory_held(run.world.device),
         "peak_bytes": run.progress.peak_bytes,
         **byte_counts(run.handle.report() if run.handle is not None else None),
         "seconds": seconds,

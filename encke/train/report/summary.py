@@ -302,9 +302,10 @@ def alone(run: Run) -> str:
             f"what autograd saves for the backward pass takes {size(packed)} instead of {size(saved)}"
             f" ({smaller(saved, packed)}, counted by Encke). "
         )
-    peak = figures["step_peak_bytes"] if figures["peak_bytes"] is None else figures["peak_bytes"]
-    if peak is not None:
-        words += f"The measured peak is {size(peak)}. "
+    if run.on_cpu and figures["step_peak_bytes"] is not None:
+        words += f"The measured peak of all tensors in one step is {size(figures['step_peak_bytes'])}. "
+    elif figures["peak_bytes"] is not None:
+        words += f"The measured peak is {size(figures['peak_bytes'])}{' of the process' if run.on_cpu else ''}. "
     return words + "Without a plain run (policy.name none) of the same model and data there is nothing to compare with."
 
 
