@@ -323,7 +323,12 @@ def summary(runs: Sequence[Run]) -> Section:
 
 
 def warnings(runs: Sequence[Run]) -> Section:
-    return Section("Warnings", tuple(f"{run.name}: {text}" for run in runs for text in run.warnings))
+    """Return the warnings of all runs, each once with the runs that it is about."""
+    about: dict[str, list[str]] = {}
+    for run in runs:
+        for text in run.warnings:
+            about.setdefault(text, []).append(run.name)
+    return Section("Warnings", tuple(f"{', '.join(names)}: {text}" for text, names in about.items()))
 
 
 def run_table(runs: Sequence[Run]) -> Table:
