@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import encke
-from encke.tools.errors import UsageError
+from encke.tools.errors import UsageError, first_line
 from encke.tools.step_memory import StepRecorder
 from encke.tools.terminal import note
 from encke.train import tensorboard
-from encke.train.checkpoint import RunFolder, first_line
+from encke.train.checkpoint import RunFolder
 from encke.train.data.order import Batch, Source
 from encke.train.data.sources import batches
 from encke.train.distributed import StopSignal, World

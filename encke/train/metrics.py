@@ -22,7 +22,7 @@ from encke.tools.step_memory import StepRecorder
 from encke.tools.units import duration, size
 from encke.torch_internals import profiler_enabled
 from encke.train.checkpoint import MEMORY, METRICS, RESULT, SITES, TENSORBOARD, RunFolder
-from encke.train.display import Display
+from encke.train.display import Display, loss_text
 from encke.train.settings import Settings, code_options
 from encke.train.tensorboard import TensorBoard
 
@@ -395,7 +395,7 @@ def closing(result: dict[str, Any], settings: Settings) -> str:
     if result["validation_accuracy"] is not None:
         words.append(f"validation accuracy {100 * result['validation_accuracy']:.2f} %")
     elif result["validation_loss"] is not None:
-        words.append(f"validation loss {result['validation_loss']:.4f}")
+        words.append(f"validation loss {loss_text(result['validation_loss'])}")
     words.append(duration(result["seconds"]))
     if result["peak_bytes"] is not None:
         words.append(f"peak {size(result['peak_bytes'])}")

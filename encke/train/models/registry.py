@@ -128,7 +128,7 @@ def own_network(model: Model, classes: int) -> nn.Module:
         raise UsageError(f"{where}: model.{name} does not change a model of your own; do that where it is built")
     network = own_code.call(own_code.load(model.name, where), where, classes=classes, num_classes=classes)
     if not isinstance(network, nn.Module):
-        raise UsageError(f"{where} must return a torch.nn.Module, got a {type(network).__name__}")
+        raise UsageError(f"{where} must return a torch.nn.Module, got {type(network).__name__}")
     if not any(parameter.requires_grad for parameter in network.parameters()):
         raise UsageError(f"{where}: the model has no parameters to train")
     return network
@@ -153,6 +153,8 @@ def vision_network(model: Model, classes: int, channels: int, side: int | None) 
         network = library.get_model(model.name, num_classes=classes, weights=None, **options)
     except TypeError:
         raise UsageError(f"model.dropout: {model.name} has no dropout that can be set") from None
+    except AssertionError as error:
+        raise UsageError(f"model.name {model.name} takes no images of {side} pixels ({error}): set data.size") from None
     if model.stem == "cifar":
         small_stem(network, model.name)
     if channels != 3:
