@@ -55,9 +55,11 @@ def train(arguments: Sequence[str]) -> None:
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
+        more = (n for n in range(settings.accumulate + 1, settings.batch + 1) if settings.batch % n == 0)
+        parts = next(more, settings.batch)
         raise UsageError(
             f"out of memory ({first_line(error)}): make batch smaller, or keep it and add up the gradients of smaller "
-            f"parts of it with --accumulate {2 * settings.accumulate}"
+            f"parts of it with --accumulate {parts}"
         ) from None
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         end(code)

@@ -37,7 +37,7 @@ def live_line(line: dict[str, Any], steps: int, epochs: float, left: float, unit
     """Return a line of metrics that fits the width: bar, epoch and time left, then as many figures as there is room."""
     done = round(BAR * line["step"] / steps)
     end = f"{duration(left)} left"
-    text = f"[{'#' * done}{'-' * (BAR - done)}] epoch {line['epoch']:.2f} of {epochs:g}"
+    text = f"[{'#' * done}{'-' * (BAR - done)}] epoch {line['epoch']:.2f} of {epochs:.4g}"
     figures = [f"loss {loss_text(line['loss'])}"]
     if line["accuracy"] is not None:
         figures.append(f"{100 * line['accuracy']:.1f} %")
@@ -76,7 +76,7 @@ class Display:
     def step(self, metrics: dict[str, Any], left: float) -> None:
         """Show a line of metrics, with the seconds that are left."""
         if not self.quiet:
-            place = f"step {metrics['step']} of {self.steps}, epoch {metrics['epoch']:.2f} of {self.epochs:g}"
+            place = f"step {metrics['step']} of {self.steps}, epoch {metrics['epoch']:.2f} of {self.epochs:.4g}"
             text = f"{place}: {figures(metrics, self.unit)}, {duration(left)} left"
             if self.line.live:
                 text = live_line(metrics, self.steps, self.epochs, left, self.unit, self.line.width)
@@ -91,7 +91,9 @@ class Display:
             words.append(f"validation loss {loss_text(metrics['validation_loss'])}")
         if metrics["validation_accuracy"] is not None:
             words.append(f"accuracy {100 * metrics['validation_accuracy']:.2f} %")
-        self.say(f"epoch {metrics['epoch']:g} of {self.epochs:g}: {', '.join(words)} ({duration(metrics['seconds'])})")
+        self.say(
+            f"epoch {metrics['epoch']:.4g} of {self.epochs:.4g}: {', '.join(words)} ({duration(metrics['seconds'])})"
+        )
 
     def ratios(self, step: int, found: dict[str, float]) -> None:
         """Show the ratio of every convolution in a step, under names that are repeated now and then."""

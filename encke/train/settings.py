@@ -296,7 +296,8 @@ def load(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise UsageError(f"{path}: too many brackets within brackets") from None
     if tree is not None and not isinstance(tree, dict):
-        raise UsageError(f"{path}: a recipe holds fields and values (epochs: 10), this is a {type(tree).__name__}")
+        given = "a list" if isinstance(tree, list) else repr(tree)
+        raise UsageError(f"{path}: a recipe holds fields and values (epochs: 10), got {given}")
     of_run = path.name == SETTINGS or text.startswith(FIRST_LINE)
     if of_run and (not tree or (text.startswith(FIRST_LINE) and not text.endswith(f"{LAST_LINE}\n"))):
         raise UsageError(

@@ -38,6 +38,13 @@ def test_a_loss_that_has_diverged_has_few_digits():
     assert [loss_text(each) for each in (1.23456, 1.5e35, float("nan"))] == ["1.2346", "1.5e+35", "nan"]
 
 
+def test_a_part_of_an_epoch_has_four_digits(capsys):
+    display = Display(2, 2 / 31, "images", quiet=False)
+    metrics = {"epoch": 2 / 31, "train_loss": 2.0, "train_accuracy": None, "validation_loss": None, "seconds": 1.0}
+    display.epoch({**metrics, "validation_accuracy": None})
+    assert capsys.readouterr().out == "epoch 0.06452 of 0.06452: train loss 2.0000 (1 s)\n"
+
+
 def test_a_wide_terminal_shows_every_figure():
     text = live_line(LINE, 500_000, 100.0, 5, "images", 200)
     assert "loss 1.2346, 76.5 %, ratio 14.3x, peak 123.40 GB, 12,346 images/s, 5 s left" in text

@@ -142,10 +142,10 @@ def vision_network(model: Model, classes: int, channels: int, side: int | None) 
         raise UsageError(f"model.name {model.name}: {error}") from None
     known = [name for name in library.list_models(module=library) if not name.startswith("inception")]
     if model.name not in known:
-        hint = suggestion(model.name, [*known, *OURS, "gpt"])
-        raise UsageError(
-            f"there is no model {model.name!r}; {hint or 'resnet18, vgg16, densenet121, ... of torchvision.models'}"
-        )
+        hint = suggestion(model.name, [*known, *OURS, "gpt"]) or "choose one of torchvision.models, such as resnet18"
+        if model.name.endswith(".py"):
+            hint = f"name a function in the file, such as {model.name}:build"
+        raise UsageError(f"there is no model {model.name!r}; {hint}")
     options: dict[str, Any] = {} if model.dropout is None else {"dropout": model.dropout}
     if side is not None and model.name.startswith("vit_"):
         options["image_size"] = side
