@@ -43,7 +43,7 @@ def demo(image: int = 128, batch: int = 24, epochs: int = 2, seed: int = 0, out:
 
     Args:
         image: Pixels along a side of the photos.
-        batch: Photos in a step.
+        batch: Photos in a step. With few or small ones, little is saved for backward.
         epochs: Passes over the digits.
         seed: Seed of the digits' weights and order, and of the choice of those held out.
         out: The folder for results.json, report.html and the digits' runs.

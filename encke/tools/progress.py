@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from encke.tools.units import duration
 T = TypeVar("T")
 PAUSE = 10.0
 """Seconds between plain lines."""
+SLOW = 5.0
+"""Seconds after which a block that should be quick says why it is not."""
 CLEAR = "\r\033[K"
 
 
@@ -47,6 +50,20 @@ class StatusLine:
         """Remove the live line."""
         if self.live:
             print(CLEAR, end="", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def told_when_slow(text: str) -> Iterator[None]:
+    """Show a line if the block takes more than `SLOW` seconds."""
+    line = StatusLine()
+    timer = threading.Timer(SLOW, line.show, (text, True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        line.clear()
 
 
 @contextmanager

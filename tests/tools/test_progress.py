@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+import threading
 
 import pytest
 
 from encke.tools import progress
-from encke.tools.progress import StatusLine, track
+from encke.tools.progress import StatusLine, told_when_slow, track
 
 
 class Terminal(io.StringIO):
@@ -48,3 +49,19 @@ def test_the_line_is_cleared_when_the_work_fails(monkeypatch):
         advance(3)
         raise ZeroDivisionError
     assert screen.getvalue().endswith("\r\033[K")
+
+
+def wait_for_timers(*_):
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.join()
+
+
+def test_a_slow_block_says_what_it_does_and_a_quick_one_nothing(capsys, monkeypatch):
+    with told_when_slow("quick"):
+        pass
+    monkeypatch.setattr(progress, "SLOW", 0.0)
+    with told_when_slow("compiling"):
+        wait_for_timers()
+    wait_for_timers()
+    assert capsys.readouterr().out == "compiling\n"

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from PIL import Image
 
 from encke.cli import main
+from encke.tools import progress
 from encke.tools.errors import UsageError
 from encke.tools.process import ALLOCATOR
 from encke.tools.units import size
@@ -206,6 +208,18 @@ def test_a_table_of_sites_is_shown_on_request(tmp_path, capsys):
     train(settings(tmp_path / "run", "--table", "6", "--epochs", "1"))
     shown = capsys.readouterr().out
     assert shown.count("saved") >= 1 and "Convolution.input" in shown and "ratio" in shown
+
+
+def test_a_first_step_that_takes_long_says_that_kernels_are_compiled(tmp_path, monkeypatch, capsys):
+    def slow(run):
+        for thread in threading.enumerate():
+            if isinstance(thread, threading.Timer):
+                thread.join()
+
+    monkeypatch.setattr(progress, "SLOW", 0.0)
+    monkeypatch.setattr(loop, "rehearse", slow)
+    train(settings(tmp_path / "run", "--steps", "1", "--policy", "none"))
+    assert capsys.readouterr().out.startswith("preparing; the first run on a machine compiles")
 
 
 def test_a_run_is_not_overwritten_by_mistake(tmp_path):
