@@ -20,15 +20,14 @@ import torch
 import encke
 from encke import kernels
 from encke.codecs import Codec, ErrorBounded, GroupQuant
+from encke.policies.comet.allocate import BITS
 from encke.tools.extras import PACKAGES, install_hint, installed
 from encke.tools.process import environment
 from encke.tools.provenance import core_count, cpu_name, version
 from encke.tools.terminal import note
 
 CASES: dict[str, Codec] = {
-    "2 bits": GroupQuant(bits=2),
-    "4 bits": GroupQuant(bits=4),
-    "8 bits": GroupQuant(bits=8),
+    **{f"{bits} bits": GroupQuant(bits=bits) for bits in BITS},
     "bounded": ErrorBounded(0.01, "rel"),
 }
 WIDTH = 80
@@ -57,7 +56,7 @@ def check() -> None:
         missing = [package for package, its_extra in PACKAGES.items() if its_extra == extra and not installed(package)]
         words = f"missing {', '.join(missing)}: {install_hint(missing[0])}" if missing else "installed"
         note(textwrap.fill(f"  {extra:6}{words}", WIDTH, subsequent_indent=" " * 8))
-    note("\nKernels: compile or load, then compare with the reference")
+    note("\nKernels: compile (once, a minute or more) or load, compare with the reference")
     if problems := first_runs(list(devices)):
         for problem in problems:
             note(f"  {problem}"[:WIDTH])

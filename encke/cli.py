@@ -160,8 +160,10 @@ def main(args: Sequence[str] | None = None) -> None:
             call(name, command.load(), rest)
     except ModuleNotFoundError as error:
         fail(f"this command needs {error.name}: {install_hint(str(error.name).partition('.')[0])}")
-    except (UsageError, OSError) as error:
+    except UsageError as error:
         fail(str(error))
+    except OSError as error:
+        fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
     except KeyboardInterrupt:
         fail("interrupted", code=130)
 

@@ -8,6 +8,7 @@ import pytest
 
 from encke import check as module
 from encke.check import CASES, DTYPES, check, digests
+from encke.codecs import GroupQuant
 
 
 @pytest.fixture(autouse=True)
@@ -61,3 +62,7 @@ def test_kernels_that_fail_are_named(reference, monkeypatch, capsys):
 
 def test_a_digest_is_made_of_every_case():
     assert list(digests()) == [f"2 bits, {dtype}" for dtype in DTYPES]
+
+
+def test_every_number_of_bits_of_the_default_policy_is_compiled():
+    assert {codec.bits for codec in CASES.values() if isinstance(codec, GroupQuant)} == {2, 3, 4, 8}

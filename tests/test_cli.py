@@ -124,7 +124,8 @@ def test_cuda_without_a_gpu_is_an_error(capsys):
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path, capsys):
     (tmp_path / "file").write_text("")
-    assert "file" in failure(capsys, "demo", "--out", str(tmp_path / "file" / "folder"))
+    folder = tmp_path / "file" / "folder"
+    assert failure(capsys, "demo", "--out", str(folder)) == f"encke: {folder}: Not a directory"
 
 
 @pytest.mark.parametrize(("option", "value"), [("--epochs", "0"), ("--batch", "1"), ("--image", "8"), ("--seed", "-1")])
@@ -137,6 +138,9 @@ def test_the_demo_names_a_senseless_number(option, value, capsys):
     ("args", "words"),
     [
         (["train", "digit"], ["digit", "did you mean digits"]),
+        (["train", "runs/none", "--resume"], ["no recipe and no run 'runs/none'; name a YAML file", "digits"]),
+        (["train", "."], ["settings.yaml", "folder of a run"]),
+        (["train", "digits", "--policy", "commet"], ["the command line: policy.name: takes", "did you mean comet"]),
         (["train", "digits", "--lr", "1"], ["'lr'", "optimizer.lr"]),
         (["train", "--epochs", "1"], ["recipe first"]),
         (["train", "digits", "--resume", "--overwrite"], ["choose one"]),
@@ -149,6 +153,19 @@ def test_commands_of_the_training_program_name_what_is_wrong(args, words, tmp_pa
     monkeypatch.chdir(tmp_path)
     line = failure(capsys, *args)
     assert all(word in line for word in words), line
+
+
+def test_a_training_that_runs_out_of_memory_says_what_needs_less(tmp_path, monkeypatch, capsys):
+    def fail(*args):
+        raise RuntimeError(message)
+
+    monkeypatch.setattr("encke.train.loop.train", fail)
+    message = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 40 bytes"
+    line = failure(capsys, "train", "digits", "--accumulate", "5", "--out", str(tmp_path))
+    assert message in line and "batch smaller" in line and line.endswith("--accumulate 25")  # which divides the batch
+    message = "shapes cannot be multiplied"
+    with pytest.raises(RuntimeError, match=message):
+        main(["train", "digits", "--out", str(tmp_path)])
 
 
 def test_train_help_names_every_setting_and_recipe(capsys):

@@ -35,6 +35,7 @@ from encke.kernels import wait_for_kernels
 from encke.policies import Fixed
 from encke.policies.comet.allocate import BITS
 from encke.tools import process
+from encke.tools.errors import out_of_memory
 from encke.tools.files import finite_json
 from encke.tools.step_memory import StepMemory, StepRecorder
 
@@ -46,7 +47,6 @@ TRIED = 2
 """Ordinary steps of a trial before a collection step; one more comes after it."""
 HOUR = 1000
 """Steps over which the cost of the first ones and of collection is told."""
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc", "cannot allocate memory", "could not create")
 
 
 @dataclass(frozen=True)
@@ -418,8 +418,7 @@ def failure(error: BaseException) -> dict[str, Any]:
     """Return an error in words, and release what its frames hold."""
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     words = f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
-    exhausted = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    if exhausted or any(phrase in str(error).lower() for phrase in OUT_OF_MEMORY):
+    if out_of_memory(error):
         answer = {"out_of_memory": True, "failed": "out of memory", "error": words}
     elif isinstance(error, ImportError):
         answer = {"failed": f"not installed: {words}"}

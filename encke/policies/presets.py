@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-from encke.codecs import ErrorBounded, GroupQuant
+from encke.codecs import Codec, ErrorBounded, GroupQuant
 from encke.policies.base import Policy
 from encke.policies.comet.policy import Comet
 from encke.policies.division import Division
@@ -63,8 +63,13 @@ def as_policy(policy: Any) -> Policy:
     if isinstance(policy, str):
         return preset(policy)
     if not isinstance(policy, Policy):
+        hint = ""
+        if isinstance(policy, type) and issubclass(policy, Policy):
+            hint = f": a class, not an object of it; write policy={policy.__name__}(...)"
+        elif isinstance(policy, Codec):
+            hint = f": a codec; to use it everywhere write policy=encke.policies.Fixed({policy!r})"
         raise TypeError(
             "policy must be a name such as 'default', or one of encke.policies such as encke.policies.Comet(), "
-            f"got {policy!r}"
+            f"got {policy!r}{hint}"
         )
     return policy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from encke.tools.units import duration
 T = TypeVar("T")
 PAUSE = 10.0
 """Seconds between plain lines."""
+SLOW = 5.0
+"""Seconds after which a block that should be quick says why it is not."""
 CLEAR = "\r\033[K"
 PATIENCE = 1.5
 """Seconds after which a status line tells what a program waits for."""
@@ -78,6 +81,20 @@ class Waiting:
         self.count, self.seconds = self.count + 1, before + time.monotonic() - began
         if before > PATIENCE:  # otherwise the line is the program's own
             StatusLine().clear()
+
+
+@contextmanager
+def told_when_slow(text: str) -> Iterator[None]:
+    """Show a line if the block takes more than `SLOW` seconds."""
+    line = StatusLine()
+    timer = threading.Timer(SLOW, line.show, (text, True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        line.clear()
 
 
 @contextmanager

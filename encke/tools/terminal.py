@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 
 
@@ -15,6 +16,11 @@ def note(line: str = "") -> None:
 def columns() -> int:
     """Return the width of the terminal; no limit where the output is none."""
     return shutil.get_terminal_size((0, 0)).columns or sys.maxsize
+
+
+def paragraph(text: str, lead: str = "", below: str = "") -> None:
+    """Print a paragraph in lines that fit the terminal: `lead` begins the first, `below` the others."""
+    note(textwrap.fill(text, min(columns(), 120), initial_indent=lead, subsequent_indent=below))
 
 
 def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

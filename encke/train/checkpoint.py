@@ -23,7 +23,7 @@ import torch
 
 import encke
 from encke.tools import units
-from encke.tools.errors import UsageError
+from encke.tools.errors import UsageError, first_line
 from encke.tools.files import finite_json, write_json, write_whole
 from encke.tools.provenance import cpu_name
 from encke.train.settings import SETTINGS, Settings, check, code_options, fields, read_file, to_yaml
@@ -222,9 +222,3 @@ class RunFolder:
     def unusable(self, why: str) -> UsageError:
         """Return an error about a checkpoint that no run can go on from."""
         return UsageError(f"{self.checkpoint} {why}: put back a copy of it, or start again with --overwrite")
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

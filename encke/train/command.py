@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NoReturn
 
-from encke.tools.errors import UsageError
+from encke.tools.errors import UsageError, first_line, out_of_memory
 from encke.tools.options import help_width
 from encke.train.settings import RECIPES, SETTINGS, Settings, find, parse, read_as, read_file
 
@@ -50,7 +50,17 @@ def train(arguments: Sequence[str]) -> None:
     settings = Settings(**{field.name: getattr(options, field.name) for field in fields(Settings)})
     from encke.train.loop import train as run  # slow to import: after everything that can be wrong in a line
 
-    code = EXIT_CODES[run(settings, resume, options.overwrite).get("reason", "done")]
+    try:
+        code = EXIT_CODES[run(settings, resume, options.overwrite).get("reason", "done")]
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        more = (n for n in range(settings.accumulate + 1, settings.batch + 1) if settings.batch % n == 0)
+        parts = next(more, settings.batch)
+        raise UsageError(
+            f"out of memory ({first_line(error)}): make batch smaller, or keep it and add up the gradients of smaller "
+            f"parts of it with --accumulate {parts}"
+        ) from None
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         end(code)
     if code:

@@ -16,7 +16,7 @@ REPEATED = 20
 
 def figures(line: dict[str, Any], unit: str) -> str:
     """Loss, accuracy, speed and memory of a line of metrics."""
-    parts = [f"loss {line['loss']:.4f}"]
+    parts = [f"loss {loss_text(line['loss'])}"]
     if line["accuracy"] is not None:
         parts.append(f"accuracy {100 * line['accuracy']:.1f} %")
     parts.append(f"{line['per_second']:,.0f} {unit}/s")
@@ -28,12 +28,17 @@ def figures(line: dict[str, Any], unit: str) -> str:
     return ", ".join(parts)
 
 
+def loss_text(value: float) -> str:
+    """Return a loss with four decimals, or with four digits where training has diverged."""
+    return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.4g}"
+
+
 def live_line(line: dict[str, Any], steps: int, epochs: float, left: float, unit: str, width: int) -> str:
     """Return a line of metrics that fits the width: bar, epoch and time left, then as many figures as there is room."""
     done = round(BAR * line["step"] / steps)
     end = f"{duration(left)} left"
-    text = f"[{'#' * done}{'-' * (BAR - done)}] epoch {line['epoch']:.2f} of {epochs:g}"
-    figures = [f"loss {line['loss']:.4f}"]
+    text = f"[{'#' * done}{'-' * (BAR - done)}] epoch {line['epoch']:.2f} of {epochs:.4g}"
+    figures = [f"loss {loss_text(line['loss'])}"]
     if line["accuracy"] is not None:
         figures.append(f"{100 * line['accuracy']:.1f} %")
     if line["ratio"] is not None:
@@ -71,7 +76,7 @@ class Display:
     def step(self, metrics: dict[str, Any], left: float) -> None:
         """Show a line of metrics, with the seconds that are left."""
         if not self.quiet:
-            place = f"step {metrics['step']} of {self.steps}, epoch {metrics['epoch']:.2f} of {self.epochs:g}"
+            place = f"step {metrics['step']} of {self.steps}, epoch {metrics['epoch']:.2f} of {self.epochs:.4g}"
             text = f"{place}: {figures(metrics, self.unit)}, {duration(left)} left"
             if self.line.live:
                 text = live_line(metrics, self.steps, self.epochs, left, self.unit, self.line.width)
@@ -79,14 +84,16 @@ class Display:
 
     def epoch(self, metrics: dict[str, Any]) -> None:
         """Show an epoch's end, with the result of validation."""
-        words = [f"train loss {metrics['train_loss']:.4f}"]
+        words = [f"train loss {loss_text(metrics['train_loss'])}"]
         if metrics["train_accuracy"] is not None:
             words.append(f"accuracy {100 * metrics['train_accuracy']:.1f} %")
         if metrics["validation_loss"] is not None:
-            words.append(f"validation loss {metrics['validation_loss']:.4f}")
+            words.append(f"validation loss {loss_text(metrics['validation_loss'])}")
         if metrics["validation_accuracy"] is not None:
             words.append(f"accuracy {100 * metrics['validation_accuracy']:.2f} %")
-        self.say(f"epoch {metrics['epoch']:g} of {self.epochs:g}: {', '.join(words)} ({duration(metrics['seconds'])})")
+        self.say(
+            f"epoch {metrics['epoch']:.4g} of {self.epochs:.4g}: {', '.join(words)} ({duration(metrics['seconds'])})"
+        )
 
     def ratios(self, step: int, found: dict[str, float]) -> None:
         """Show the ratio of every convolution in a step, under names that are repeated now and then."""

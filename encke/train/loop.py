@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import encke
-from encke.tools.errors import UsageError
+from encke.tools.errors import UsageError, first_line
+from encke.tools.progress import told_when_slow
 from encke.tools.step_memory import StepRecorder
 from encke.tools.terminal import note
 from encke.train import tensorboard
-from encke.train.checkpoint import RunFolder, first_line
+from encke.train.checkpoint import RunFolder
 from encke.train.data.order import Batch, Source
 from encke.train.data.sources import batches
 from encke.train.distributed import StopSignal, World
@@ -27,6 +28,7 @@ from encke.train.run import Run
 from encke.train.settings import Settings
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+PREPARING = "preparing; the first run on a machine compiles CPU kernels, a minute or more"
 
 
 def train(settings: Settings, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
@@ -104,7 +106,8 @@ def prepare(
         ):
             note(line)
         if not world.cuda:
-            rehearse(run)
+            with told_when_slow(PREPARING) if world.first else nullcontext():
+                rehearse(run)
         if folder is not None:
             folder.check_disk(run.checkpoint_bytes if settings.save is not None else 0)
     except BaseException:

@@ -22,7 +22,7 @@ from encke.tools.step_memory import StepRecorder
 from encke.tools.units import duration, size
 from encke.torch_internals import profiler_enabled
 from encke.train.checkpoint import MEMORY, METRICS, RESULT, SITES, TENSORBOARD, RunFolder
-from encke.train.display import Display
+from encke.train.display import Display, loss_text
 from encke.train.settings import Settings, code_options
 from encke.train.tensorboard import TensorBoard
 
@@ -123,19 +123,16 @@ class StepTimer:
         return statistics.median(self.means) if self.means else None
 
 
-def memory_now(device: torch.device) -> int | None:
-    """Return the bytes allocated on the GPU, or resident in this process."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else memory("VmRSS")
-
-
 def memory_is_exact(device: torch.device) -> bool:
     """Return whether freed memory goes back at once: on the CPU only with the allocator settings `ALLOCATOR`."""
     return device.type == "cuda" or all(name in os.environ for name in ALLOCATOR)
 
 
 def memory_held(device: torch.device) -> int | None:
-    """Return the memory now, where differences of it mean something."""
-    return memory_now(device) if memory_is_exact(device) else None
+    """Return the bytes allocated on the GPU, or resident in this process where differences of that mean something."""
+    if not memory_is_exact(device):
+        return None
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else memory("VmRSS")
 
 
 def memory_peak(device: torch.device) -> int | None:
@@ -299,11 +296,13 @@ class Log:
 def opening(run: Run) -> str:
     """Return the first line that a training shows."""
     settings, total = run.settings, run.total_steps
-    count = sum(p.numel() for p in run.model.parameters()) / 1e6
+    count = sum(p.numel() for p in run.model.parameters())
+    parameters = f"{count / 1e6:.1f} M" if count >= 1e5 else f"{count:,}"
     processes = f"{run.world.size} processes, " if run.world.size > 1 else ""
+    epochs = f"{total / run.steps_per_epoch:.4g}"
     text = (
-        f"{settings.model.name} ({count:.1f} M parameters) on {settings.data.kind}, {len(run.data.train):,} samples: "
-        f"{total / run.steps_per_epoch:.4g} epochs, {total:,} steps of {settings.batch}, {processes}"
+        f"{settings.model.name} ({parameters} parameters) on {settings.data.kind}, {len(run.data.train):,} samples: "
+        f"{epochs} epoch{'' if epochs == '1' else 's'}, {total:,} steps of {settings.batch}, {processes}"
         f"policy {settings.policy.name}, into {settings.out}"
     )
     return text + (f"; goes on after step {run.progress.step}" if run.progress.step else "")
@@ -331,7 +330,7 @@ def step_line(run: Run, step_seconds: float, seconds: float) -> dict[str, Any]:
         "lr": run.optimizer.param_groups[0]["lr"],
         "per_second": run.items_per_step / step_seconds,
         "step_seconds": step_seconds,
-        "memory_bytes": memory_now(run.world.device),
+        "memory_bytes": memory_held(run.world.device),
         "peak_bytes": run.progress.peak_bytes,
         **byte_counts(run.handle.report() if run.handle is not None else None),
         "seconds": seconds,
@@ -396,7 +395,7 @@ def closing(result: dict[str, Any], settings: Settings) -> str:
     if result["validation_accuracy"] is not None:
         words.append(f"validation accuracy {100 * result['validation_accuracy']:.2f} %")
     elif result["validation_loss"] is not None:
-        words.append(f"validation loss {result['validation_loss']:.4f}")
+        words.append(f"validation loss {loss_text(result['validation_loss'])}")
     words.append(duration(result["seconds"]))
     if result["peak_bytes"] is not None:
         words.append(f"peak {size(result['peak_bytes'])}")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
 import encke
 from encke.api import Handle
-from encke.tools.errors import UsageError
+from encke.tools.errors import UsageError, first_line
 from encke.train.data.order import batches_per_epoch
 from encke.train.data.sources import Datasets, load
 from encke.train.distributed import World
@@ -161,4 +163,19 @@ def network_for(settings: Settings, data: Datasets) -> nn.Module:
     if wrong:
         takes = "images (channels, height, width)" if images else f"{model.context} tokens at most (model.context)"
         raise UsageError(f"model.name {model.name} takes {takes}, samples of {settings.data.kind} have {data.shape}")
+    check_shape(network, settings, data)
     return network
+
+
+def check_shape(network: nn.Module, settings: Settings, data: Datasets) -> None:
+    """Raise an error if the network does not take the samples of a step. Nothing is computed on the meta device."""
+    shape = (max(1, settings.batch // settings.accumulate), *data.shape)
+    tensors = {name: x.to("meta") for name, x in itertools.chain(network.named_parameters(), network.named_buffers())}
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            functional_call(network, tensors, torch.empty(shape, dtype=data.dtype, device="meta"))
+    except Exception as error:
+        raise UsageError(
+            f"model.name {settings.model.name} does not take a batch of shape {shape} ({first_line(error)}): "
+            "change data.size or batch, or take another model"
+        ) from None

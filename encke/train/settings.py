@@ -275,9 +275,9 @@ def find(recipe: str) -> Path:
     if recipe in known:
         return known[recipe]
     if path.is_dir():
-        raise UsageError(f"{recipe} is a folder; a recipe is a YAML file")
-    hint = suggestion(recipe, known)
-    raise UsageError(f"there is no recipe {recipe!r}; {f'{hint} ' if hint else ''}A path, or one of {', '.join(known)}")
+        raise UsageError(f"{recipe} is a folder without {SETTINGS}: name a YAML file or the folder of a run")
+    hint = suggestion(recipe, known) or f"name a YAML file, the folder of a run, or one of {', '.join(known)}"
+    raise UsageError(f"there is no recipe and no run {recipe!r}; {hint}")
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -296,7 +296,8 @@ def load(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise UsageError(f"{path}: too many brackets within brackets") from None
     if tree is not None and not isinstance(tree, dict):
-        raise UsageError(f"{path}: a recipe holds fields and values (epochs: 10), this is a {type(tree).__name__}")
+        given = "a list" if isinstance(tree, list) else repr(tree)
+        raise UsageError(f"{path}: a recipe holds fields and values (epochs: 10), got {given}")
     of_run = path.name == SETTINGS or text.startswith(FIRST_LINE)
     if of_run and (not tree or (text.startswith(FIRST_LINE) and not text.endswith(f"{LAST_LINE}\n"))):
         raise UsageError(
@@ -403,7 +404,8 @@ def parse(kind: type[S], arguments: Sequence[str], default: S, where: str, about
     try:
         given, rest = read_options("encke train RECIPE", about, options, arguments)
     except UsageError as error:
-        raise UsageError(f"{where}: {str(error).removeprefix('--')}") from None
+        option, colon, words = str(error).partition(":")
+        raise UsageError(f"{where}: {option.rpartition('--')[2]}{colon}{words}") from None
     if rest and rest[0].startswith("--"):
         known(rest[0][2:].partition("=")[0].replace("-", "_"), where)
     if rest:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+import threading
 
 import pytest
 
 from encke.tools import progress
-from encke.tools.progress import StatusLine, Waiting, track
+from encke.tools.progress import StatusLine, Waiting, told_when_slow, track
 
 
 class Terminal(io.StringIO):
@@ -77,3 +78,19 @@ def test_short_waits_and_output_that_is_no_terminal_get_no_line(monkeypatch, sec
     with pytest.raises(RuntimeError), waiting:
         raise RuntimeError("a compiler may fail")
     assert not screen.getvalue() and waiting.seconds >= seconds and not waiting.began
+
+
+def wait_for_timers(*_):
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.join()
+
+
+def test_a_slow_block_says_what_it_does_and_a_quick_one_nothing(capsys, monkeypatch):
+    with told_when_slow("quick"):
+        pass
+    monkeypatch.setattr(progress, "SLOW", 0.0)
+    with told_when_slow("compiling"):
+        wait_for_timers()
+    wait_for_timers()
+    assert capsys.readouterr().out == "compiling\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from encke.tools.terminal import table, times
+from encke.tools.terminal import paragraph, table, times
 
 
 def test_a_table_shows_figures_and_words(capsys):
@@ -10,6 +10,14 @@ def test_a_table_shows_figures_and_words(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[1:3] == ["title", "method          ms    GB"]
     assert lines[4:] == ["plain          1.0  12.5", "a longer name  not installed: trl"]
+
+
+def test_a_paragraph_fits_the_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    paragraph("Encke, step 28 of 64: " + "loss 0.3008, " * 6, "  ", "      ")
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith("  Encke, step") and all(line.startswith("      ") for line in others)
+    assert max(map(len, [first, *others])) <= 40
 
 
 def test_a_ratio_without_a_sensible_divisor_is_left_empty():

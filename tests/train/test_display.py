@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from encke.train.display import Display, live_line, ratio_lines
+from encke.train.display import Display, live_line, loss_text, ratio_lines
 
 LINE: dict[str, Any] = {
     "step": 61234,
@@ -32,6 +32,17 @@ def test_80_columns_have_room_for_loss_accuracy_and_ratio():
     line = {**LINE, "step": 500, "epoch": 0.28, "peak_bytes": None}
     text = live_line(line, 1000, 0.5, 15, "images", 79)
     assert text == "[######------] epoch 0.28 of 0.5, loss 1.2346, 76.5 %, ratio 14.3x, 15 s left"
+
+
+def test_a_loss_that_has_diverged_has_few_digits():
+    assert [loss_text(each) for each in (1.23456, 1.5e35, float("nan"))] == ["1.2346", "1.5e+35", "nan"]
+
+
+def test_a_part_of_an_epoch_has_four_digits(capsys):
+    display = Display(2, 2 / 31, "images", quiet=False)
+    metrics = {"epoch": 2 / 31, "train_loss": 2.0, "train_accuracy": None, "validation_loss": None, "seconds": 1.0}
+    display.epoch({**metrics, "validation_accuracy": None})
+    assert capsys.readouterr().out == "epoch 0.06452 of 0.06452: train loss 2.0000 (1 s)\n"
 
 
 def test_a_wide_terminal_shows_every_figure():

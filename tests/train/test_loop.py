@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ import torch
 from PIL import Image
 
 from encke.cli import main
+from encke.tools import progress
 from encke.tools.errors import UsageError
 from encke.tools.process import ALLOCATOR
+from encke.tools.units import size
 from encke.train import loop, metrics
 from encke.train.loop import train
 from encke.train.settings import read
@@ -207,6 +210,18 @@ def test_a_table_of_sites_is_shown_on_request(tmp_path, capsys):
     assert shown.count("saved") >= 1 and "Convolution.input" in shown and "ratio" in shown
 
 
+def test_a_first_step_that_takes_long_says_that_kernels_are_compiled(tmp_path, monkeypatch, capsys):
+    def slow(run):
+        for thread in threading.enumerate():
+            if isinstance(thread, threading.Timer):
+                thread.join()
+
+    monkeypatch.setattr(progress, "SLOW", 0.0)
+    monkeypatch.setattr(loop, "rehearse", slow)
+    train(settings(tmp_path / "run", "--steps", "1", "--policy", "none"))
+    assert capsys.readouterr().out.startswith("preparing; the first run on a machine compiles")
+
+
 def test_a_run_is_not_overwritten_by_mistake(tmp_path):
     train(settings(tmp_path / "run", "--steps", "2"))
     before = (tmp_path / "run" / "checkpoint.pt").read_bytes()
@@ -286,9 +301,14 @@ def test_a_run_that_cannot_go_on_says_why_and_stays(tmp_path):
         train(settings(out, "--steps", "3", "--epochs", "9"), resume=True)
 
 
-def test_the_memory_of_one_step_is_recorded(tmp_path, monkeypatch):
+def test_the_memory_of_one_step_is_recorded_and_shown(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(metrics, "RECORDED", 3)
     result = train(settings(tmp_path / "run", "--epochs", "1"))
+    shown = capsys.readouterr().out
+    assert f"peak of all tensors {size(result['step_peak_bytes'])}" in shown.splitlines()[-1]
+    assert ", memory" not in shown
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {line["memory_bytes"] for line in lines if line["event"] == "step"} == {None}
     found = json.loads((tmp_path / "run" / "memory.json").read_text())
     assert found["step"] == 3 and found["peak_bytes"] == max(found["bytes"]) == result["step_peak_bytes"]
     assert found["resting_bytes"] < found["peak_bytes"] and 0 < found["forward_seconds"] < found["seconds"]

@@ -151,9 +151,10 @@ def test_own_model_and_data_learn(own):
 
 
 def test_the_example_of_the_page_trains(own, monkeypatch):
-    page = (Path(__file__).parents[2] / "docs" / "train.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "quickstart.md").read_text()
+    page = page.partition("## Without a loop of your own")[2]
     own.with_name("mine.py").write_text(page.partition("```python\n")[2].partition("```")[0])
-    command = re.search(r"encke (train digits .*)", page.partition("## Your own model and data")[2])
+    command = re.search(r"encke (train digits --model .*)", page)
     assert command is not None
     monkeypatch.chdir(own.parent)
     main([*command[1].split(), "--steps", "2", "--data.workers", "0"])
@@ -242,7 +243,7 @@ def test_a_module_is_found_in_the_working_directory(own, monkeypatch):
         ("OWN:number", "number is of type int; it must be a function or a class"),
         ("OWN:network", "network is of type Linear; it must be a function or a class"),
         ("OWN:needs_more", "it needs an argument 'depth', and gets classes or num_classes at most"),
-        ("OWN:no_module", "must return a torch.nn.Module, got a str"),
+        ("OWN:no_module", "must return a torch.nn.Module, got str"),
         ("OWN:no_parameters", "has no parameters to train"),
         ("OWN:two_outputs", r"must return logits of shape \(2, 3\), got \(2, 2\)"),
         ("OWN:returns_pair", r"must return logits of shape \(2, 3\), got tuple"),

@@ -124,6 +124,7 @@ def test_what_makes_no_sense_is_named_in_one_line(arguments, words):
         ("compile: 3\n", ["compile", "bool", "3"]),
         ("epochs: {a: 1}\n", ["epochs.a"]),
         ("- 1\n- 2\n", ["list"]),
+        ("epochs 3\n", ["(epochs: 10), got 'epochs 3'"]),
         ("a: [1\nb: 2\n", ["line", "not YAML"]),
     ],
 )

@@ -77,7 +77,7 @@ def dogs(
     write(dst / "classes.txt", classes)
     if broken:
         write(dst / "broken.txt", broken)
-        note(f"{len(broken):,} broken images were left out; they are listed in {dst / 'broken.txt'}")
+        note(f"broken images left out: {len(broken):,}, listed in {dst / 'broken.txt'}")
     note(f"train with --data.kind folder --data.path {dst}")
 
 

@@ -70,7 +70,9 @@ def cifar(kind: str, path: Path) -> LoadedImages:
         raise UsageError(f"data.path {path} is a file; {kind} needs the folder {name}: unpack with tar xf")
     folder = next((each for each in (path, path / name) if (each / test).exists()), None)
     if folder is None:
-        raise UsageError(f"data.path {path}: no {name} there (with {train[0]} and {test} in it)")
+        raise UsageError(
+            f"data.path {path}: no {name} there (with {train[0]} and {test} in it): unpack the python version there"
+        )
     parts = [cifar_file(folder / each, labels) for each in train]
     images, numbers = torch.cat([part.images for part in parts]), torch.cat([part.labels for part in parts])
     classes = 10 if kind == "cifar10" else 100

@@ -296,5 +296,5 @@ def report(dst: Path, sources: dict[Path, Source], states: dict[Path, State], se
         used = units.size(os.stat(place / "data.mdb").st_size)
         note(f"{place}: {states[place].good:,} images of {len(source.classes)} classes, {used}")
     if lines:
-        note(f"{len(lines):,} broken images were left out; they are listed in {listing}")
+        note(f"broken images left out: {len(lines):,}, listed in {listing}")
     note(f"done in {units.duration(seconds)}; train with --data.kind lmdb --data.path {dst}")

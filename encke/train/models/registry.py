@@ -128,7 +128,7 @@ def own_network(model: Model, classes: int) -> nn.Module:
         raise UsageError(f"{where}: model.{name} does not change a model of your own; do that where it is built")
     network = own_code.call(own_code.load(model.name, where), where, classes=classes, num_classes=classes)
     if not isinstance(network, nn.Module):
-        raise UsageError(f"{where} must return a torch.nn.Module, got a {type(network).__name__}")
+        raise UsageError(f"{where} must return a torch.nn.Module, got {type(network).__name__}")
     if not any(parameter.requires_grad for parameter in network.parameters()):
         raise UsageError(f"{where}: the model has no parameters to train")
     return network
@@ -142,10 +142,10 @@ def vision_network(model: Model, classes: int, channels: int, side: int | None) 
         raise UsageError(f"model.name {model.name}: {error}") from None
     known = [name for name in library.list_models(module=library) if not name.startswith("inception")]
     if model.name not in known:
-        hint = suggestion(model.name, [*known, *OURS, "gpt"])
-        raise UsageError(
-            f"there is no model {model.name!r}; {hint or 'resnet18, vgg16, densenet121, ... of torchvision.models'}"
-        )
+        hint = suggestion(model.name, [*known, *OURS, "gpt"]) or "choose one of torchvision.models, such as resnet18"
+        if model.name.endswith(".py"):
+            hint = f"name a function in the file, such as {model.name}:build"
+        raise UsageError(f"there is no model {model.name!r}; {hint}")
     options: dict[str, Any] = {} if model.dropout is None else {"dropout": model.dropout}
     if side is not None and model.name.startswith("vit_"):
         options["image_size"] = side
@@ -153,6 +153,8 @@ def vision_network(model: Model, classes: int, channels: int, side: int | None) 
         network = library.get_model(model.name, num_classes=classes, weights=None, **options)
     except TypeError:
         raise UsageError(f"model.dropout: {model.name} has no dropout that can be set") from None
+    except AssertionError as error:
+        raise UsageError(f"model.name {model.name} takes no images of {side} pixels ({error}): set data.size") from None
     if model.stem == "cifar":
         small_stem(network, model.name)
     if channels != 3:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from encke.tools.errors import UsageError
+from encke.tools.errors import UsageError, first_line
 from encke.tools.extras import install_hint, installed
 
 PARTS = ("model", "state_dict")
@@ -59,9 +60,12 @@ def read(path: Path, where: str) -> dict[str, Tensor]:
             found = torch.load(path, map_location="cpu", weights_only=True)
     except UsageError:
         raise
+    except UnpicklingError:
+        found = None
     except Exception as error:
-        lines = str(error).splitlines() or [type(error).__name__]
-        raise UsageError(f"{where} cannot be read ({lines[0]}): a state_dict of torch.save or safetensors") from None
+        raise UsageError(
+            f"{where} cannot be read ({first_line(error)}): a state_dict of torch.save or safetensors"
+        ) from None
     for part in PARTS:
         if isinstance(found, dict) and isinstance(found.get(part), dict):
             found = found[part]

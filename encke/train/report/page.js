@@ -67,6 +67,10 @@
     return size && size < 1e-3 ? value.toExponential(0) : significant(value, 3);
   }
 
+  function shortened(name, letters) {
+    return name.length > letters ? `${name.slice(0, Math.max(letters - 1, 1))}…` : name;
+  }
+
   // The tooltip.
 
   const tip = html("div", { id: "tip", hidden: "" });
@@ -343,7 +347,9 @@
         const highestAt = curve.bytes.indexOf(Math.max(...curve.bytes));
         const [x, y] = at((highestAt + 0.5) / curve.bytes.length, curve.peak_bytes);
         svg.append(draw("circle", { cx: x, cy: y, r: 4, style: `fill:${curve.colour}` }));
-        const label = `${curve.name}: peak ${size(curve.peak_bytes)}`;
+        const peak = `peak ${size(curve.peak_bytes)}`;
+        const most = Math.floor((right - margin) / 8.2) - peak.length - 2;
+        const label = `${shortened(curve.name, most)}: ${peak}`;
         const half = label.length * 4.1;
         const middle = Math.max(margin + half, Math.min(right - half, x));
         const named = { class: "peak", x: middle, y: y - 9, "text-anchor": "middle", style: `fill:${curve.colour}` };
@@ -518,8 +524,8 @@
       const letters = Math.floor((margin - 14) / 6.6);
       sites.forEach((site, row) => {
         if (row % every) return;
-        const name = site.name.length > letters ? `${site.name.slice(0, letters - 1)}…` : site.name;
-        svg.append(draw("text", { x: margin - 8, y: top + row * tall + tall / 2 + 4, "text-anchor": "end" }, name));
+        const place = { x: margin - 8, y: top + row * tall + tall / 2 + 4, "text-anchor": "end" };
+        svg.append(draw("text", place, shortened(site.name, letters)));
       });
       const marks = Math.max(1, Math.min(steps.length, Math.floor((width - margin) / 80)));
       for (let i = 0; i < marks; i++) {

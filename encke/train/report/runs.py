@@ -185,11 +185,18 @@ def check_folder(folder: Path) -> None:
         raise UsageError(f"{folder} does not exist; {A_RUN_FOLDER}")
     if not folder.is_dir():
         raise UsageError(f"{folder} is a file; {A_RUN_FOLDER}")
-    for needed in ("settings.yaml", "metrics.jsonl"):
+    for needed in (settings.SETTINGS, METRICS):
         if not (folder / needed).is_file():
+            if needed == METRICS and (folder / ENVIRONMENT).is_file():
+                raise without_step(folder / METRICS)
             inside = sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
             hint = f" (it holds run folders: give {' '.join(map(str, inside[:3]))})" if inside else ""
             raise UsageError(f"{folder} is no run folder: it has no {needed}{hint}; {A_RUN_FOLDER}")
+
+
+def without_step(path: Path) -> UsageError:
+    """Return an error about metrics of a training that has none yet."""
+    return UsageError(f"{path} has no line of a step yet: the training has just begun, or ended before it")
 
 
 def read_environment(path: Path) -> dict[str, Any]:
@@ -261,7 +268,7 @@ def read_metrics(path: Path, cut: list[str]) -> tuple[list[dict[str, Any]], list
             drop_from(lines, step)
             lines.append(line)
     if not steps and not epochs:
-        raise UsageError(f"{path} has no line of a step yet: the training has just begun, or ended before it")
+        raise without_step(path)
     return steps, epochs, resumed
 
 

@@ -302,9 +302,10 @@ def alone(run: Run) -> str:
             f"what autograd saves for the backward pass takes {size(packed)} instead of {size(saved)}"
             f" ({smaller(saved, packed)}, counted by Encke). "
         )
-    peak = figures["step_peak_bytes"] if figures["peak_bytes"] is None else figures["peak_bytes"]
-    if peak is not None:
-        words += f"The measured peak is {size(peak)}. "
+    if run.on_cpu and figures["step_peak_bytes"] is not None:
+        words += f"The measured peak of all tensors in one step is {size(figures['step_peak_bytes'])}. "
+    elif figures["peak_bytes"] is not None:
+        words += f"The measured peak is {size(figures['peak_bytes'])}{' of the process' if run.on_cpu else ''}. "
     return words + "Without a plain run (policy.name none) of the same model and data there is nothing to compare with."
 
 
@@ -322,7 +323,12 @@ def summary(runs: Sequence[Run]) -> Section:
 
 
 def warnings(runs: Sequence[Run]) -> Section:
-    return Section("Warnings", tuple(f"{run.name}: {text}" for run in runs for text in run.warnings))
+    """Return the warnings of all runs, each once with the runs that it is about."""
+    about: dict[str, list[str]] = {}
+    for run in runs:
+        for text in run.warnings:
+            about.setdefault(text, []).append(run.name)
+    return Section("Warnings", tuple(f"{', '.join(names)}: {text}" for text, names in about.items()))
 
 
 def run_table(runs: Sequence[Run]) -> Table:

@@ -107,7 +107,7 @@ def test_broken_images_are_skipped_and_listed(tmp_path, capsys):
         str(src / name) for name in ("a/00001.jpg", "b/00000.png", "b/00005.jpg")
     ]
     assert "truncated" in lines[0].lower() and lines[1].endswith("\tnot an image")
-    assert "3 broken images were left out" in capsys.readouterr().out
+    assert "broken images left out: 3, listed in" in capsys.readouterr().out
     sets = sets_of(tmp_path / "dst", size=16)
     assert len(sets.train) + len(sets.validation) == 9
     assert sum(len(y) for _, y in batches(sets.train, 1, seed=0)) == len(sets.train)

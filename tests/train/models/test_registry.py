@@ -66,6 +66,7 @@ def test_dropout_can_be_set_where_there_is_some():
     [
         (Model("resnet17"), False, ["resnet17", "did you mean resnet18"]),
         (Model("zebra"), False, ["zebra", "torchvision"]),
+        (Model("mine.py"), False, ["name a function in the file, such as mine.py:build"]),
         (Model("gpt"), False, ["gpt", "text"]),
         (Model("resnet18"), True, ["resnet18", "gpt"]),
         (Model("gpt", width=10, heads=4), True, ["10", "4"]),

@@ -79,8 +79,11 @@ def test_weights_of_another_model_change_nothing_and_are_named(tmp_path, name):
 def test_a_file_that_is_not_weights_is_named(tmp_path):
     for name in ("text.pt", "text.safetensors"):
         (tmp_path / name).write_text("no weights")
-    for name in ("text.pt", "text.safetensors"):
-        with pytest.raises(UsageError, match=f"{name} cannot be read"):
+    torch.save(nn.Linear(2, 2), tmp_path / "module.pt")
+    with pytest.raises(UsageError, match="text.safetensors cannot be read"):
+        load_weights(network(), str(tmp_path / "text.safetensors"))
+    for name in ("text.pt", "module.pt"):
+        with pytest.raises(UsageError, match=f"{name} holds no state_dict: save model.state_dict"):
             load_weights(network(), str(tmp_path / name))
     with pytest.raises(UsageError, match="gone.pt: there is no such file"):
         load_weights(network(), str(tmp_path / "gone.pt"))

@@ -250,6 +250,23 @@ def test_memory_through_a_step_is_shown_where_both_runs_have_it(runs, tmp_path):
     assert not [a for tag, a in missing.elements if tag == "figure" and a["data-chart"] == "step"]
 
 
+def test_a_warning_that_several_runs_share_is_shown_once(runs, tmp_path):
+    copies = with_memory(runs, tmp_path)
+    for run in copies:
+        (run / "environment.json").unlink()
+    text = to_markdown(read_all(copies))
+    assert text.count("plain, comet: There is no environment.json") == text.count("There is no environment.json") == 1
+
+
+@in_a_browser
+def test_a_long_name_of_a_run_is_shortened_in_the_chart(runs, tmp_path):
+    plain, comet = with_memory(runs, tmp_path, 8 * 10**6, 4 * 10**6)
+    page = write((plain, comet.rename(tmp_path / ("sweep-" * 30))), tmp_path)
+    labels = re.findall('class="peak"[^>]*>([^<]*)<', browse(page.as_uri(), tmp_path / "profile")[0])
+    assert labels[0] == "plain: peak 8.0 MB"
+    assert re.fullmatch("(sweep-)+[sweep]*…: peak 4.0 MB", labels[1]) and len(labels[1]) < 150
+
+
 @in_a_browser
 def test_the_browser_draws_memory_through_a_step_and_marks_the_peaks(runs, tmp_path):
     page = write(with_memory(runs, tmp_path, 8 * 10**6, 4 * 10**6), tmp_path)

@@ -126,6 +126,8 @@ def test_what_is_no_run_folder_is_named_with_the_missing_file(tmp_path):
     assert "no line of a step yet" in message(folder)
     (folder / "metrics.jsonl").unlink()
     assert "has no metrics.jsonl" in message(folder)
+    (folder / "environment.json").write_text("{}")
+    assert "no line of a step yet" in message(folder)
 
 
 @pytest.mark.parametrize("name", ["result", "environment"])
