@@ -297,7 +297,7 @@ class Trial:
     parts: list[Part]
     """Forward, backward up to each gradient, and optimizer of the last step."""
     sites: list[Row]
-    """What is packed, and what is not, in the last step."""
+    """Tensors of the last step, packed and unpacked ones."""
     decisions: dict[str, Any] | None
     """State of the handle, with the bits."""
 

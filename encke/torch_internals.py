@@ -109,7 +109,7 @@ A partial object and no function: calling it makes no Python frame. Checked with
 saved_tensors_hooks_allowed: Callable[[], bool] = _find("_C._autograd._saved_tensors_hooks_is_enabled", "capture")
 """Return whether hooks may be pushed: not inside `torch.autograd.graph.disable_saved_tensors_hooks`.
 
-Checked with 2.13; it is older than 2.11.
+Checked with 2.11 to 2.13.
 """
 
 functorch_interpreter: Callable[[], Any] = _find("_C._functorch.peek_interpreter_stack", "capture")
@@ -124,7 +124,7 @@ is_functorch_tensor: Callable[[Tensor], bool] = _find("_C._functorch.is_functorc
 is_batched_gradient: Callable[[Tensor], bool] = _find("_C._functorch.is_legacy_batchedtensor", "collection steps")
 """Return whether a tensor stands for several gradients: those of `torch.autograd.grad(..., is_grads_batched=True)`.
 
-Checked with 2.13; it is older than 2.11.
+Checked with 2.11 to 2.13.
 """
 
 current_autograd_node: Callable[[], Any] = _find("_C._current_autograd_node", "capture")
@@ -359,9 +359,12 @@ def aot_graph_compile() -> types.ModuleType:
     return module
 
 
-def skip_code(code: types.CodeType) -> None:
-    """Have dynamo run calls of this code as they are, and never compile them. Checked with 2.11 to 2.13."""
-    _module("torch._dynamo.decorators", ("skip_code",), "hooks of compiled models").skip_code(code)
+def run_uncompiled(code: types.CodeType) -> None:
+    """Have dynamo run calls of this code, and all that these call, as they are. Checked with 2.11 to 2.13."""
+    symbols = ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction.SKIP")
+    frames = _module("torch._C._dynamo.eval_frame", symbols, "hooks beside torch.compile")
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
 
 
 @contextmanager

@@ -51,7 +51,7 @@ from encke.capture.sites import Site
 from encke.codecs.base import check_version
 from encke.codecs.layout import flatten, layout_of
 from encke.policies.base import AdaptivePolicy, Policy, Schedule
-from encke.torch_internals import called_by_checkpoint, current_autograd_node
+from encke.torch_internals import called_by_checkpoint, current_autograd_node, run_uncompiled
 
 SMALL = 16384
 """Tensors of fewer bytes than this pass through as they are, unless `attach(..., min_bytes=...)` says otherwise."""
@@ -368,6 +368,10 @@ def unpack(saved: Saved | Kept | CastWeight) -> Tensor:
             if found is not None:
                 return found
     return saved.restore()
+
+
+# Where backward is called in a function that is compiled: dynamo would compile pieces of this, and of numba's kernels.
+run_uncompiled(unpack.__code__)
 
 
 def keep(t: Tensor) -> tuple[Tensor, int]:

@@ -23,7 +23,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.fx import Graph, GraphModule
 
-from encke.torch_internals import AOT_INLINE, aot_graph_compile, recompile_limit, skip_code, top_saved_tensors_hooks
+from encke.torch_internals import (
+    AOT_INLINE,
+    aot_graph_compile,
+    recompile_limit,
+    run_uncompiled,
+    top_saved_tensors_hooks,
+)
 
 if TYPE_CHECKING:
     from encke.compiled.model import CompiledModel
@@ -63,7 +69,7 @@ def calling(function: Callable[[Any], Any]) -> GraphModule:
     module = GraphModule(nn.Module(), graph)
     # Between the graphs of a model autograd calls both for each tensor: dynamo would compile them for each kind.
     for code in (module.forward.__code__, function.__code__):
-        skip_code(code)
+        run_uncompiled(code)
     return module
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import encke
+from encke.codecs import ErrorBounded, GroupQuant
+from encke.policies import Fixed, Policy
 from tests.capture.common import EXACT, assert_same, batch, grads_of, twins
 
 
@@ -137,3 +140,22 @@ def test_tangents_of_forward_mode_pass_through(policy: Any) -> None:
             assert torch.equal(forward_ad.unpack_dual(y).tangent, expected)
             y.square().sum().backward()
         assert torch.equal(torch.func.jvp(model, (x,), (v,))[1], expected)
+
+
+@pytest.mark.parametrize("policy", [Fixed(ErrorBounded(0)), Fixed(GroupQuant(8, seed=1))], ids=["bound 0", "8 bits"])
+def test_backward_within_a_compiled_function(policy: Policy) -> None:
+    def backward(y: torch.Tensor) -> None:
+        y.square().mean().backward()
+
+    def gradients(call: Callable[[torch.Tensor], None]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 8))
+        with encke.attach(model, policy):
+            for _ in range(3):
+                model.zero_grad()
+                call(model(torch.randn(128, 256)))
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    expected = gradients(backward)
+    found = gradients(torch.compile(backward, backend="aot_eager"))
+    assert len(found) == 6 and all(map(torch.equal, found, expected))
