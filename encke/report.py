@@ -107,7 +107,7 @@ class Report:
         lines = aligned(table, columns())
         lines.insert(1, "-" * len(lines[0]))
         lines.insert(len(lines) - 1, "-" * len(lines[0]))
-        note = f"{self.policy}; last of {self.forwards} forward passes; measured peak {size(self.peak_bytes)}"
+        note = f"{self.policy}; last of {self.forwards} forward passes; peak of the process {size(self.peak_bytes)}"
         note += f"; {self.coarsened} packed with a coarser bound" if self.coarsened else ""
         return "\n".join([*(line.rstrip() for line in lines), note])
 

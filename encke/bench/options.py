@@ -19,7 +19,7 @@ from encke.train.models.registry import UNETS
 
 Precision = Literal["fp32", "bf16"]
 Device = Literal["cpu", "cuda"]
-UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 CPU_BATCH = {"images": 16, "volumes": 1, "tokens": 4}
 """Images, volumes or sequences in a step without a GPU."""
 VOLUME = {"cuda": 128, "cpu": 32}

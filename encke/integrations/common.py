@@ -103,6 +103,6 @@ class EnckeTraining:
         # A progress bar may stand at the end of the last line.
         print(
             f"\nencke: {size(report.packed_bytes)} kept for backward instead of {size(report.saved_bytes)} (ratio "
-            f"{report.ratio:.1f}), measured peak {size(report.peak_bytes)}, {report.policy}; all layers: {path}",
+            f"{report.ratio:.1f}), peak of the process {size(report.peak_bytes)}, {report.policy}; all layers: {path}",
             flush=True,
         )

@@ -13,13 +13,13 @@ from encke.tools.errors import UsageError
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("16GiB", 16 * 2**30), ("900MiB", 900 * 2**20), ("1.5 GB", 1_500_000_000), ("4096", 4096)]
+    ("text", "value"), [("16GiB", 16 * 2**30), ("900MiB", 900 * 2**20), ("1.5 GB", 1_500_000_000), ("4096 B", 4096)]
 )
 def test_amounts_of_memory_are_read(text, value):
     assert parse_bytes(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "much", "16 gallons", "-1GiB", "0", "GiB", "1e9"])
+@pytest.mark.parametrize("text", ["", "much", "16", "16 gallons", "-1GiB", "0", "GiB", "1e9"])
 def test_what_is_no_amount_of_memory_is_named(text):
     with pytest.raises(UsageError, match="--memory"):
         parse_bytes(text)
