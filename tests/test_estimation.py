@@ -168,7 +168,7 @@ def test_what_cannot_be_estimated_is_an_error(arguments, error, words):
     ("options", "error", "words"),
     [
         ({"optimizer": None}, ValueError, "optimizer must be .* got None"),
-        ({"policy": "defualt"}, ValueError, "unknown preset"),
+        ({"policy": "commet"}, ValueError, "unknown preset"),
         ({"policy": None}, TypeError, "policy must be a name"),
         ({"loss": "mse"}, TypeError, "loss must be a function of model and batch, got str"),
         (
