@@ -4,7 +4,8 @@ Half of what a convolutional network saves are inputs of batch norms. Plain hook
 batch norm's backward reads it twice; here the backward decodes in registers (kernels/gpu/norm_backward.py). What other
 codecs decode to memory is overwritten by its gradient (kernels/gpu/norm_values.py). For 16-bit inputs in channels_last
 memory the forward is computed while its input is packed, in two passes over it instead of four (`DeferredBatchNorm`;
-kernels/gpu/norm_forward.py). Elsewhere it computes what plain autograd would.
+kernels/gpu/norm_forward.py). In NCHW memory it runs in kernels of ours too, which share a channel among many programs
+(kernels/gpu/norm_planes.py). Elsewhere it computes what plain autograd would.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Gradients of input, weight and bias."""
 Kept = tuple[Tensor, Tensor | None, Tensor | None, int, Tensor | None, int, float]
 """Mean and 1 / standard deviation, or both in the first; weight and its version; reserve, implementation, eps."""
-Settings = tuple[Tensor | None, Tensor | None, float, float, "DeferredBatchNorm | None"]
-"""Running mean and variance, momentum, eps, and the forward that is deferred."""
+Settings = tuple[Tensor | None, Tensor | None, float, float, Any]
+"""Running mean and variance, momentum, eps, and what computes the forward: a `DeferredBatchNorm`, a `PlanesCall`, or
+None for what plain autograd computes."""
 
 
 class DeferredBatchNorm(DeferredForward):
@@ -81,6 +83,17 @@ class DeferredBatchNorm(DeferredForward):
             self.out.data.copy_(out)
             self.statistics[0].copy_(mean)
             self.statistics[1].copy_(invstd)
+
+
+class PlanesCall:
+    """A call of the kernels of batch norm's forward in NCHW memory."""
+
+    __slots__ = ("plan", "running")
+
+    def __init__(self, plan: Any, running: tuple[Tensor, Tensor, Tensor] | None) -> None:
+        self.plan = plan
+        self.running = running
+        """Running mean and variance and number of batches, which the kernels update."""
 
 
 class BatchNormFunction(torch.autograd.Function):
@@ -133,14 +146,19 @@ def slot_of(t: Tensor) -> Slot:
 
 def normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Settings) -> tuple[Tensor, Kept]:
     """Return the result, written yet or not, and what backward needs beside the input."""
-    running_mean, running_var, momentum, eps, deferred = settings
-    if deferred is None:
+    running_mean, running_var, momentum, eps, call = settings
+    version = 0 if weight is None else weight._version
+    if call is None:
         out, mean, invstd, reserve, implementation = batch_norm_forward(
             x, weight, bias, running_mean, running_var, True, momentum, eps, cudnn_enabled()
         )
-        return out, (mean, invstd, weight, 0 if weight is None else weight._version, reserve, implementation, eps)
+        return out, (mean, invstd, weight, version, reserve, implementation, eps)
+    if type(call) is PlanesCall:
+        out, statistics = call.plan.run(x, weight, bias, call.running, momentum, eps)
+    else:
+        out, statistics = call.out, call.statistics
     # The rows of the statistics are taken apart when somebody asks for one.
-    return deferred.out, (deferred.statistics, None, weight, weight._version, None, 0, eps)  # type: ignore[union-attr]
+    return out, (statistics, None, weight, version, None, 0, eps)
 
 
 def plain_gradients(x: Tensor, kept: Kept, needs: tuple[bool, ...], grad: Tensor) -> Gradients:
@@ -231,6 +249,14 @@ def values_kernels() -> Any:
 
 
 @functools.cache
+def planes_kernels() -> Any:
+    """Return the kernels of batch norm's forward in NCHW memory. Imported when first needed: they need Triton."""
+    from encke.kernels.gpu import norm_planes
+
+    return norm_planes
+
+
+@functools.cache
 def forward_kernels() -> Any:
     """Return the kernels of batch norm's forward. Imported when first needed: they need Triton."""
     from encke.kernels.gpu import norm_forward
@@ -273,19 +299,29 @@ def training_forward(
     """
     module._check_input_dim(x)
     packs = forward is not None and (codec is None or codec.reads_packed)
-    weight, bias, settings = arguments_of(module, x, facts, codec, packs)
-    if forward is not None:
-        forward.deferred = settings[4] or DeferredForward(facts, codec, x)
+    weight, bias, settings = arguments_of(module, x, facts, codec, forward is not None, packs)
+    return apply_function(function, x, weight, bias, settings, facts, codec, forward)
+
+
+def apply_function(
+    function: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Settings, facts: Any, codec: Any,
+    forward: ForwardPass | None,
+) -> Tensor:  # fmt: skip
+    """Run the function, and tell the forward pass what it saves."""
+    if forward is None:
+        return function(x, weight, bias, settings)
+    call = settings[4]
+    forward.deferred = call if type(call) is DeferredBatchNorm else DeferredForward(facts, codec, x)
     out = function(x, weight, bias, settings)
-    if forward is not None and forward.deferred is not None:
+    if forward.deferred is not None:
         forward.run_deferred()
     return out
 
 
-def arguments_of(module: Any, x: Tensor, facts: Any, codec: Any, packs: bool) -> tuple[Any, Any, Settings]:
+def arguments_of(module: Any, x: Tensor, facts: Any, codec: Any, lossy: bool, packs: bool) -> tuple[Any, Any, Settings]:
     """Return weight, bias and settings of a call in training, and count the batch.
 
-    With `packs` the forward is deferred until the input is packed, where the kernels compute it.
+    With `lossy` kernels of ours may compute the forward; with `packs` they may do so while the input is packed.
     """
     # Past Module.__getattr__, which is slow; a replica has its parameters as plain attributes.
     parameters, buffers = module._parameters, module._buffers
@@ -297,28 +333,40 @@ def arguments_of(module: Any, x: Tensor, facts: Any, codec: Any, packs: bool) ->
         momentum = 1.0 / float(batches + 1) if tracks else 0.0
     if x.numel() == x.shape[1]:
         verify_batch_size(x.size())
-    mean = var = deferred = None
+    mean = var = call = None
     if module.track_running_stats or not module.training:
         mean, var = buffers["running_mean"], buffers["running_var"]
-    if packs:
+    counts = tracks and batches.dtype is torch.int64 and batches.device == x.device
+    if lossy and (counts or mean is None) and (mean is None) == (var is None):
+        # The kernels count batches as well.
+        running = None if mean is None or var is None else (mean, var, batches)
         plan = None
-        counts = tracks and batches.dtype is torch.int64 and batches.device == x.device
-        if x.dtype.itemsize == 2 and not x.data_ptr() & 3 and (counts or mean is None):
+        if packs and x.dtype.itemsize == 2 and not x.data_ptr() & 3:
             plan = forward_kernels().forward_plan(x.shape, x.stride(), x.dtype, x.device)
-        if plan is not None and all_fp32(weight, bias, mean, var):
-            # The kernel counts batches as well.
-            running = None if mean is None or var is None else (mean, var, batches)
-            deferred = DeferredBatchNorm(facts, codec, x, plan, weight, bias, running, momentum, module.eps)
-    if deferred is None and tracks:
+        if plan is not None and all_fp32(weight, bias, *(running or ())[:2]):
+            call = DeferredBatchNorm(facts, codec, x, plan, weight, bias, running, momentum, module.eps)
+        elif x.is_contiguous():
+            call = planes_call(x, weight, bias, running)
+    if call is None and tracks:
         batches.add_(1)
-    return weight, bias, (mean, var, momentum, module.eps, deferred)
+    return weight, bias, (mean, var, momentum, module.eps, call)
 
 
-def all_fp32(weight: Any, bias: Any, mean: Any, var: Any) -> bool:
-    """Return whether weight, bias and running statistics (both or none) are as the kernels read and write them."""
-    if (mean is None) != (var is None):
-        return False
-    for t in (weight, bias) if mean is None else (weight, bias, mean, var):
-        if t is None or t.dtype is not torch.float32 or not t.is_contiguous():
-            return False
-    return True
+def planes_call(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, running: tuple[Tensor, Tensor, Tensor] | None
+) -> PlanesCall | None:
+    """Return the call of the kernels for contiguous values; None where they do not take them."""
+    if (weight is None) != (bias is None) or (running is not None and not all_fp32(*running[:2])):
+        return None
+    dtype = None
+    if weight is not None and bias is not None:
+        dtype = weight.dtype
+        if bias.dtype is not dtype or not weight.is_contiguous() or not bias.is_contiguous():
+            return None
+    plan = planes_kernels().planes_forward(x.shape, x.dtype, dtype, x.device)
+    return None if plan is None else PlanesCall(plan, running)
+
+
+def all_fp32(*tensors: Tensor | None) -> bool:
+    """Return whether tensors are as the kernels read and write them."""
+    return all(t is not None and t.dtype is torch.float32 and t.is_contiguous() for t in tensors)

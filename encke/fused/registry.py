@@ -13,12 +13,13 @@ from encke.fused.batchnorm import BatchNormForward
 from encke.fused.block import BlockForward
 from encke.fused.conv import ConvForward
 from encke.fused.gelu import GeluForward
+from encke.fused.instancenorm import InstanceNormForward
 from encke.fused.relu import ReluForward
 from encke.fused.rownorm import RowNormForward
 from encke.fused.silu import SiluForward
 
 FORWARDS: tuple[type[InstalledForward], ...] = (
-    BatchNormForward, ReluForward, ConvForward, GeluForward, SiluForward, RowNormForward,
+    BatchNormForward, InstanceNormForward, ReluForward, ConvForward, GeluForward, SiluForward, RowNormForward,
     BlockForward,
 )  # fmt: skip
 

@@ -246,7 +246,7 @@ class NormStep(PackingStep):
     def forward(self, module: Any, values: Values, operands: tuple[Any, ...], run: Run) -> Any:
         steady, x, kernels = self.steady, values[self.inputs[0]], self.kernels
         if kernels is None:
-            weight, bias, settings = arguments_of(module, x, self.facts, steady.codec, False)
+            weight, bias, settings = arguments_of(module, x, self.facts, steady.codec, True, False)
             out, kept = normalise(x, weight, bias, settings)
             seed = self.seed(run.forward)
             values.append(out)

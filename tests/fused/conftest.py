@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
 
-from encke.fused import batchnorm
+from encke.fused import batchnorm, instancenorm
 
 
 @pytest.fixture(autouse=True)
@@ -24,17 +26,18 @@ def calls(monkeypatch) -> list[str]:
     """Record of calls: `forward` for each fused call, `packed`, `values` or `plain` for each backward."""
     seen: list[str] = []
 
-    def watch(name: str, function: str) -> None:
-        original = getattr(batchnorm, function)
+    def watch(name: str, function: str, module: ModuleType = batchnorm) -> None:
+        original = getattr(module, function)
 
         def watched(*args):
             found = original(*args)
             seen.extend([] if found is None else [name])
             return found
 
-        monkeypatch.setattr(batchnorm, function, watched)
+        monkeypatch.setattr(module, function, watched)
 
-    watch("forward", "training_forward")
+    watch("forward", "apply_function")
+    watch("forward", "apply_function", instancenorm)
     watch("packed", "gradients_from_codes")
     watch("values", "gradients_from_values")
     watch("plain", "plain_gradients")

@@ -119,7 +119,7 @@ def test_a_fused_layer_on_its_own_is_compressed_and_leaves_nothing_behind_after_
     with pytest.raises(ValueError, match="expected 4D input"):
         model(x[0, 0])
     assert top_saved_tensors_hooks() is None
-    assert torch.equal(gradients(model, x)[0], gradients(plain, x)[0])
+    assert torch.allclose(gradients(model, x)[0], gradients(plain, x)[0], atol=1e-6)
     assert handle.report().forwards == 3 and handle.report().packed_bytes > 0
 
 

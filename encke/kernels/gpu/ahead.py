@@ -27,7 +27,7 @@ import triton
 from torch import Tensor
 
 from encke.kernels.formats import GroupFormat, PackedUse, SampledUnits
-from encke.kernels.gpu import bits, launch, norm_backward, norm_forward, norm_values, plans
+from encke.kernels.gpu import bits, launch, norm_backward, norm_forward, norm_planes, norm_values, plans
 from encke.tools import process
 from encke.tools.provenance import core_count
 
@@ -213,6 +213,9 @@ def exercise_norm(
         through = norm_backward.norm_plan(size, plan.format, last, torch.float32, META, seed_table, silu=True)
         if through is not None:
             norm_backward.norm_backward(x, data, rows, None, row, through, seed, True, rows)
+    if not last and (planes := norm_planes.planes_forward(size, x.dtype, torch.float32, META)) is not None:
+        count = torch.empty((), dtype=torch.int64, device=META)
+        planes.run(x, row, row, (row, row, count), 0.1, 1e-5)
     forward = norm_forward.forward_plan(size, x.stride(), x.dtype, META)
     if forward is not None and plan.fuses_forward:
         workspace = torch.empty(forward.workspace_numel, device=META)

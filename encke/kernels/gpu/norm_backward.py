@@ -114,8 +114,8 @@ class CodesPlan(NormPlan):
         channels, format, vector = self.channels, self.format, 16 // self.format.dtype.itemsize
         rows = Rows(format, numel, numel // (samples * channels))
         count = format.groups(numel) // (samples * channels)
-        width = min(power_of_two(count), 32)
-        each = GATHER // width
+        each = min(power_of_two(samples), GATHER // min(power_of_two(count), 32))
+        width = min(power_of_two(count), GATHER // each)
         splits = min(-(-samples // each), -(-PROGRAMS // channels))
         self.workspace_numel = 2 * format.groups(numel)
         numbers = (*rows.numbers, channels, *reciprocal(channels))

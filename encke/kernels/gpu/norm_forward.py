@@ -87,6 +87,18 @@ def moments_kernel(
     tl.store(var + c, spread, mask=here)
 
 
+@triton.jit
+def update_running(running_mean, running_var, batches, c, here, mean, var, count, momentum):
+    """Update running statistics of the channels `c` that are `here`, and the number of batches."""
+    old_mean = tl.load(running_mean + c, mask=here, other=0.0)
+    old_var = tl.load(running_var + c, mask=here, other=0.0)
+    unbiased = var * (count / tl.maximum(count - 1.0, 1.0))
+    tl.store(running_mean + c, old_mean * (1.0 - momentum) + mean * momentum, mask=here)
+    tl.store(running_var + c, old_var * (1.0 - momentum) + unbiased * momentum, mask=here)
+    if tl.program_id(0) == 0:
+        tl.store(batches, tl.load(batches) + 1)
+
+
 @triton.jit(do_not_specialize=["blocks", "channels", "pixels"])
 def statistics_kernel(
     workspace, weight, bias, running_mean, running_var, batches, kept,
@@ -103,13 +115,7 @@ def statistics_kernel(
     tl.store(kept + 2 * channels + c, inverse * tl.load(weight + c, mask=here, other=0.0), mask=here)
     tl.store(kept + 3 * channels + c, tl.load(bias + c, mask=here, other=0.0), mask=here)
     if RUNNING:
-        old_mean = tl.load(running_mean + c, mask=here, other=0.0)
-        old_var = tl.load(running_var + c, mask=here, other=0.0)
-        unbiased = var * (pixels.to(tl.float32) / tl.maximum(pixels.to(tl.float32) - 1.0, 1.0))
-        tl.store(running_mean + c, old_mean * (1.0 - momentum) + middle * momentum, mask=here)
-        tl.store(running_var + c, old_var * (1.0 - momentum) + unbiased * momentum, mask=here)
-        if tl.program_id(0) == 0:
-            tl.store(batches, tl.load(batches) + 1)
+        update_running(running_mean, running_var, batches, c, here, middle, var, pixels.to(tl.float32), momentum)
 
 
 @triton.jit(do_not_specialize=["units", "pixels"])

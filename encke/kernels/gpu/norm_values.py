@@ -17,10 +17,10 @@ from torch import Tensor
 from encke.kernels.gpu.common import narrow, widen
 from encke.kernels.gpu.launch import TYPES, Launch, power_of_two
 from encke.kernels.gpu.norm_backward import PROGRAMS, NormPlan
+from encke.kernels.gpu.norm_planes import Planes, plane_gradient_kernel, units_of
 
-TILE = 2048  # values that a program reads at a time, with four warps
-WIDTH = 1024  # neighbouring values of a tile, at most
-CHANNELS = 64  # channels of a tile in channels_last memory, at most
+TILE = 2048  # values that a program reads at a time in channels_last memory, with four warps
+CHANNELS = 64  # channels of such a tile, at most
 
 
 @triton.jit(do_not_specialize=["samples", "channels", "chunks", "splits"])
@@ -54,26 +54,6 @@ def plane_sums_kernel(
     out = sums + split.to(tl.int64) * 2 * channels + c
     tl.store(out, tl.sum(tl.sum(sum_g, 1), 0))
     tl.store(out + channels, tl.sum(tl.sum(sum_gx, 1), 0))
-
-
-@triton.jit(do_not_specialize=["planes", "channels"])
-def plane_gradient_kernel(
-    grad, values, line, out, units: tl.int32, planes: tl.int32, channels: tl.int32,
-    DTYPE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Write g * k1 + x * k2 + k3 for a part of WIDTH values of ROWS planes."""
-    plane = units * UNIT
-    p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    j = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)[None, :]
-    c, exists = p % channels, p < planes
-    k1 = tl.load(line + c, mask=exists, other=0.0)
-    k2 = tl.load(line + channels + c, mask=exists, other=0.0)
-    k3 = tl.load(line + 2 * channels + c, mask=exists, other=0.0)
-    there = exists & (j < plane)
-    at = p.to(tl.int64) * plane + j
-    v = widen(tl.load(grad + at, mask=there, other=0), DTYPE)
-    x = widen(tl.load(values + at, mask=there, other=0), DTYPE)
-    tl.store(out + at, narrow(tl.fma(v, k1, tl.fma(x, k2, k3)), DTYPE), mask=there)
 
 
 @triton.jit(do_not_specialize=["pixels", "tiles", "splits"])
@@ -130,25 +110,23 @@ class ValuesPlan(NormPlan):
         self, size: tuple[int, ...], dtype: torch.dtype, channels_last: bool, weight_dtype: torch.dtype | None,
         device: torch.device,
     ) -> None:  # fmt: skip
-        numel, samples, channels = math.prod(size), size[0], size[1]
-        inner = channels if channels_last else numel // (samples * channels)
-        unit = math.gcd(inner, 16 // dtype.itemsize)
-        width = min(power_of_two(inner), CHANNELS if channels_last else WIDTH)
-        rows, chunks = TILE // width, -(-inner // width)
-        constants = (TYPES[dtype], unit, rows, width)
+        numel, channels = math.prod(size), size[1]
         if channels_last:
+            unit = math.gcd(channels, 16 // dtype.itemsize)
+            width = min(power_of_two(channels), CHANNELS)
+            rows, chunks = TILE // width, -(-channels // width)
+            constants = (TYPES[dtype], unit, rows, width)
             pixels = numel // channels
             blocks = -(-pixels // rows)
             splits = min(blocks, -(-PROGRAMS // chunks))
-            self.numbers: tuple[tuple, ...] = ((inner // unit, pixels, chunks, splits), (inner // unit, pixels))
+            self.numbers: tuple[tuple, ...] = ((channels // unit, pixels, chunks, splits), (channels // unit, pixels))
             self.reduce = Launch(last_sums_kernel, chunks * splits, constants, 4, 1)
             self.write = Launch(last_gradient_kernel, (blocks, chunks), constants, 4, 1)
         else:
-            planes = samples * channels
-            splits = min(-(-samples // rows) * chunks, -(-PROGRAMS // channels))
-            self.numbers = (inner // unit, samples, channels, chunks, splits), (inner // unit, planes, channels)
-            self.reduce = Launch(plane_sums_kernel, channels * splits, constants, 4, 1)
-            self.write = Launch(plane_gradient_kernel, (-(-planes // rows), chunks), constants, 4, 1)
+            planes = Planes(size, dtype)
+            splits, self.numbers = planes.splits, (planes.tile_numbers, planes.unit_numbers)
+            self.reduce = Launch(plane_sums_kernel, *planes.tiles, 4, 1)
+            self.write = Launch(plane_gradient_kernel, *planes.units, 4, 0)
         super().__init__(numel, channels, splits, weight_dtype, device)
 
     def sum_up(
@@ -174,7 +152,9 @@ def values_plan(
 ) -> ValuesPlan | None:  # fmt: skip
     """Return the plan for gradients and values of that size; None where the kernels do not take them."""
     numel, channels = math.prod(size), size[1]
-    if dtype not in TYPES or dtype == torch.float64 or not numel or numel // channels >= 1 << 31:
+    if dtype not in TYPES or dtype == torch.float64 or not numel:
+        return None
+    if numel // channels >= 1 << 31 if channels_last else units_of(size, dtype)[1] >= 1 << 31:
         return None
     if weight_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
         return None

@@ -19,7 +19,7 @@ def test_kernels_of_every_rate_are_launched_on_tensors_without_memory():
     found = ahead.launches((2, 4))
     names = {function.fn.__name__ if hasattr(function, "fn") else function.__name__ for function, *_ in found}
     assert {"gq_encode_channels_kernel", "gq_decode_kernel", "last_reduce_kernel", "statistics_kernel"} <= names
-    assert {"plane_reduce_kernel", "plane_apply_kernel", "gather_kernel"} <= names
+    assert {"plane_reduce_kernel", "plane_apply_kernel", "gather_kernel", "plane_normalise_kernel"} <= names
     assert len(found) > len(ahead.launches((2,))) > 20
     assert {t.device.type for _, tensors, *_ in found for t in tensors} == {"meta"}
 

@@ -9,6 +9,7 @@ from tests.kernels.gpu.common import DEVICE, compile_for_hopper
 from tests.kernels.gpu.test_norm_backward import formula, tensors
 
 norm_backward = pytest.importorskip("encke.kernels.gpu.norm_backward", reason="needs triton")
+norm_planes = pytest.importorskip("encke.kernels.gpu.norm_planes", reason="needs triton")
 norm_values = pytest.importorskip("encke.kernels.gpu.norm_values", reason="needs triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -70,8 +71,9 @@ def test_weights_of_other_dtypes(last, affine):
 @pytest.mark.parametrize("last", [False, True])
 def test_work_that_is_shared_out(last, monkeypatch):
     """Few programs go through many tiles, and sums have several parts."""
-    for name, value in {"PROGRAMS": 6, "TILE": 16, "WIDTH": 16, "CHANNELS": 4}.items():
-        monkeypatch.setattr(norm_values, name, value)
+    for module, values in ((norm_values, {"CHANNELS": 4}), (norm_planes, {"WIDTH": 16, "NARROWEST": 4})):
+        for name, value in ({"PROGRAMS": 6, "TILE": 16} | values).items():
+            monkeypatch.setattr(module, name, value)
     norm_values.values_plan.cache_clear()
     check((9, 6, 5, 7), last, torch.float32)
 
@@ -92,7 +94,6 @@ for dtype, name in (TYPES[each] for each in ("float32", "float16", "bfloat16")):
     for unit, rows, width in ((4, 2, 1024), (1, 32, 64)):
         constants = {"DTYPE": dtype, "UNIT": unit, "ROWS": rows, "WIDTH": width}
         build(norm_values.plane_sums_kernel, pointers, constants)
-        build(norm_values.plane_gradient_kernel, pointers, constants)
         build(norm_values.last_sums_kernel, pointers, constants)
         build(norm_values.last_gradient_kernel, pointers, constants)
 """

@@ -1,0 +1,40 @@
+"""Instance norm that reads its packed input in backward: torch computes it as a batch norm of one sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from encke.capture.facts import SiteFacts
+from encke.capture.passes import ForwardPass
+from encke.capture.readers import matches
+from encke.fused.base import LayerForward
+from encke.fused.batchnorm import BatchNormForward, Settings, apply_function, planes_call
+
+
+class InstanceNormForward(LayerForward):
+    """Run `nn.InstanceNorm1d` to `3d` without running statistics, and read their packed input in backward."""
+
+    layers = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+    function = BatchNormForward.function
+
+    def run(self, module: Any, x: Tensor, facts: SiteFacts, forward: ForwardPass) -> Tensor | None:
+        """Run the call through batch norm's function; None where the layer may raise, and where the codec is exact."""
+        size = x.shape
+        if module.track_running_stats or module.running_mean is not None or size[1] != module.num_features:
+            return None
+        if len(size) != module._get_no_batch_dim() + 1 or size[2:].numel() < 2:
+            return None
+        # As `torch.instance_norm` does.
+        planes = x.contiguous().view(1, size[0] * size[1], *size[2:])
+        if not matches(facts, planes):
+            return None
+        codec = None
+        if facts.steady is None or not forward.steady:
+            codec = self.capture.policy.choose(facts.site)
+            if codec.exact:
+                return None
+        weight, bias = (None if each is None else each.repeat(size[0]) for each in (module.weight, module.bias))
+        settings: Settings = (None, None, 0.0, module.eps, planes_call(planes, weight, bias, None))
+        return apply_function(facts.function, planes, weight, bias, settings, facts, codec, forward).view(size)
