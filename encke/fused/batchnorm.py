@@ -333,7 +333,8 @@ def arguments_of(module: Any, x: Tensor, facts: Any, codec: Any, lossy: bool, pa
         momentum = 1.0 / float(batches + 1) if tracks else 0.0
     if x.numel() == x.shape[1]:
         verify_batch_size(x.size())
-    mean = var = call = None
+    mean = var = None
+    call: Any = None
     if module.track_running_stats or not module.training:
         mean, var = buffers["running_mean"], buffers["running_var"]
     counts = tracks and batches.dtype is torch.int64 and batches.device == x.device
