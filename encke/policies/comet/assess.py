@@ -22,6 +22,7 @@ from encke.capture.needs import MATMULS, MIN_BITS, NORMS
 from encke.capture.sites import Site
 from encke.codecs import Codec, ErrorBounded
 from encke.policies.comet.allocate import BITS, Memory, allocate
+from encke.policies.comet.branches import Joint, share_of
 from encke.policies.comet.measure import (
     CometCollector,
     NormFigures,
@@ -85,6 +86,10 @@ class StepFigures:
     """By place."""
     tensors: dict[int, TensorFigures]
     """By id of the `TensorStats`."""
+    joints: dict[Joint, float]
+    """Share of the gradient that comes through a branch."""
+    scores: dict[str, float]
+    """Share of the gradient behind attention that goes to queries and keys, by the place of its values."""
 
 
 def figures_of(step: FinishedStep, norms: bool) -> StepFigures:
@@ -95,11 +100,14 @@ def figures_of(step: FinishedStep, norms: bool) -> StepFigures:
     weight_samples = [each for each in measured if momenta[id(each)] is not None]
     norm_samples = [each for each in collected.norm_samples if norms and each.tensor is not None]
     stats = list({id(s): s for _, s in collected.sites.values()}.values())
+    joints = list(dict.fromkeys(joint for each in collected.branches.values() for _, joint in each.sections))
     fetch = Fetch()
     after, at_step = fetch.add(collected.norm_after_backward), fetch.add(step.norm_at_step)
     weight_rows = [([*map(fetch.add, each.tensors)], fetch.add(momenta[id(each)])) for each in weight_samples]
     norm_rows = [fetch.add(each.tensor) for each in norm_samples]
     tensor_rows = [[*map(fetch.add, each.tensors)] for each in stats]
+    joint_rows = [fetch.add(each.tensor) for each in joints]
+    score_rows = {place: fetch.add(each.tensor) for place, each in collected.scores.items()}
     numbers = fetch.numbers()
     found = norm_figures(norm_samples, [numbers[i] for i in norm_rows]) if norm_samples else []
     # At the end of a backward of torch.autograd.grad, or one that steps as it goes, weights have no gradients.
@@ -119,6 +127,8 @@ def figures_of(step: FinishedStep, norms: bool) -> StepFigures:
         tensors={
             id(each): each.figures([numbers[i] for i in row]) for each, row in zip(stats, tensor_rows, strict=True)
         },
+        joints={joint: share_of(numbers[row]) for joint, row in zip(joints, joint_rows, strict=True)},
+        scores={place: share_of(numbers[row]) for place, row in score_rows.items()},
     )
 
 
@@ -261,7 +271,7 @@ class Assessment:
                 errors = [each.sample.weight.numel() * error**2 for error in each.predicted]
                 add(each.tensor, errors, first_within(each.predicted, part * each.tolerated))
             for site, tensor in others:
-                share = before[order[id(tensor)]] / before[-1] if before[-1] > 0 else 1.0
+                share = self._reach(site, tolerated, before[order[id(tensor)]]) / before[-1] if before[-1] > 0 else 1.0
                 product = site.operation == "Convolution" or site.operation in MATMULS
                 floor = max(MIN_BITS.get((site.operation, site.slot), 0), UNMEASURED if product else 0)
                 errors = [error * share * gradient for error in distorted[site.place]]
@@ -283,6 +293,11 @@ class Assessment:
             propagated = math.sqrt(distorted[site.place][choose(setting, tensor)])
             self.learnt.note(step.number, site, setting, tensor.share, tensor.std, propagated=propagated)
 
+    def _reach(self, site: Site, squares: dict[int, float], before: float) -> float:
+        """Return the sum of squares of the weights whose gradients an input's error reaches."""
+        branch = self.step.collected.branches.get(site.place)
+        return before if branch is None else branch.reach(squares, before, self.step.joints)
+
     def _distortion(self, site: Site, tensor: TensorFigures) -> list[float]:
         """Return the relative mean square error of the gradient that an input propagates, at each of BITS."""
         errors = [power for power, _ in tensor.errors]
@@ -292,7 +307,9 @@ class Assessment:
             return [linear * error + norm.quadratic * error**2 for error in errors]
         if tensor.distortion:
             return tensor.distortion
-        relative = [error / tensor.std**2 for error in errors]
+        # Of attention's values alone: wrong values distort the gradients of queries and keys, not their own.
+        scores = self.step.scores.get(site.place, 1.0)
+        relative = [scores * error / tensor.std**2 for error in errors]
         # A normalisation propagates the part of the error that does not cancel over the values taken together.
         return [2 * error / tensor.row + error**2 / tensor.row for error in relative] if is_norm(site) else relative
 

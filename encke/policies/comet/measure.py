@@ -14,39 +14,30 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from encke.capture.needs import SECOND
-from encke.capture.nodes import operation_name
+from encke.capture.nodes import VIEWS, operation_name
 from encke.capture.sites import Site
 from encke.codecs import GroupQuant, Packed
 from encke.codecs.layout import Layout
 from encke.kernels import GroupFormat, GroupPlan, PackedUse, compile_ahead
 from encke.policies.base import PackedMemory, SavedTensor
+from encke.policies.comet.branches import Branch, Graph, ScoresShare, single
 from encke.policies.comet.momentum import gradient_norm
 from encke.policies.comet.products import PRODUCTS, WeightGradient, WeightProduct
 from encke.policies.comet.rates import decode_first
 from encke.policies.comet.shards import Shards
 from encke.policies.comet.stats import TensorStats, round_trip, upcast
-from encke.torch_internals import (
-    is_batched_gradient,
-    is_functorch_tensor,
-    queue_backward_callback,
-    saved_setting,
-)
+from encke.torch_internals import queue_backward_callback, saved_setting
 
 PROBE = 1 << 22
 """Values of an input whose error is kept until backward, where samples of the batch can stand for all."""
 ERRORS = GroupQuant(bits=4, seed=0x0E44)
 """Codec of such errors. Its own random numbers add 2 to 4 % to the mean square."""
-
-
-def single(gradient: Tensor | None) -> TypeGuard[Tensor]:
-    """Return whether there is a gradient, and not several as one tensor, as in a vectorised Jacobian."""
-    return gradient is not None and not is_batched_gradient(gradient) and not is_functorch_tensor(gradient)
 
 
 class ErrorProbe:
@@ -251,6 +242,10 @@ class CometCollector:
         self.sites: dict[str, tuple[Site, TensorStats]] = {}
         self.weight_samples: list[WeightGradientSample] = []
         self.norm_samples: list[NormGradientSample] = []
+        self.branches: dict[str, Branch] = {}
+        """Branches in which functions, attention and norms over rows read what is saved, by place."""
+        self.scores: dict[str, ScoresShare] = {}
+        """Shares of queries and keys, by the place of attention's values."""
         self.norm_after_backward: Tensor | None = None
         """Norm of the gradients after the last backward."""
         self.shards: Shards | None = None
@@ -295,12 +290,14 @@ class CometCollector:
         if self.batches > 1:
             return
         found: list[WeightGradientSample] = []
-        stack, seen = list(start), set()
+        stack, seen = list(start), dict[Any, None]()
+        readers: dict[str, Any] = {}
+        weights: dict[Any, list[WeightGradientSample]] = {}
         while stack:
             node = stack.pop()
             if node is None or node in seen:
                 continue
-            seen.add(node)
+            seen[node] = None
             stack.extend(next_node for next_node, _ in node.next_functions)
             name = operation_name(node)
             if name in PRODUCTS:
@@ -308,10 +305,16 @@ class CometCollector:
                     weight_sample = self._sample_weight(node, slot, saved)
                     if weight_sample is not None:
                         found.append(weight_sample)
+                        weights.setdefault(node, []).append(weight_sample)
             elif self.trials and name.endswith("BatchNorm"):
                 for _, saved in saved_by(node):
                     if saved.site.slot == "input" and saved.cell is not None and id(saved.cell) in self._stats:
                         self._sample_norm(node, saved)
+            elif self.trials and name not in VIEWS:
+                for _, saved in saved_by(node):
+                    if saved.site.place in self.sites and saved.cell is not None:
+                        readers[saved.site.place] = node
+        self._follow(readers, Graph(seen, weights))
         sharded = self.shards.by_whole() if self.shards is not None else {}
         for each in found:
             each.weight = sharded.get(id(each.weight), each.weight)
@@ -327,6 +330,14 @@ class CometCollector:
             relu = any(use.relu for use in self._uses)
             silu = any(site.operation == "Silu" for site, _ in self.sites.values())
             compile_ahead(use.before(relu, silu) if use.norm else use for use in self._uses)
+
+    def _follow(self, readers: dict[str, Any], graph: Graph) -> None:
+        """Measure the branches in which the readers of some places are."""
+        for place, node in readers.items():
+            self.branches[place] = graph.branch(node)
+            site = self.sites[place][0]
+            if site.operation == "ScaledDotProductAttention" and site.slot == "value":
+                self.scores[place] = ScoresShare(node)
 
     def _sample_weight(self, node: Any, slot: str, saved: SavedTensor) -> WeightGradientSample | None:
         cell, site = saved.cell, saved.site

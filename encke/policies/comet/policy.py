@@ -40,7 +40,7 @@ class Comet(AdaptivePolicy):
     """Keeps the error of every weight's gradient below `sigma` times the weight's mean absolute momentum.
 
     Args:
-        sigma: Tolerated error; None means 0.2 for stochastic rounding and COMET's 0.01 for nearest.
+        sigma: Tolerated error; None means 0.1 for stochastic rounding and COMET's 0.01 for nearest.
         every: Steps between collection steps, once the early ones (1, 10, 20, 40, ...) are over.
         rounding: "stochastic" is unbiased, at 2, 3, 4 or 8 bits a value; "nearest" is COMET as published, under
             an absolute bound.

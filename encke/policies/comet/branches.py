@@ -1,0 +1,167 @@
+"""Branches: how much of the gradient comes through the path on which an error is propagated.
+
+What a function, a layer norm or attention has saved with an error distorts the gradient that it propagates. Where other
+paths join, as at the sum of a residual block, the gradient of those is right. Relative to the sum, the error is smaller
+by the share that has come through the branch. In a collection step both are measured where they meet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from encke.policies.comet.products import leaf_behind
+from encke.torch_internals import is_batched_gradient, is_functorch_tensor
+
+if TYPE_CHECKING:
+    from encke.policies.comet.measure import WeightGradientSample
+
+JOINTS = 2
+"""Joints measured in a branch: gate and up projections of a gated block read one input, then comes the block's sum."""
+LONGEST = 100
+"""Nodes of a branch that are followed."""
+
+
+def single(gradient: Tensor | None) -> TypeGuard[Tensor]:
+    """Return whether there is a gradient, and not several as one tensor, as in a vectorised Jacobian."""
+    return gradient is not None and not is_batched_gradient(gradient) and not is_functorch_tensor(gradient)
+
+
+def power(gradient: Tensor) -> Tensor:
+    """Return the sum of squares."""
+    kind = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+    return torch.linalg.vector_norm(gradient.detach(), dtype=kind).square()
+
+
+class Joint:
+    """A place where the gradient of a branch is added to those of other paths."""
+
+    def __init__(self) -> None:
+        self.parts: list[Tensor] = []
+        """Sums of squares of the gradients that come through the branch."""
+        self.total: Tensor | None = None
+        """Sum of squares of the sum of all gradients."""
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """Both sums of squares; None where they were not measured."""
+        if self.total is None or not self.parts:
+            return None
+        return torch.stack([torch.stack(self.parts).sum(), self.total])
+
+
+@dataclass(slots=True)
+class Branch:
+    """The path from a node to the places where other paths join, and the weights on it."""
+
+    sections: list[tuple[list[WeightGradientSample], Joint]]
+    """Weights between the node and the first joint, between that and the second, and so on."""
+
+    def reach(self, squares: Mapping[int, float], before: float, shares: Mapping[Joint, float]) -> float:
+        """Return the sum of `squares` of the weights that an error reaches, each by the share that reaches it.
+
+        Args:
+            squares: Squares by id of the weight.
+            before: Sum of the squares of all weights in front of the node.
+            shares: Share of a joint's gradient that comes through the branch.
+        """
+        reached, share = 0.0, 1.0
+        for samples, joint in self.sections:
+            weights = {id(each.weight) for each in samples}
+            inside = min(sum(squares.get(weight, 0.0) for weight in weights), before)
+            reached += inside * share
+            before -= inside
+            share *= shares.get(joint, 1.0)
+        return reached + before * share
+
+
+def share_of(numbers: Any) -> float:
+    """Return the share of a joint from its `tensor` on the host; 1 where nothing was measured."""
+    part, total = numbers.tolist() if isinstance(numbers, Tensor) else (math.nan, math.nan)
+    return min(part / total, 1.0) if 0 <= part < math.inf and 0 < total < math.inf else 1.0
+
+
+class Graph:
+    """An autograd graph, in which branches are found."""
+
+    def __init__(self, nodes: Iterable[Any], weights: Mapping[Any, Sequence[WeightGradientSample]]) -> None:
+        self.consumers = Counter(edge for node in nodes for edge in node.next_functions if edge[0] is not None)
+        """How many nodes add to the gradient of each result of an operation: node and index."""
+        self.weights = weights
+        """Weights whose gradients a node computes."""
+        self._joints: dict[tuple[Any, ...], Joint] = {}
+
+    def branch(self, start: Any) -> Branch:
+        """Follow the gradient that a node propagates until other paths have joined it.
+
+        Paths that part and meet again, as query, key and value do, are one branch. Where others join while several are
+        open, the branch ends, and no share is taken there.
+        """
+        sections: list[tuple[list[WeightGradientSample], Joint]] = []
+        weights: list[WeightGradientSample] = []
+        # A node's gradient is complete when all nodes behind it have run: those created later.
+        open_nodes: dict[Any, list[tuple[Any, int, int]]] = {}
+        node = start
+        for _ in range(LONGEST):
+            for i, (source, index) in enumerate(node.next_functions):
+                if source is not None and leaf_behind(source) is None:
+                    open_nodes.setdefault(source, []).append((node, i, index))
+            if not open_nodes:
+                break
+            node = max(open_nodes, key=lambda each: each._sequence_nr())
+            edges = open_nodes.pop(node)
+            results = {index for _, _, index in edges}
+            if sum(self.consumers[node, index] for index in results) > len(edges):
+                if open_nodes or len(results) > 1:
+                    break
+                sections.append((weights, self._joint(node, results.pop(), edges)))
+                weights = []
+                if len(sections) == JOINTS:
+                    break
+            weights += self.weights.get(node, ())
+        return Branch(sections)
+
+    def _joint(self, node: Any, index: int, edges: list[tuple[Any, int, int]]) -> Joint:
+        """Return the joint at a node, with hooks that measure it in backward."""
+        key = (node, index, *[(source, i) for source, i, _ in edges])
+        joint = self._joints.get(key)
+        if joint is not None:
+            return joint
+        joint = self._joints[key] = Joint()
+
+        def take_total(gradients: tuple[Tensor | None, ...], joint: Joint = joint) -> None:
+            gradient = gradients[index]
+            if single(gradient):
+                joint.total = power(gradient)
+
+        node.register_prehook(take_total)
+        for source, i, _ in edges:
+
+            def take_part(computed: tuple[Tensor | None, ...], _: Any, i: int = i, joint: Joint = joint) -> None:
+                gradient = computed[i]
+                if single(gradient):
+                    joint.parts.append(power(gradient))
+
+            source.register_hook(take_part)
+        return joint
+
+
+class ScoresShare:
+    """The share of the gradient behind attention that goes to queries and keys: that which wrong values distort."""
+
+    def __init__(self, node: Any) -> None:
+        self.tensor: Tensor | None = None
+        """Sums of squares of the gradients of queries and keys, and of these and the values."""
+
+        def take(computed: tuple[Tensor | None, ...], _: Any) -> None:
+            if len(computed) > 2 and all(single(gradient) for gradient in computed[:3]):
+                query, key, value = (power(gradient) for gradient in computed[:3] if gradient is not None)
+                self.tensor = torch.stack([query + key, query + key + value])
+
+        node.register_hook(take)
