@@ -22,9 +22,12 @@ class InstanceNormForward(LayerForward):
     def run(self, module: Any, x: Tensor, facts: SiteFacts, forward: ForwardPass) -> Tensor | None:
         """Run the call through batch norm's function; None where the layer may raise, and where the codec is exact."""
         size = x.shape
-        if module.track_running_stats or module.running_mean is not None or size[1] != module.num_features:
+        dimensions = next(n for n, layer in enumerate(self.layers, 3) if isinstance(module, layer))
+        if len(size) != dimensions:
+            return None  # no batch, or the wrong number of dimensions
+        if size[1] != module.num_features or size[2:].numel() < 2:
             return None
-        if len(size) != module._get_no_batch_dim() + 1 or size[2:].numel() < 2:
+        if module.track_running_stats or module.running_mean is not None:
             return None
         # As `torch.instance_norm` does.
         planes = x.contiguous().view(1, size[0] * size[1], *size[2:])

@@ -121,6 +121,8 @@ def test_errors_and_warnings_are_torchs_own():
         model[1](torch.randn(2, 7, 18, 18, device=DEVICE, requires_grad=True))
     with pytest.raises(ValueError, match="expected 3D or 4D"):
         model[1](torch.randn(18, 18, device=DEVICE, requires_grad=True))
+    with pytest.raises(ValueError, match="expected 3D or 4D"):
+        model[1](torch.randn(9000, device=DEVICE, requires_grad=True))
     with pytest.raises(ValueError, match="more than 1 spatial element"):
         model[1](torch.randn(2, 8, 1, 1, device=DEVICE, requires_grad=True))
 
