@@ -204,7 +204,8 @@ def exercise_norm(
         norm_backward.norm_backward(x, data, rows, None, row, backward, seed)
         norm_backward.norm_backward(x, data, row, row, row, backward, seed)
     elif (values := norm_values.values_plan(size, x.dtype, last, torch.float32, META)) is not None:
-        norm_backward.norm_backward(x, x, row, row, row, values, 0)
+        mean, spread = (row, row) if last else (rows, None)  # as the forward kernels of NCHW memory keep them
+        norm_backward.norm_backward(x, x, mean, spread, row, values, 0)
     if backward is not None and plan.fuses_norm_relu and gated:
         gate = norm_backward.norm_plan(size, plan.format, last, torch.float32, META, seed_table, plan.format)
         assert gate is not None

@@ -59,7 +59,7 @@ class NormPlan:
         weight = tl.float32 if weight_dtype is None else TYPES[weight_dtype]
         constants = (weight_dtype is not None, weight, min(256, power_of_two(splits)), 8)
         self.finish, self.finish_below, self.finish_together = (
-            Launch(finish_kernel, -(-channels // 8), (*constants, together, below), 4, 2)
+            Launch(finish_kernel, -(-channels // 8), (*constants, together, below), 4, 0)
             for together, below in ((False, False), (False, True), (True, False))
         )
 
