@@ -134,15 +134,12 @@ def test_hundreds_of_reused_addresses_change_no_gradient(monkeypatch: pytest.Mon
 
 
 def test_without_the_storage_guard_gradients_go_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above would notice: this is what it looks like."""
-
+    """The test above would notice. How soon depends on the allocator."""
     plain, model = chain(20), chain(20)
-    expected = [chain_gradient(step, plain) for step in range(5)]
     for module in (encoding, ledger):
         monkeypatch.setattr(module, "storage_ref", lambda storage: lambda: "alive")
     encke.attach(model, EXACT)
-    got = [chain_gradient(step, model) for step in range(5)]
-    assert not all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert not all(torch.equal(chain_gradient(step, plain), chain_gradient(step, model)) for step in range(1000))
 
 
 def test_nothing_stays_alive_after_backward() -> None:
