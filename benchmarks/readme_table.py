@@ -28,11 +28,9 @@ CASES = (
 def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--models", nargs="+", help="measure these instead, plain and default, at their usual batch")
-    parser.add_argument("--only", nargs="+", help="of README's table measure only the cases of these models")
     args = parser.parse_args()
     args.csv = args.csv or RESULTS / ("models_h200.csv" if args.models else "readme_h200.csv")
-    cases = [case for case in CASES if args.only is None or case.model in args.only]
-    run([Case(model) for model in args.models] if args.models else cases, args)
+    run([Case(model) for model in args.models] if args.models else CASES, args)
 
 
 if __name__ == "__main__":

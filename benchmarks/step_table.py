@@ -70,6 +70,7 @@ def parser_for(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="timed steps of a round")
     parser.add_argument("--warm", type=int, default=WARM, help="warm-up steps")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help='measure only cases with this in their names, "fp32"')
     parser.add_argument("--csv", type=Path, help="rows of the same code and machine that it has are not measured again")
     parser.add_argument("--batch", type=int, help="use this batch for all cases, for a quick run")
     parser.add_argument("--image", type=int, help="pixels along an image's side; by default 224, without a GPU 64")
@@ -88,6 +89,8 @@ def parser_for(description: str | None) -> argparse.ArgumentParser:
 def run(cases: Sequence[Case], args: argparse.Namespace) -> None:
     """Measure the cases that the CSV lacks, and print a table of all its rows. Rows of other cases stay in it."""
     tables = [case.tasks(args) for case in cases]
+    if args.only:
+        tables = [tasks for tasks in tables if any(text in case_name(blank_row(tasks[0])) for text in args.only)]
     asked = {identity(blank_row(task)) for tasks in tables for task in tasks}
     known = [row for row in known_rows(args.csv) if row.get("code") == code_digest() or identity(row) not in asked]
     left = [tasks for tasks in tables if not all(is_measured(task, known, args.rounds) for task in tasks)]

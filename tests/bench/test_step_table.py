@@ -98,6 +98,9 @@ def test_rows_of_cases_that_are_not_asked_for_stay(monkeypatch, tmp_path, script
     monkeypatch.setattr(step_table, "code_digest", lambda: "other")
     call(monkeypatch, readme_table, "--only", "llama", "--csv", csv, "--rounds", 1)
     assert {task.model for task in measured} == {"llama"} and len(read_csv(csv)) == 9 + len(measured)
+    measured.clear()
+    call(monkeypatch, readme_table, "--only", "batch 64", "256, fp32", "--csv", csv, "--rounds", 1)
+    assert [(task.batch, task.precision) for task in measured] == 2 * [(64, "bf16")] + 3 * [(256, "fp32")]
 
 
 def test_transformers_are_measured_with_chunked_loss_and_failures_are_rows(
