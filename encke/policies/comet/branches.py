@@ -92,7 +92,7 @@ class Graph:
 
     def __init__(self, nodes: Iterable[Any], weights: Mapping[Any, Sequence[WeightGradientSample]]) -> None:
         self.consumers = Counter(edge for node in nodes for edge in node.next_functions if edge[0] is not None)
-        """How many nodes add to the gradient of each result of an operation: node and index."""
+        """Number of nodes that add to the gradient of each result of an operation, by node and index."""
         self.weights = weights
         """Weights whose gradients a node computes."""
         self._joints: dict[tuple[Any, ...], Joint] = {}
