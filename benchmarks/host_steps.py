@@ -5,9 +5,9 @@ a GPU would compute is left out: kernels are not launched, so values are meaning
 of PyTorch's own dispatch. What is attached minus what is plain is the host's share of Encke; "single layers" are
 attached without blocks. Times are the processor's for this thread, the least of many steps; the numbers of calls do not
 depend on the machine. EfficientNet-B0 has many small tensors, in its squeeze-and-excite layers: they are negligible
-beside the others, as they are on a GPU.
+beside the others, as they are on a GPU. BERT and Llama are of transformers, 12 layers of width 64.
 
-python3 benchmarks/host_steps.py [--model resnet50|efficientnet_b0] [--steps N] [--profile]
+python3 benchmarks/host_steps.py [--model resnet50|efficientnet_b0|vit_b_16|bert|llama] [--steps N] [--profile]
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -31,6 +32,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import encke  # noqa: E402
 from encke import kernels  # noqa: E402
+from encke.bench import models  # noqa: E402
 from encke.capture import encoding, hooks, negligible  # noqa: E402
 from encke.capture.readers import Readers  # noqa: E402
 from encke.fused import registry  # noqa: E402
@@ -38,11 +40,14 @@ from encke.fused.base import LayerForward  # noqa: E402
 from encke.fused.block import BlockForward  # noqa: E402
 from encke.fused.conv import ConvForward  # noqa: E402
 from encke.kernels import gpu, reference  # noqa: E402
-from encke.kernels.gpu import launch  # noqa: E402
+from encke.kernels.gpu import launch, logs  # noqa: E402
+from encke.train.models.registry import MODELS  # noqa: E402
 from encke.train.models.vision import torchvision_models  # noqa: E402
 
 CHANNELS, BATCH, IMAGE = 16, 256, 2
 """Size of every tensor: the smallest that is packed in groups of one channel each, at 32 and 16 bits a value."""
+TOKENS = 16
+"""Length of sequences, and number of them in a batch."""
 REAL_STEPS = 12
 """Steps of the real training: the default policy collects in the first and in the tenth."""
 
@@ -63,13 +68,39 @@ class Setup:
             encoding.EXAMINED = ()  # type: ignore[assignment]
             hooks.SMALL, negligible.SHARE, negligible.TOGETHER = 4096, 5e-3, 0.5  # type: ignore[misc]
 
+    def build(self) -> nn.Module:
+        """Return a model with all its layers, each of few values."""
+        if self.model == "vit_b_16":
+            return slim_vit()
+        return slim_transformer(self.model) if self.model in TRANSFORMERS else slim_cnn(self.model)
 
-SETUPS = {setup.model: setup for setup in (Setup("resnet50", 512, 1), Setup("efficientnet_b0", None, 32768))}
+
+TRANSFORMERS = ("bert", "llama")
+SETUPS = {
+    setup.model: setup
+    for setup in (
+        Setup("resnet50", 512, 1),
+        Setup("efficientnet_b0", None, 32768),
+        *[Setup(name, 4096, 1) for name in ("vit_b_16", *TRANSFORMERS)],
+    )
+}
 
 
-def slim(setup: Setup) -> nn.Module:
-    """Return a model with all its layers, of few channels each and without strides."""
-    model = getattr(torchvision_models(), setup.model)()
+def slim_transformer(name: str) -> nn.Module:
+    """Return a language model with twelve narrow layers."""
+    model = replace(MODELS[name].model, context=TOKENS, heads=4, width=64)
+    with mock.patch.dict(MODELS, {name: replace(MODELS[name], model=model, classes=128)}):
+        return models.build(name, TOKENS).train()
+
+
+def slim_vit() -> nn.Module:
+    """Return a ViT with twelve narrow layers."""
+    return torchvision_models().VisionTransformer(16, 4, 12, 4, 64, 256).train()
+
+
+def slim_cnn(name: str) -> nn.Module:
+    """Return a model of few channels without strides."""
+    model = getattr(torchvision_models(), name)()
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             inputs = min(module.in_channels, CHANNELS)
@@ -91,7 +122,8 @@ def leave_kernels_out() -> None:
     nothing = "".format
     launch.current_cuda_device = itertools.repeat(-1).__next__
     launch.current_cuda_stream = abs
-    launch.launch_kernel = lambda *arguments, **more: (nothing, ())  # type: ignore[assignment]
+    for module in (launch, logs):
+        module.launch_kernel = lambda *arguments, **more: (nothing, ())  # type: ignore[attr-defined]
     # Max-pool's backward writes where its indices point to: they have to be right.
     gpu.bits_encode, gpu.bits_decode = reference.bits_encode, reference.bits_decode
     kernels.backend_for = lambda device: gpu  # type: ignore[assignment]
@@ -101,10 +133,10 @@ def leave_kernels_out() -> None:
 
 def settled_state(setup: Setup, dtype: torch.dtype) -> dict[str, Any]:
     """Train for real until the default policy has collected, and return its state."""
-    model = slim(setup)
+    model = setup.build()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
     handle = encke.attach(model, optimizer=optimizer, min_bytes=setup.min_bytes)
-    step = step_of(model, images(), dtype)
+    step = step_of(model, inputs(setup.model), dtype)
     for _ in range(REAL_STEPS):
         step()
         optimizer.step()
@@ -135,17 +167,20 @@ def attached(setup: Setup, model: nn.Module, state: dict[str, Any], blocks: bool
         forward.min_bytes = 1 << 62  # type: ignore[attr-defined]
 
 
-def images() -> torch.Tensor:
-    """Return a batch of small images."""
-    return torch.randn(BATCH, 3, IMAGE, IMAGE).contiguous(memory_format=torch.channels_last)
+def inputs(name: str) -> torch.Tensor:
+    """Return a batch of small images, or of short sequences."""
+    if name in TRANSFORMERS:
+        return torch.randint(128, (TOKENS, TOKENS))
+    size = (TOKENS, 3, 16, 16) if name == "vit_b_16" else (BATCH, 3, IMAGE, IMAGE)
+    return torch.randn(size).contiguous(memory_format=torch.channels_last)
 
 
 def step_of(model: nn.Module, x: torch.Tensor, dtype: torch.dtype) -> Callable[[], None]:
     def step() -> None:
         model.zero_grad(set_to_none=True)
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-            y = model(x)
-        y.sum().backward()
+            loss = model(x).sum() if x.is_floating_point() else model(input_ids=x, labels=x).loss
+        loss.backward()
 
     return step
 
@@ -196,10 +231,10 @@ def collections_of(step: Callable[[], None], steps: int) -> tuple[float, float]:
 
 def measure(setup: Setup, dtype: torch.dtype, state: dict[str, Any], count: int, profiled: bool) -> None:
     """Print the host time of a plain and an attached step, with activations of that dtype."""
-    x, model, single = images(), slim(setup), slim(setup)
+    x, model, single = inputs(setup.model), setup.build(), setup.build()
     attached(setup, single, state, blocks=False)
     attached(setup, model, state, blocks=True)
-    models = {"plain": slim(setup), "single layers": single, "attached": model}
+    models = {"plain": setup.build(), "single layers": single, "attached": model}
     steps = {name: step_of(each, x, dtype) for name, each in models.items()}
     for step in steps.values():
         for _ in range(5):
