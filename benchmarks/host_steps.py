@@ -179,7 +179,7 @@ def step_of(model: nn.Module, x: torch.Tensor, dtype: torch.dtype) -> Callable[[
     def step() -> None:
         model.zero_grad(set_to_none=True)
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-            loss = model(x).sum() if x.is_floating_point() else model(input_ids=x, labels=x).loss
+            loss = model(x).mean() if x.is_floating_point() else model(input_ids=x, labels=x).loss
         loss.backward()
 
     return step
