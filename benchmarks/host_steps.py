@@ -64,8 +64,9 @@ class Setup:
 
     def prepare(self) -> None:
         """Move the limits of what is negligible to where a GPU has them, between squeezed planes and whole ones."""
+        # On a GPU the host does not look at values before it saves as in the pass before.
+        encoding.EXAMINED = ()  # type: ignore[assignment]
         if self.min_bytes is None:
-            encoding.EXAMINED = ()  # type: ignore[assignment]
             hooks.SMALL, negligible.SHARE, negligible.TOGETHER = 4096, 5e-3, 0.5  # type: ignore[misc]
 
     def build(self) -> nn.Module:
