@@ -33,12 +33,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import encke  # noqa: E402
 from encke import kernels  # noqa: E402
 from encke.bench import models  # noqa: E402
-from encke.capture import encoding, hooks, negligible  # noqa: E402
+from encke.capture import encoding, expressions, hooks, negligible  # noqa: E402
 from encke.capture.readers import Readers  # noqa: E402
 from encke.fused import registry  # noqa: E402
 from encke.fused.base import LayerForward  # noqa: E402
 from encke.fused.block import BlockForward  # noqa: E402
 from encke.fused.conv import ConvForward  # noqa: E402
+from encke.fused.rownorm import RowNormForward  # noqa: E402
 from encke.kernels import gpu, reference  # noqa: E402
 from encke.kernels.gpu import launch, logs  # noqa: E402
 from encke.train.models.registry import MODELS  # noqa: E402
@@ -127,7 +128,7 @@ def leave_kernels_out() -> None:
         module.launch_kernel = lambda *arguments, **more: (nothing, ())  # type: ignore[attr-defined]
     # Max-pool's backward writes where its indices point to: they have to be right.
     gpu.bits_encode, gpu.bits_decode = reference.bits_encode, reference.bits_decode
-    kernels.backend_for = lambda device: gpu  # type: ignore[assignment]
+    kernels.backend_for = expressions.backend_for = lambda device: gpu  # type: ignore[assignment]
     # Memory that no kernel has written may hold NaN, for which sites would become exact.
     Readers.intact = lambda *arguments: True  # type: ignore[method-assign,assignment]
 
@@ -153,7 +154,7 @@ def attached(setup: Setup, model: nn.Module, state: dict[str, Any], blocks: bool
 
     Every second convolution is left unfused, in place of those whose inputs are not large.
     """
-    LayerForward.device_type = "cpu"
+    LayerForward.device_type = RowNormForward.device_type = "cpu"
     LayerForward.min_bytes = ConvForward.min_bytes = setup.fused
     every = registry.FORWARDS
     registry.FORWARDS = tuple(each for each in every if blocks or each is not BlockForward)
