@@ -15,8 +15,8 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 
 from encke.capture.hooks import SMALL, Capture
-from encke.capture.modules import Layer, WatchHook, drop_inert, hook_layers, layer_name, layers_of
-from encke.capture.passes import may_push
+from encke.capture.modules import Layer, WatchHook, drop_inert, layer_name, layers_of
+from encke.capture.passes import hook_layers, may_push
 from encke.capture.readers import is_wrapper
 from encke.fused import registry as fused
 from encke.kernels import compile_usual
@@ -319,7 +319,7 @@ def attach(
         told = {forward.layer for forward in forwards}
         handle._hooks += [
             *forwards,
-            *hook_layers([layer for layer in layers if layer not in told], capture.passes.enter, capture.passes.leave),
+            *hook_layers([layer for layer in layers if layer not in told], capture.passes),
         ]
     _handles[model] = handle
     if any(parameter.is_cuda for parameter in model.parameters()):
@@ -372,7 +372,7 @@ class Around:
         """Run one forward pass without the compiled graphs, captured as in eager mode."""
         module = self.module()
         assert module is not None
-        hooks = hook_layers(self.layers, self.capture.passes.enter, self.capture.passes.leave)
+        hooks = hook_layers(self.layers, self.capture.passes)
         try:
             return module._call_impl(*args, **kwargs)
         finally:

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from encke.capture.encoding import limits_of
 from encke.capture.facts import SiteFacts
-from encke.capture.modules import ModuleHook
 from encke.capture.needs import COPY_SLICES, need_of
 from encke.capture.nodes import operation_name
-from encke.capture.passes import Frame
+from encke.capture.passes import EnterHook, Frame
 from encke.capture.saved import Pending, Saved
 from encke.capture.sites import Site
 from encke.codecs.exact import Between
@@ -46,7 +45,7 @@ def operation_of(frame: Frame) -> tuple[str, str] | None:
     if own is not None and getattr(own, "layer", None) is not frame.layer:
         return None
     # Hooks of others that run inside the call may save as well.
-    if any(type(hook) is not ModuleHook for hook in module._forward_pre_hooks.values()):
+    if any(type(hook) is not EnterHook for hook in module._forward_pre_hooks.values()):
         return None
     return LAYERS[kind]
 

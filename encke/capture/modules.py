@@ -1,4 +1,4 @@
-"""Layers of the attached model, and the module hooks that tell capture of their calls."""
+"""Layers of the attached model, and module hooks that do not travel with it."""
 
 from __future__ import annotations
 
@@ -47,17 +47,12 @@ def inert(*args: Any) -> None:
 class ModuleHook:
     """A module hook that does not travel: copies and pickles of the model get one that does nothing."""
 
-    def __init__(self, function: Callable[..., Any], layer: Layer) -> None:
-        self.function = function
+    def __init__(self, layer: Layer) -> None:
         self.layer = layer
 
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        # Below the outermost layer only tracing is of interest, and that is quicker to find out.
-        if inside_compile() if self.layer.parent is None else torch.compiler.is_compiling():
-            if module.training and torch.is_grad_enabled():
-                raise RuntimeError(ERROR_ATTACHED_BEFORE_COMPILE)
-            return
-        self.function(self.layer)
+        """Take note of the module's call."""
+        raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return inert
@@ -70,16 +65,12 @@ def _inert() -> Callable[..., None]:
     return inert
 
 
-class LeaveHook(ModuleHook):
-    """The hook behind a module's forward; it runs after an exception too."""
-
-    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        if not (inside_compile() if self.layer.parent is None else torch.compiler.is_compiling()):
-            self.function(self.layer, output)
-
-
 class WatchHook(ModuleHook):
     """Hook that notices a compiler around the attached model, which calls the layers directly."""
+
+    def __init__(self, function: Callable[[nn.Module], Any], layer: Layer) -> None:
+        super().__init__(layer)
+        self.function = function
 
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
         if torch.compiler.is_compiling():
@@ -94,17 +85,6 @@ def layers_of(model: nn.Module, left_alone: Collection[str] = ()) -> list[Layer]
         parent = layers.get(full_name.rpartition(".")[0]) if full_name else None
         layers[full_name] = Layer(name, module, parent, name not in left_alone)
     return list(layers.values())
-
-
-def hook_layers(layers: list[Layer], enter: Callable[[Layer], Any], leave: Callable[[Layer, Any], None]) -> list[Any]:
-    """Register hooks that report calls of these layers; layers with a forward of ours report calls themselves."""
-    hooks: list[Any] = []
-    for layer in layers:
-        module = layer.owner()
-        assert module is not None
-        hooks.append(module.register_forward_pre_hook(ModuleHook(enter, layer)))
-        hooks.append(module.register_forward_hook(LeaveHook(leave, layer), always_call=True))
-    return hooks
 
 
 def drop_inert(module: nn.Module) -> None:

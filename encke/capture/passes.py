@@ -1,4 +1,4 @@
-"""Forward passes, thread by thread: when our saved-tensor hooks are switched on and off."""
+"""Forward passes, thread by thread: when our saved-tensor hooks are switched on and off, and module hooks that tell."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from encke.capture.deferred import DeferredForward
 from encke.capture.ledger import Tally
-from encke.capture.modules import Layer
+from encke.capture.modules import ERROR_ATTACHED_BEFORE_COMPILE, Layer, ModuleHook, inside_compile
 from encke.capture.nodes import Origin
 from encke.capture.saved import Saved, SharedCell
 from encke.capture.sites import Need, Site
@@ -231,3 +233,56 @@ def may_push() -> bool:
     if top_saved_tensors_hooks() is not None or not saved_tensors_hooks_allowed():
         return False
     return functorch_interpreter() is None
+
+
+class EnterHook(ModuleHook):
+    """The hook in front of a module's forward."""
+
+    def __init__(self, passes: Passes, layer: Layer) -> None:
+        super().__init__(layer)
+        self.passes = passes
+
+    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
+        layer = self.layer
+        # What `enter` does inside the call of the layer around this one: the usual case is the quickest.
+        if layer.parent is not None and not is_dynamo_compiling():
+            forward = self.passes.threads.forward
+            frames = forward.frames
+            if frames and frames[-1].layer is layer.parent:
+                frames.append(Frame(layer, forward))
+                return
+        # Below the outermost layer only tracing is of interest, and that is quicker to find out.
+        if inside_compile() if layer.parent is None else is_compiling():
+            if module.training and torch.is_grad_enabled():
+                raise RuntimeError(ERROR_ATTACHED_BEFORE_COMPILE)
+            return
+        self.passes.enter(layer)
+
+
+class LeaveHook(ModuleHook):
+    """The hook behind a module's forward; it runs after an exception too."""
+
+    def __init__(self, passes: Passes, layer: Layer) -> None:
+        super().__init__(layer)
+        self.passes = passes
+
+    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
+        layer = self.layer
+        if layer.parent is not None and not is_dynamo_compiling():
+            frames = self.passes.threads.forward.frames
+            if len(frames) > 1 and frames[-1].layer is layer:
+                frames.pop()
+                return
+        if not (inside_compile() if layer.parent is None else is_compiling()):
+            self.passes.leave(layer, output)
+
+
+def hook_layers(layers: list[Layer], passes: Passes) -> list[Any]:
+    """Register hooks that report calls of these layers; layers with a forward of ours report calls themselves."""
+    hooks: list[Any] = []
+    for layer in layers:
+        module = layer.owner()
+        assert module is not None
+        hooks.append(module.register_forward_pre_hook(EnterHook(passes, layer)))
+        hooks.append(module.register_forward_hook(LeaveHook(passes, layer), always_call=True))
+    return hooks

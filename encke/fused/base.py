@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from encke.capture.facts import SiteFacts, SiteState
 from encke.capture.hooks import Capture
@@ -85,8 +85,7 @@ class TrackedForward(InstalledForward):
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         capture, layer = self.capture, self.layer
-        # Below the outermost layer only tracing is of interest, and that is quicker to find out.
-        if inside_compile() if layer.parent is None else is_compiling():
+        if is_dynamo_compiling():
             return self.traced(*inputs, **named)
         # The module whose call this is: the layer, or a replica or shallow copy of it. Those share this object but
         # bring weights of their own, and an attribute of an instance is called without a `self`. `Module._call_impl`,
@@ -100,6 +99,8 @@ class TrackedForward(InstalledForward):
         if frames and frames[-1].layer is layer.parent:
             frame = Frame(layer, forward)
             frames.append(frame)
+        elif inside_compile() if layer.parent is None else is_compiling():
+            return self.traced(*inputs, **named)
         else:
             entered = capture.passes.enter(layer)
             if entered is None:

@@ -23,8 +23,8 @@ from encke.capture.encoding import save_again
 from encke.capture.expressions import Recomputed, normalised
 from encke.capture.facts import SiteState
 from encke.capture.hooks import Capture, unpack
-from encke.capture.modules import Layer, LeaveHook, ModuleHook
-from encke.capture.passes import ForwardPass, Frame
+from encke.capture.modules import Layer
+from encke.capture.passes import EnterHook, ForwardPass, Frame, LeaveHook
 from encke.capture.readers import matches
 from encke.capture.saved import Saved, SharedCell
 from encke.codecs import Packed
@@ -43,7 +43,7 @@ ALIGNED = 16
 """Codes begin at addresses of which this is a divisor."""
 ATTEMPTS, PAUSE = 8, 32
 """Passes in a row in which a plan is tried to be made, and passes without one if there is none by then."""
-OUR_HOOKS = (ModuleHook, LeaveHook)
+OUR_HOOKS = (EnterHook, LeaveHook)
 Operands = list[tuple[Any, ...]]
 """Parameters of each step."""
 

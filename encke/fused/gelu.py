@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 from torch.nn import functional
 
 from encke.capture.facts import SiteFacts
 from encke.capture.hooks import Capture
 from encke.capture.ledger import Record
-from encke.capture.modules import Layer, inside_compile
+from encke.capture.modules import Layer
+from encke.capture.passes import ForwardPass, Frame
 from encke.capture.sites import Site
-from encke.fused.base import InstalledForward
+from encke.fused.base import TrackedForward
 
 NAMES = {"NewGELUActivation", "NewGELU"}
 """Classes that may have this formula; whether they do is tried."""
@@ -45,7 +45,7 @@ class Gelu(torch.autograd.Function):
         return torch.ops.aten.gelu_backward(grad, x.to(grad.dtype), approximate="tanh").to(x.dtype), None
 
 
-class GeluForward(InstalledForward):
+class GeluForward(TrackedForward):
     """Run a GELU that is written out, and save nothing but its input.
 
     Inputs of all sizes go the same way: the formula and the function save different tensors, and a site is learnt for
@@ -65,25 +65,11 @@ class GeluForward(InstalledForward):
         """Return whether a module has a known name and computes GELU by its tanh formula."""
         return type(module).__name__ in NAMES and is_tanh_gelu(module)
 
-    def __call__(self, *inputs: Any, **named: Any) -> Tensor:
-        layer = self.layer
-        if inside_compile() if layer.parent is None else is_compiling():
-            return self.traced(*inputs, **named)
-        # Replicas and shallow copies come here too: without weights they are as good as the layer itself.
-        module: Any = layer.owner()
-        plain = type(module).forward.__get__(module)
-        frame = self.capture.passes.enter(layer)
-        if frame is None:
-            return plain(*inputs, **named)
-        output, facts = None, frame.sites[0] if frame.sites else None
-        try:
-            if not named and len(inputs) == 1 and self.suits(module, inputs[0], facts):
-                output = self.save_input_only(plain, inputs[0])
-            else:
-                output = plain(*inputs, **named)
-            return output
-        finally:
-            self.capture.passes.leave(layer, output)
+    def attempt(self, module: Any, inputs: tuple[Any, ...], frame: Frame, forward: ForwardPass) -> Tensor | None:
+        facts = frame.sites[0] if frame.sites else None
+        if len(inputs) != 1 or not self.suits(module, inputs[0], facts):
+            return None
+        return self.save_input_only(type(module).forward.__get__(module), inputs[0])
 
     def suits(self, module: Any, x: Any, facts: SiteFacts | None) -> bool:
         """Return whether what this call saves goes to our capture, and has not gone there the plain way before.

@@ -11,23 +11,21 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 
 from encke.capture.expressions import packed_rows, row_kernels
 from encke.capture.facts import SiteFacts
 from encke.capture.hooks import Capture, unusual
 from encke.capture.ledger import Record
-from encke.capture.modules import Layer, inside_compile
-from encke.capture.passes import Frame
+from encke.capture.modules import Layer
+from encke.capture.passes import ForwardPass, Frame
 from encke.capture.sites import Site
 from encke.codecs.base import check_version
 from encke.codecs.layout import layout_of, rows_inside
-from encke.fused.base import InstalledForward, Slot, has_triton, in_place_of
+from encke.fused.base import Slot, TrackedForward, has_triton, in_place_of
 
 OPERATIONS = {False: "FusedRmsNorm", True: "NativeLayerNorm"}
 """Operation of torch in whose place the function stands: with a mean or without."""
@@ -41,16 +39,6 @@ SAME_BITS = 0.97
 """Share of 16-bit values that must agree bit for bit with a formula; another order of roundings changes a quarter."""
 
 
-def kept(number: int) -> property:
-    """Return the attribute of a node that shows one of the tensors it keeps."""
-
-    def slot(ctx: Any) -> Slot | None:
-        found = ctx.kept[number]
-        return None if found is None else Slot(found)
-
-    return property(slot)
-
-
 class RowNormFunction(torch.autograd.Function):
     """A norm over rows: input, weight, bias, plan. In RMS norms the first statistic is 1 / deviation."""
 
@@ -60,32 +48,31 @@ class RowNormFunction(torch.autograd.Function):
         out, mean, rstd = plan.forward(x, weight, bias)
         outer = x.dim() - plan.dimensions
         ctx.plan, ctx.shape = plan, x.shape[outer:]
-        one_a_row = (*x.shape[:outer], *(1 for _ in ctx.shape))
-        tensors = (mean.view(one_a_row), rstd.view(one_a_row), weight, bias)
-        ctx.kept = tuple(None if t is None else (t, t._version) for t in tensors)
+        one_a_row = x.shape[:outer] + (1,) * plan.dimensions
+        mean, rstd = mean.view(one_a_row), rstd.view(one_a_row)
+        # Attributes of the plain operations' nodes, where capture looks for what was saved.
+        ctx._raw_saved_result1, ctx._raw_saved_result2 = Slot((mean, mean._version)), Slot((rstd, rstd._version))
+        ctx._raw_saved_weight = None if weight is None else Slot((weight, weight._version))
+        ctx._raw_saved_bias = None if bias is None else Slot((bias, bias._version))
         ctx.save_for_backward(x)
         return out
 
-    # Attributes of the plain operations' nodes that capture reads.
     node = {
         "encke_slots": ("input",),
         "encke_offset": property(lambda ctx: ctx.plan.norm.offset),
         "_saved_normalized_shape": property(lambda ctx: tuple(ctx.shape)),
-        "_raw_saved_result1": kept(0),
-        "_raw_saved_result2": kept(1),
-        "_raw_saved_weight": kept(2),
-        "_raw_saved_bias": kept(3),
     }
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         """Return the gradients of input, weight and bias."""
         plan, wanted = ctx.plan, ctx.needs_input_grad[:3]
-        for pair in ctx.kept:
-            if pair is not None:
+        slots = ctx._raw_saved_result1, ctx._raw_saved_result2, ctx._raw_saved_weight, ctx._raw_saved_bias
+        tensors = [None if slot is None else slot.data for slot in slots]
+        for pair in tensors:
+            if pair is not None and pair[0]._version != pair[1]:
                 check_version(*pair)
-        (mean, _), (rstd, _) = ctx.kept[:2]
-        weight, bias = (None if pair is None else pair[0] for pair in ctx.kept[2:])
+        mean, rstd, weight, bias = [None if pair is None else pair[0] for pair in tensors]
         if torch.is_grad_enabled():
             return (*differentiable_gradients(ctx, grad, weight, bias, wanted), None)
         saved = ctx._raw_saved_tensors[0].data
@@ -110,7 +97,7 @@ def differentiable_gradients(
     return tuple(next(found) if want else None for want in wanted)
 
 
-class RowNormForward(InstalledForward):
+class RowNormForward(TrackedForward):
     """Run `nn.LayerNorm`, `nn.RMSNorm` and RMS norms that are written out.
 
     A layer goes this way from its first call on: the formula and the function save different tensors.
@@ -124,12 +111,15 @@ class RowNormForward(InstalledForward):
         module: Any = layer.owner()
         self.kind = type(module)
         self.shape = shape_of(module)
+        self.epsilon = epsilon_name(module)
         self.operation = OPERATIONS[self.kind is nn.LayerNorm]
         self.formulas: dict[Any, tuple[Any, int]] = {}
         """Formula that the layer computes, None if none that is known, and bytes that plain autograd holds of it for
         each value; by dtypes and settings."""
         self.ways: dict[int, bool] = {}
         """Whether a call of the layer, by its number, went to the kernels last time."""
+        self.last: tuple[Any, tuple[Any, int]] = (None, (None, 0))
+        """Everything that the plan of a call goes by, of the last call, and what `plan_for` returned."""
         self.recomputed = SiteFacts(Site(layer.name, self.operation, "(formula)"))
         """Stands in the report for what the formula would have saved."""
 
@@ -138,42 +128,20 @@ class RowNormForward(InstalledForward):
         """Return whether a module is a norm of torch, or an RMS norm as far as a trial tells."""
         return has_triton() and (type(module) in TORCH or is_rms_norm(module))
 
-    def __call__(self, *inputs: Any, **named: Any) -> Tensor:
-        layer = self.layer
-        if inside_compile() if layer.parent is None else is_compiling():
-            return self.traced(*inputs, **named)
-        module = self.called_module()
-        frame = self.capture.passes.enter(layer)
-        if frame is None:
-            return type(module).forward(module, *inputs, **named)
-        output = None
-        try:
-            if len(inputs) == 1 and not named:
-                output = self.run(module, inputs[0], frame)
-            if output is None:
-                output = type(module).forward(module, *inputs, **named)
-            return output
-        finally:
-            self.capture.passes.leave(layer, output)
-
-    def called_module(self) -> Any:
-        """Return the module whose call this is: the layer, or a replica or shallow copy with weights of its own."""
-        module: Any = sys._getframe(2).f_locals.get("self")
-        if isinstance(module, self.kind) and module.__dict__.get("forward") is self:
-            return module
-        return self.layer.owner()
-
-    def run(self, module: Any, x: Any, frame: Frame) -> Tensor | None:
-        """Run a call in one kernel; None to go the plain way."""
+    def attempt(self, module: Any, inputs: tuple[Any, ...], frame: Frame, forward: ForwardPass) -> Tensor | None:
+        x = inputs[0] if len(inputs) == 1 else None
         if type(x) is not Tensor or unusual(x) or not torch.is_grad_enabled():
             return None
         # Of smaller inputs nothing is packed, not even an fp32 copy.
         if 4 * x.numel() < self.capture.min_bytes or not self.captured(x):
             return None
-        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-        if not any(t is not None and t.requires_grad for t in (x, weight, bias)):
+        parameters = module._parameters
+        weight = parameters["weight"] if "weight" in parameters else getattr(module, "weight", None)
+        bias = parameters["bias"] if "bias" in parameters else getattr(module, "bias", None)
+        trained = weight is not None and weight.requires_grad
+        if not (x.requires_grad or trained or (bias is not None and bias.requires_grad)):
             return None
-        plan, held = self.plan_for(module, x, weight, bias)
+        plan, held = self.plan_for(module, x, weight, bias, trained)
         fused = plan is not None and self.lossy(x, frame)
         if self.ways.setdefault(frame.number, fused) is not fused:
             # The other way saves other tensors: what was learnt of this call does not hold.
@@ -184,8 +152,9 @@ class RowNormForward(InstalledForward):
         if held > x.element_size():
             record = Record(self.recomputed, x.numel() * (held - x.element_size()))
             record.codec = "recomputed"
-            self.capture.threads.forward.tally.records.append(record)
-        return in_place_of(self.operation, RowNormFunction)(x, weight, bias, plan)
+            forward.tally.records.append(record)
+        result: Tensor = in_place_of(self.operation, RowNormFunction)(x, weight, bias, plan)
+        return result
 
     def lossy(self, x: Tensor, frame: Frame) -> bool:
         """Return whether the policy packs the input with a loss. Where it comes back exactly, so must the gradient."""
@@ -197,10 +166,25 @@ class RowNormForward(InstalledForward):
         codec = self.capture.policy.choose(site)
         return codec.takes(x.dtype) and not codec.exact
 
-    def plan_for(self, module: Any, x: Tensor, weight: Any, bias: Any) -> tuple[Any, int]:
+    def plan_for(self, module: Any, x: Tensor, weight: Any, bias: Any, trained: bool) -> tuple[Any, int]:
         """Return the plan for a call, None if the kernels do not take it, and the bytes that the formula would hold."""
+        device = self.device_type
+        if x.device.type != device:
+            return None, 0
+        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        epsilon = None if self.epsilon is None else getattr(module, self.epsilon, None)
+        tensors = [None if t is None else (type(t), t.shape, t.stride(), t.dtype, t.device) for t in (x, weight, bias)]
+        call = (type(module), tensors, trained, cast, epsilon)
+        before, found = self.last
+        if call != before:
+            found = self.make_plan(module, x, weight, bias, (trained, cast, epsilon))
+            self.last = call, found
+        return found
+
+    def make_plan(self, module: Any, x: Tensor, weight: Any, bias: Any, settings: tuple[Any, ...]) -> tuple[Any, int]:
+        """Return what `plan_for` does, for calls that are not like the last one."""
         shape, outer = self.shape, x.dim() - len(self.shape)
-        if x.device.type != self.device_type or type(module) is not self.kind or outer < 1 or x.shape[outer:] != shape:
+        if type(module) is not self.kind or outer < 1 or x.shape[outer:] != shape:
             return None, 0
         for t in (weight, bias):
             if t is None:
@@ -215,10 +199,7 @@ class RowNormForward(InstalledForward):
         # Layer norm alone has a contiguous result whatever its input; others have their input's strides.
         if self.kind is not nn.LayerNorm and not x.is_contiguous():
             return None, 0
-        device = self.device_type
-        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        trained = weight is not None and weight.requires_grad
-        key = (x.dtype, weight_dtype, bias is None, cast, epsilon_of(module), trained)
+        key = (x.dtype, weight_dtype, bias is None, *settings)
         known = self.formulas.get(key)
         if known is None:
             known = self.formulas[key] = try_layer(module, x.dtype, x.device)
@@ -236,9 +217,15 @@ def shape_of(module: Any) -> tuple[int, ...]:
     return tuple(module.normalized_shape) if type(module) in TORCH else tuple(module.weight.shape)
 
 
+def epsilon_name(module: Any) -> str | None:
+    """Return the attribute in which a norm keeps the number that it adds to the variance; None if it has none."""
+    return next((name for name in EPSILONS if hasattr(module, name)), None)
+
+
 def epsilon_of(module: Any) -> Any:
     """Return the number that a norm adds to the variance; None if it has none."""
-    return next((getattr(module, name) for name in EPSILONS if hasattr(module, name)), None)
+    name = epsilon_name(module)
+    return None if name is None else getattr(module, name)
 
 
 def is_rms_norm(module: nn.Module) -> bool:
