@@ -7,7 +7,7 @@ attached without blocks. Times are the processor's for this thread, the least of
 depend on the machine. EfficientNet-B0 has many small tensors, in its squeeze-and-excite layers: they are negligible
 beside the others, as they are on a GPU. BERT and Llama are of transformers, 12 layers of width 64.
 
-python3 benchmarks/host_steps.py [--model resnet50|efficientnet_b0|vit_b_16|bert|llama] [--steps N] [--profile]
+python3 benchmarks/host_steps.py [--model MODEL] [--steps N] [--profile]
 """
 
 from __future__ import annotations
@@ -72,18 +72,34 @@ class Setup:
 
     def build(self) -> nn.Module:
         """Return a model with all its layers, each of few values."""
-        if self.model == "vit_b_16":
-            return slim_vit()
-        return slim_transformer(self.model) if self.model in TRANSFORMERS else slim_cnn(self.model)
+        if self.model in TRANSFORMERS:
+            return slim_transformer(self.model)
+        return NARROW[self.model]().train() if self.model in NARROW else slim_cnn(self.model)
 
 
 TRANSFORMERS = ("bert", "llama")
+
+
+def narrow_convnext() -> nn.Module:
+    """Return a ConvNeXt-T of 16 to 64 channels."""
+    convnext = torchvision_models().convnext
+    widths = zip((16, 32, 64, 64), (32, 64, 64, None), (3, 3, 9, 3), strict=True)
+    return convnext.ConvNeXt([convnext.CNBlockConfig(*each) for each in widths], stochastic_depth_prob=0.1)  # type: ignore[no-any-return]
+
+
+NARROW = {
+    "vit_b_16": lambda: torchvision_models().VisionTransformer(16, 4, 12, 4, 64, 256),
+    "swin_t": lambda: torchvision_models().SwinTransformer([4, 4], 32, [2, 2, 6, 2], [1, 2, 4, 8], [2, 2]),
+    "convnext_tiny": narrow_convnext,
+    "densenet121": lambda: torchvision_models().DenseNet(16, (6, 12, 24, 16), 16, bn_size=1),
+}
+"""Models with all their layers, of few channels."""
 SETUPS = {
     setup.model: setup
     for setup in (
         Setup("resnet50", 512, 1),
         Setup("efficientnet_b0", None, 32768),
-        *[Setup(name, 4096, 1) for name in ("vit_b_16", *TRANSFORMERS)],
+        *[Setup(name, 4096, 1) for name in (*NARROW, *TRANSFORMERS)],
     )
 }
 
@@ -93,11 +109,6 @@ def slim_transformer(name: str) -> nn.Module:
     model = replace(MODELS[name].model, context=TOKENS, heads=4, width=64)
     with mock.patch.dict(MODELS, {name: replace(MODELS[name], model=model, classes=128)}):
         return models.build(name, TOKENS).train()
-
-
-def slim_vit() -> nn.Module:
-    """Return a ViT with twelve narrow layers."""
-    return torchvision_models().VisionTransformer(16, 4, 12, 4, 64, 256).train()
 
 
 def slim_cnn(name: str) -> nn.Module:
@@ -173,7 +184,7 @@ def inputs(name: str) -> torch.Tensor:
     """Return a batch of small images, or of short sequences."""
     if name in TRANSFORMERS:
         return torch.randint(128, (TOKENS, TOKENS))
-    size = (TOKENS, 3, 16, 16) if name == "vit_b_16" else (BATCH, 3, IMAGE, IMAGE)
+    size = (BATCH, 3, IMAGE, IMAGE) if name not in NARROW else (TOKENS, 3, *(2 * [16 if name == "vit_b_16" else 64]))
     return torch.randn(size).contiguous(memory_format=torch.channels_last)
 
 

@@ -11,7 +11,9 @@ depend on dropout. Operations that are not listed here are exact.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -37,11 +39,25 @@ CONSTANTS = {"dropout_p": 0.0, "compute_log_sumexp": True, "return_debug_mask": 
 """Arguments that are the same whenever results are computed again."""
 
 
-def forward_arguments(forward: Any, settings: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+@functools.cache
+def arguments_of(name: str) -> tuple[Any, tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """Return an operation of `FORWARDS` with the names of its arguments: positional ones, others, those a node keeps.
+
+    Args:
+        name: The operation of the node.
+    """
+    arguments = FORWARDS[name]._schema.arguments
+    positional = tuple(a.name for a in arguments if not a.kwarg_only)
+    named = tuple(a.name for a in arguments if a.kwarg_only)
+    kept = tuple(a.name for a in arguments if a.name not in INPUTS and a.name not in CONSTANTS)
+    return FORWARDS[name], positional, named, kept
+
+
+def forward_arguments(name: str, settings: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments of an operation of `FORWARDS` by their names, positional ones and others."""
     known = {**settings, **CONSTANTS}
-    positional = [known[a.name] for a in forward._schema.arguments if not a.kwarg_only]
-    return positional, {a.name: known[a.name] for a in forward._schema.arguments if a.kwarg_only}
+    _, positional, named, _ = arguments_of(name)
+    return [known[argument] for argument in positional], {argument: known[argument] for argument in named}
 
 
 def logsumexp_of(node: Any) -> str:
@@ -56,16 +72,16 @@ def read(node: Any, saved: Any) -> Tensor | None:
         node: The node whose backward is running.
         saved: Object that our hook gave to autograd in the tensor's place.
     """
-    tensors = node.metadata.get(CACHE)
+    metadata = node.metadata
+    tensors = metadata.get(CACHE)
     if tensors is None:
-        slots = [raw_saved(node, slot) for slot in (*INPUTS, logsumexp_of(node), "output")]
-        lossy = any(isinstance(raw, Saved) and (raw.lossy or raw.dropped) for raw in slots)
-        if not lossy or not any(raw is saved for raw in slots):
+        raw = everything_saved(node)
+        if not any_lossy(raw) or not any([each is saved for each in raw]):
             return None
-        tensors = node.metadata[CACHE] = compute_again(node)
-    t = tensors.pop(id(saved), None)
+        tensors = metadata[CACHE] = compute_again(node, raw)
+    t: Tensor | None = tensors.pop(id(saved), None)
     if not tensors:
-        del node.metadata[CACHE]
+        del metadata[CACHE]
     return t
 
 
@@ -74,22 +90,40 @@ def raw_saved(node: Any, slot: str) -> Any:
     return getattr(node, RAW_SAVED + slot).data
 
 
-def compute_again(node: Any) -> dict[int, Tensor]:
-    """Return what the backward of attention reads, by id of the saved object: inputs decoded, results from them."""
-    forward = FORWARDS[operation_name(node)]
-    raw = [raw_saved(node, slot) for slot in INPUTS]
-    inputs = [value_of(each) for each in raw]
-    others = {a.name for a in forward._schema.arguments} - set(INPUTS) - set(CONSTANTS)
-    settings = dict(zip(INPUTS, inputs, strict=True)) | {name: saved_setting(node, name) for name in others}
-    arguments, keywords = forward_arguments(forward, settings)
-    with torch.no_grad():
+def everything_saved(node: Any) -> list[Any]:
+    """Return what `raw_saved` does for query, key, value, logsumexp and output."""
+    return [getattr(node, RAW_SAVED + slot).data for slot in (*INPUTS, logsumexp_of(node), "output")]
+
+
+def any_lossy(raw: list[Any]) -> bool:
+    """Return whether one of these is packed with a loss, or is a result that was not kept."""
+    for each in raw:
+        if isinstance(each, Saved) and (each.lossy or each.dropped):
+            return True
+    return False
+
+
+def compute_again(node: Any, raw: list[Any]) -> dict[int, Tensor]:
+    """Return what the backward of attention reads, by id of the saved object: inputs decoded, results from them.
+
+    Args:
+        node: The node.
+        raw: Objects that `everything_saved` has returned for it.
+    """
+    name = operation_name(node)
+    forward, _, _, needed = arguments_of(name)
+    inputs = [value_of(each) for each in raw[:3]]
+    settings = dict(zip(INPUTS, inputs, strict=True))
+    for each in needed:
+        settings[each] = saved_setting(node, each)
+    arguments, keywords = forward_arguments(name, settings)
+    with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
         output, logsumexp = forward(*arguments, **keywords)[:2]
-    tensors = {id(each): t for each, t in zip(raw, inputs, strict=True)}
-    tensors[id(raw_saved(node, logsumexp_of(node)))] = logsumexp
-    kept = raw_saved(node, "output")
-    if isinstance(kept, Saved) and kept.dropped and saved_setting(node, "dropout_p"):
+    tensors = {id(each): t for each, t in zip(raw, (*inputs, logsumexp), strict=False)}
+    kept, dropout = raw[4], saved_setting(node, "dropout_p")
+    if isinstance(kept, Saved) and kept.dropped and dropout:
         kept.facts.distrust()
-    tensors[id(kept)] = value_of(kept) if saved_setting(node, "dropout_p") else output
+    tensors[id(kept)] = value_of(kept) if dropout else output
     return tensors
 
 

@@ -73,17 +73,14 @@ def cast_weight(t: Tensor, facts: SiteFacts, changed: Callable[[], None]) -> Cas
     if node is None or type(node).__name__ != CAST:
         return None
     parameter: Any = getattr(node.next_functions[0][0], "variable", None)
-    known = facts.cast
-    if known is not None and known.parameter is parameter and known.geometry is None and copy is t:
-        if t.dtype is known.dtype and t.shape == parameter.shape and t.stride() == parameter.stride():
-            return CastWeight(parameter, known.dtype, None, changed)
-    facts.cast = CastWeight(parameter, t.dtype, geometry_in(copy, t), changed) if may_be_copy(copy, parameter) else None
+    geometry = None if copy is t else (t.size(), t.stride(), t.storage_offset())
+    known, dtype = facts.cast, copy.dtype
+    if known is not None and known.parameter is parameter and known.dtype is dtype and known.geometry == geometry:
+        same = t.dtype is dtype and copy.shape == parameter.shape and copy.stride() == parameter.stride()
+    else:
+        same = t.dtype is dtype and may_be_copy(copy, parameter)
+    facts.cast = CastWeight(parameter, dtype, geometry, changed) if same else None
     return facts.cast
-
-
-def geometry_in(copy: Tensor, t: Tensor) -> Geometry | None:
-    """Return the geometry of a view; None for the copy itself."""
-    return None if copy is t else (t.size(), t.stride(), t.storage_offset())
 
 
 def cast_frozen(t: Tensor, module: Any, facts: SiteFacts, changed: Callable[[], None]) -> CastWeight | None:
@@ -99,6 +96,8 @@ def cast_frozen(t: Tensor, module: Any, facts: SiteFacts, changed: Callable[[], 
     # A `forward` that was replaced may multiply by anything.
     if type(module) is not nn.Linear or "forward" in module.__dict__ or copy.requires_grad or copy._version:
         return None
+    if t.dtype is not copy.dtype:
+        return None
     weight: Any = module.weight
     if weight.requires_grad or not may_be_copy(copy, weight):
         return None
@@ -108,7 +107,7 @@ def cast_frozen(t: Tensor, module: Any, facts: SiteFacts, changed: Callable[[], 
         if not torch.equal(weight.detach().to(copy.dtype), copy):
             return None
         facts.copied = known
-    return CastWeight(weight, t.dtype, geometry_in(copy, t), changed)
+    return CastWeight(weight, t.dtype, None if copy is t else (t.size(), t.stride(), t.storage_offset()), changed)
 
 
 def may_be_copy(copy: Tensor, parameter: Any) -> bool:

@@ -152,6 +152,7 @@ def steady_save(
 def save_again(
     t: Tensor,
     facts: SiteFacts,
+    steady: SteadySave,
     frame: Frame,
     forward: ForwardPass,
     known: Recomputations,
@@ -161,14 +162,13 @@ def save_again(
 
     Args:
         t: The tensor.
-        facts: The site, with the decisions of the last pass.
+        facts: The site.
+        steady: Its decisions of the last pass.
         frame: The layer's call.
         forward: The forward pass in progress.
         known: Decisions about tensors that are computed again.
         deferred: Forward to run while the tensor is encoded.
     """
-    steady = facts.steady
-    assert steady is not None
     if t.shape != steady.size or t.stride() != steady.stride or t.device != steady.device or facts.changed:
         return None
     for choose, site, codec in steady.chosen:
@@ -228,16 +228,17 @@ def pack_again(
     cell = SharedCell(mix(forward.step, facts.site.number, forward.rank), record)
     packed: Packed
     if again is not None:
-        packed, forward.deferred = again, None
-    elif deferred is None:
-        packed = codec.encode_run(t, layout, steady.length, cell.key, facts.encoder_state)
+        packed, forward.deferred, record.codec = again, None, RECOMPUTED
     else:
-        forward.deferred = None
-        packed = deferred.encode(codec, layout, steady.length, cell.key, facts.encoder_state)
+        if deferred is None:
+            packed = codec.encode_run(t, layout, steady.length, cell.key, facts.encoder_state)
+        else:
+            forward.deferred = None
+            packed = deferred.encode(codec, layout, steady.length, cell.key, facts.encoder_state)
+        record.codec, record.packed_bytes = codec, packed.nbytes
     cell.packed, cell.wanted, cell.rows = packed, codec, layout.rows
     if steady.values:
         cell.readers = 1
-    record.codec, record.packed_bytes = codec if again is None else RECOMPUTED, packed.nbytes
     forward.tally.records.append(record)
     return cell
 

@@ -49,8 +49,8 @@ class Rule:
     """Whether it returns the bits that the operation did."""
     kernel: Callable[[Any], Kernel] | None = None
     """Returns a kernel that does the same on a GPU, given the node."""
-    applies: Callable[[Any], bool] = lambda node: True
-    """Returns whether the rule holds for a node."""
+    applies: Callable[[Any], bool] | None = None
+    """Returns whether the rule holds for a node; None: it always does."""
 
 
 class Expression:
@@ -109,6 +109,8 @@ class Recomputed(Packed):
 
     def decode(self) -> Tensor:
         """Compute the tensor."""
+        if not torch.is_grad_enabled():  # as in any backward that is not recorded
+            return self.expression.value()
         with torch.no_grad():
             return self.expression.value()
 

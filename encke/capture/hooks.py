@@ -33,6 +33,7 @@ from encke.capture.negligible import Negligible
 from encke.capture.nodes import (
     KNOWN,
     Origin,
+    is_parameter_view,
     is_view_of_parameter,
     norm_of,
     operation_name,
@@ -156,13 +157,18 @@ class Capture:
             known = deferred.facts
         places = self.negligible.places
         negligible = bool(places) and known is not None and known.site.place in places and matches(known, t)
-        if known is not None and known.steady is not None and forward.steady and (announced or deferred is None):
+        if known is not None and forward.steady and (announced or deferred is None):
             # What is pending is settled first, from the graph behind this tensor.
             usual = known.state is SiteState.KNOWN and not forward.pending and type(t) is Tensor and not negligible
-            if usual and (announced or matches(known, t)):
-                cell = save_again(t, known, frame, forward, self.recomputations, deferred)
+            steady = known.steady
+            if usual and (steady is not None or known.cast is not None) and (announced or matches(known, t)):
+                cell = None
+                if steady is not None:
+                    cell = save_again(t, known, steady, frame, forward, self.recomputations, deferred)
+                elif known.site.need == "weight":
+                    return self._cast_again(t, known, frame) or self._keep(t, COMPUTED)
                 if cell is not None:
-                    return Saved(self.readers, known, t, known.steady.layout, cell)
+                    return Saved(self.readers, known, t, steady.layout, cell)
         if forward.collection is not None:
             forward.nodes.append(t.grad_fn)
         if type(t) is not Tensor and isinstance(t, nn.Parameter):
@@ -407,9 +413,3 @@ def unusual(t: Tensor) -> bool:
     if type(t) is not Tensor or t.layout != torch.strided:
         return True
     return t.is_complex() or t.is_neg() or t.is_quantized or t.is_meta
-
-
-def is_parameter_view(t: Tensor) -> bool:
-    """Return whether a tensor is a view of a parameter. To ask whether it is one itself would be slow."""
-    base = t._base
-    return base is not None and isinstance(base, nn.Parameter)

@@ -232,3 +232,10 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
             stack.extend(item)
         elif hasattr(item, "__dict__") and not isinstance(item, nn.Module | type):
             stack.extend(vars(item).values())
+
+
+def is_parameter_view(t: Tensor) -> bool:
+    """Return whether a tensor is a view of a parameter. To ask whether it is one itself would be slow."""
+    base = t._base
+    # To ask whether a plain tensor is a parameter takes a call of Python's.
+    return base is not None and type(base) is not Tensor and isinstance(base, nn.Parameter)

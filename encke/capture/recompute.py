@@ -18,12 +18,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from encke.capture.casts import CastWeight
 from encke.capture.expressions import LEAF, RULES, Expression, Recomputed
 from encke.capture.facts import SiteFacts
-from encke.capture.nodes import operation_name
+from encke.capture.nodes import KNOWN, is_parameter_view, operation_name
 from encke.capture.saved import Saved, SharedCell
 from encke.codecs import Codec
 from encke.codecs.algebra import satisfies, strictest
@@ -69,7 +69,7 @@ def behind(node: Any, index: int) -> tuple[Any, int, tuple[torch.dtype, ...]]:
     """Return the node and output that a tensor was made by, before casts and views, and the casts, first one first."""
     dtypes: tuple[torch.dtype, ...] = ()
     while node is not None:
-        name = operation_name(node)
+        name = KNOWN.get(type(node)) or operation_name(node)
         if name == CAST:
             dtypes = (node._input_metadata[0].dtype, *dtypes)
         elif name not in RESHAPES:
@@ -201,21 +201,25 @@ def express(
         sources: Gets the sites of sources that are, or may become so, and whether they are.
     """
     node, index, dtypes = behind(node, index)
-    rule = None if node is None or index else RULES.get(operation_name(node))
+    if node is None or index:
+        return None
+    name = KNOWN.get(type(node)) or operation_name(node)
+    rule = RULES.get(name)
     if rule is None or (codec.exact and not rule.same_bits):
         return None
     # Functions of users may have the name of an operation.
-    if not hasattr(node, "encke_slots") and not hasattr(type(node), RAW_SAVED + rule.operands[-1][0]):
+    slots = getattr(node, "encke_slots", ())
+    if not slots and not hasattr(type(node), RAW_SAVED + rule.operands[-1][0]):
         return None
-    if not rule.applies(node):
+    if rule.applies is not None and not rule.applies(node):
         return None
     needed = codec.refined(min_bits=MIN_BITS) if rule.curved and not codec.exact else codec
     if needed is None:
         return None
     kernel, dtypes = None if rule.kernel is None else rule.kernel(node), (node._input_metadata[0].dtype, *dtypes)
-    found = Expression(operation_name(node), rule.function(node), kernel, dtypes, shape)
+    found = Expression(name, rule.function(node), kernel, dtypes, shape)
     for slot, edge in rule.operands:
-        raw = leaf_operand(node, edge) if slot == LEAF else raw_operand(node, slot) if slot else None
+        raw = leaf_operand(node, edge) if slot == LEAF else raw_operand(node, slot, slots) if slot else None
         if raw is None and slot == LEAF:
             # A frozen one, or none at all: the graph does not tell.
             return None
@@ -231,20 +235,23 @@ def express(
             return None
         elif isinstance(raw, Saved) and raw.tensor is None:
             assert raw.cell is not None and raw.cell.packed is not None
-            fine = satisfies(raw.cell.packed.codec, needed)
-            if not fine and needed != codec:
+            packed, same = raw.cell.packed.codec, needed is codec or needed == codec
+            fine = packed is needed or satisfies(packed, needed)
+            if not fine and not same:
                 # Twice the bits for the source would not be less than packing the tensor as well.
                 return None
-            if needed == codec:
+            if same:
                 sources[raw.cell.record.facts] = fine
         found.operands.append(raw)
     return found
 
 
-def raw_operand(node: Any, slot: str) -> Any:
-    """Return the object that our hooks gave to autograd for a slot; None for an empty one."""
+def raw_operand(node: Any, slot: str, slots: tuple[str, ...]) -> Any:
+    """Return the object that our hooks gave to autograd for a slot; None for an empty one.
+
+    `slots` are those that a function in an operation's place has saved through the hooks.
+    """
     try:
-        slots = getattr(node, "encke_slots", ())
         raw = node._raw_saved_tensors[slots.index(slot)] if slot in slots else getattr(node, RAW_SAVED + slot, None)
         return None if raw is None else raw.data
     except RuntimeError:
@@ -261,24 +268,22 @@ def leaf_operand(node: Any, edge: int | None) -> tuple[Tensor, int] | None:
 
 def usable(raw: Any, device: torch.device) -> bool:
     """Return whether the values behind a saved object can be had in backward."""
-    if isinstance(raw, CastWeight):
-        return raw.parameter.device == device
     if isinstance(raw, Saved):
         cell: SharedCell | None = raw.cell
-        if raw.device != device or raw.site.need in PARTIAL or raw.pending is not None:
+        if raw.device != device or raw.facts.site.need in PARTIAL or raw.pending is not None:
             return False
         return raw.tensor is not None or (
             cell is not None and cell.held is None and cell.packed is not None and cell.packed.codec.restores_values
         )
+    if isinstance(raw, CastWeight):
+        return raw.parameter.device == device
     if isinstance(raw, Tensor):
         return raw.dim() == 0
     # Hooks of others may have been at work when the operation saved.
     if type(raw) is not tuple or len(raw) < 2 or not isinstance(raw[0], Tensor) or raw[0]._version != raw[1]:
         return False
-    t = raw[0]
     # Sharded training frees the memory of weights that are views of a larger one.
-    base = t._base
-    return bool(t.device == device or t.dim() == 0) and not (base is not None and isinstance(base, nn.Parameter))
+    return bool(raw[0].device == device or raw[0].dim() == 0) and not is_parameter_view(raw[0])
 
 
 def as_good(found: Recomputed, t: Tensor, layout: Layout) -> bool:

@@ -86,6 +86,7 @@ class GroupQuant(FlatCodec):
     seed: int = 0
     signs: bool = False
     """Keep zeros and signs exact in groups with negative values too, with coarser steps; needs 4 or 8 bits."""
+    exact = False
     keeps_zeros = zeros_decode = True
     unbiased = True
     reads_packed = True
@@ -121,7 +122,9 @@ class GroupQuant(FlatCodec):
 
     def refined(self, min_bits: int | None = None, bound: float | None = None) -> Codec | None:
         bits = at_least(self.bits, min_bits, RATES)
-        return replace(self, bits=bits) if bits and bound is None else None
+        if not bits or bound is not None:
+            return None
+        return self if bits == self.bits else replace(self, bits=bits)
 
     def fixed_rate(self) -> GroupQuant:
         return self

@@ -19,8 +19,8 @@ from encke.compiled.constant_masks import ConstantMasks
 from encke.compiled.names import ancestors, arguments_of, behind_views, name_of, value
 from encke.compiled.pair import Pair
 
-BACKWARDS = {f"{name_of(forward)}_backward": forward for forward in FORWARDS.values()}
-"""Name of the backward operation -> the operation that computes the results again."""
+BACKWARDS = {f"{name_of(forward)}_backward": name for name, forward in FORWARDS.items()}
+"""Name of the backward operation -> key in `FORWARDS` of the operation that computes the results again."""
 
 
 def compute_again(pair: Pair, is_lossy: Callable[[Node], bool]) -> list[tuple[Node, Site]]:
@@ -34,29 +34,29 @@ def compute_again(pair: Pair, is_lossy: Callable[[Node], bool]) -> list[tuple[No
     results: list[tuple[Node, Site]] = []
     masks = ConstantMasks()
     for reader in list(pair.backward.nodes):
-        forward = BACKWARDS.get(name_of(reader.target)) if reader.op == "call_function" else None
-        if forward is None:
+        name = BACKWARDS.get(name_of(reader.target)) if reader.op == "call_function" else None
+        if name is None:
             continue
         arguments = arguments_of(reader)
         sources = {source for name in INPUTS for source in ancestors(arguments[name])} & made.keys()
         if not any(is_lossy(made[source]) for source in sources):
             continue
         call = behind_views(made[arguments["logsumexp"]]) if arguments["logsumexp"] in made else reader
-        if call.target is forward and masks.drop(call, reader):
+        if call.target is FORWARDS[name] and masks.drop(call, reader):
             arguments = arguments_of(reader)
         names = ("logsumexp",) if arguments["dropout_p"] else ("out", "logsumexp")
         for result in (made[arguments[name]] for name in names if arguments[name] in made):
             results += [(result, site) for site in pair.sites_of(result) if site.need == "recomputed"]
-        output, logsumexp = write_forward(pair, reader, forward, arguments)
+        output, logsumexp = write_forward(pair, reader, name, arguments)
         for i, formal in enumerate(reader.target._schema.arguments):
             if formal.name in names:
                 reader.update_arg(i, output if formal.name == "out" else logsumexp)
     return [(node, site) for node, site in results if not pair.inputs[node.name].users]
 
 
-def write_forward(pair: Pair, reader: Node, forward: Any, arguments: dict[str, Any]) -> list[Node]:
+def write_forward(pair: Pair, reader: Node, name: str, arguments: dict[str, Any]) -> list[Node]:
     """Write the operation before its backward; return the nodes of its output and logsumexp."""
-    positional, keywords = forward_arguments(forward, arguments)
+    forward, (positional, keywords) = FORWARDS[name], forward_arguments(name, arguments)
     with pair.backward.inserting_before(reader):
         call = pair.backward.call_function(forward, tuple(positional), keywords)
         results = [pair.backward.call_function(operator.getitem, (call, i)) for i in range(2)]

@@ -228,7 +228,7 @@ class BlockPlan:
             steady = facts.steady
             if steady is None or facts.state is not SiteState.KNOWN or not matches(facts, x):
                 return None
-            cell = save_again(x, facts, frame, forward, capture.recomputations, None)
+            cell = save_again(x, facts, steady, frame, forward, capture.recomputations, None)
             if cell is None:
                 return None
             saved = Saved(capture.readers, facts, x, steady.layout, cell)
