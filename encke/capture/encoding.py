@@ -15,7 +15,7 @@ from encke.capture.ledger import Record
 from encke.capture.needs import COPY_SLICES
 from encke.capture.nodes import expand_window
 from encke.capture.passes import ForwardPass, Frame
-from encke.capture.recompute import Recomputations, all_dependents, cast_origin, recompute
+from encke.capture.recompute import PASSED, Recomputations, all_dependents, cast_origin, recompute
 from encke.capture.saved import Saved, SharedCell
 from encke.capture.scores import Scores
 from encke.codecs import Codec, Lossless, Packed
@@ -90,7 +90,7 @@ def shared_cell(facts: SiteFacts, t: Tensor, layout: Layout, length: int, forwar
         cell = known[0]()
         if cell is not None:
             return cell
-    origin = cast_origin(t, facts.signature[3])
+    origin = cast_origin(t) if facts.signature[3] in PASSED else None
     known = None if origin is None else forward.casts.get(origin)
     if known is not None and not facts.changed:
         cell = known[0]()
@@ -178,7 +178,7 @@ def save_again(
             return None
     storage = t.untyped_storage()
     key = (storage._cdata, t.storage_offset(), steady.length, t.dtype, t._version)
-    origin = cast_origin(t, facts.signature[3])
+    origin = cast_origin(t) if facts.signature[3] in PASSED else None
     entry = forward.cells.get(key)
     cell = None if entry is None or entry[1]() is None else entry[0]()
     of_cast = cell is None and origin is not None

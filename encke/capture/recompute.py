@@ -49,16 +49,12 @@ STATE = ("decisions", "sources")
 """Keys of a state."""
 
 
-def cast_origin(t: Tensor, producer: str | None) -> tuple[Any, ...] | None:
+def cast_origin(t: Tensor) -> tuple[Any, ...] | None:
     """Return a key that is the same for all casts of one tensor; None for what no cast has made.
-
-    `producer` is the operation that made the tensor, as its site knows it: most sites are asked no more than that.
 
     Autocast casts the input of each layer anew: query, key and value projections save three copies of one tensor. What
     was modified in place since, or is cast from a leaf, has no such key.
     """
-    if producer not in PASSED:
-        return None
     node, index, dtypes = behind(t.grad_fn, t.output_nr)
     if not dtypes or node is None or hasattr(node, "variable") or t._version or not t.is_contiguous():
         return None
