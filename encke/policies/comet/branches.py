@@ -7,6 +7,7 @@ by the share that has come through the branch. In a collection step both are mea
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -91,8 +92,14 @@ class Graph:
     """An autograd graph, in which branches are found."""
 
     def __init__(self, nodes: Iterable[Any], weights: Mapping[Any, Sequence[WeightGradientSample]]) -> None:
-        self.consumers = Counter(edge for node in nodes for edge in node.next_functions if edge[0] is not None)
+        self.edges: dict[Any, list[tuple[Any, int, int]]] = {}
+        """Nodes behind each node, with the number of the node's edge and of the result that it leads to; no weights."""
+        self.consumers: Counter[tuple[Any, int]] = Counter()
         """Number of nodes that add to the gradient of each result of an operation, by node and index."""
+        for node in nodes:
+            behind = [edge for edge in enumerate(node.next_functions) if edge[1][0] is not None]
+            self.consumers.update([edge for _, edge in behind])
+            self.edges[node] = [(source, i, index) for i, (source, index) in behind if leaf_behind(source) is None]
         self.weights = weights
         """Weights whose gradients a node computes."""
         self._joints: dict[tuple[Any, ...], Joint] = {}
@@ -107,17 +114,20 @@ class Graph:
         weights: list[WeightGradientSample] = []
         # A node's gradient is complete when all nodes behind it have run: those created later.
         open_nodes: dict[Any, list[tuple[Any, int, int]]] = {}
+        latest: list[tuple[int, int, Any]] = []
         node = start
         for _ in range(LONGEST):
-            for i, (source, index) in enumerate(node.next_functions):
-                if source is not None and leaf_behind(source) is None:
-                    open_nodes.setdefault(source, []).append((node, i, index))
+            for source, i, index in self.edges[node]:
+                if source not in open_nodes:
+                    open_nodes[source] = []
+                    heapq.heappush(latest, (-source._sequence_nr(), id(source), source))
+                open_nodes[source].append((node, i, index))
             if not open_nodes:
                 break
-            node = max(open_nodes, key=lambda each: each._sequence_nr())
+            node = heapq.heappop(latest)[2]
             edges = open_nodes.pop(node)
-            results = {index for _, _, index in edges}
-            if sum(self.consumers[node, index] for index in results) > len(edges):
+            results = {index for _, _, index in edges} if len(edges) > 1 else {edges[0][2]}
+            if sum([self.consumers[node, index] for index in results]) > len(edges):
                 if open_nodes or len(results) > 1:
                     break
                 sections.append((weights, self._joint(node, results.pop(), edges)))

@@ -24,8 +24,8 @@ SAMPLE = 1 << 18
 """Values of a tensor that are measured, in whole rows or groups spread over all of it."""
 LEAST = 8
 """Fewest rows, or groups of all channels, that are measured."""
-GOLDEN = (math.sqrt(5) - 1) / 2
-"""Multiples of it, less their whole part, fill the interval from 0 to 1 evenly."""
+GOLDEN = -0x61C88647
+"""2^32 times the golden ratio, modulo 2^32: its multiples fill the integers of 32 bits evenly."""
 
 
 @functools.cache
@@ -72,18 +72,24 @@ class Scales(NamedTuple):
         """
         x = self.values.to(self.steps.dtype)
         row = x.shape[1]
-        i = torch.arange(x.numel(), dtype=torch.float64, device=x.device).view(x.shape)
-        dither = (i * GOLDEN).frac().to(x.dtype) - 0.5
+        integers = torch.arange(x.numel(), dtype=torch.int32, device=x.device).view(x.shape) * GOLDEN
         signed, steps = (t.repeat_interleave(-(-row // t.shape[1]), 1)[:, :row] for t in (self.signed, self.steps))
-        error = torch.where(signed | (x != 0), dither * steps, 0)
-        ones = torch.ones_like(x)
-        right = slope(ones, x)
-        found = []
-        for rate in rates:
-            of_signed, of_others = (steps_of_range(bits, kind) / steps_of_range(rate, kind) for kind in (True, False))
-            wrong = slope(ones, x + error * torch.where(signed, of_signed, of_others)) - right
-            found.append(wrong.square().mean())
-        return torch.stack(found) / right.square().mean()
+        error = torch.where(signed | (x != 0), integers.to(x.dtype) * steps, 0)
+        errors = error * torch.where(signed, *error_factors(bits, tuple(rates), x.dtype, x.device))
+        right, wrong = (slope(torch.ones_like(t), t) for t in (x, x + errors))
+        return (wrong - right).square().flatten(1).mean(1) / right.square().mean()
+
+
+@functools.lru_cache(maxsize=64)
+def error_factors(bits: int, rates: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return 2^-32 times the step of each rate over that at `bits`, in groups with and without negative values."""
+    signed, others = (
+        torch.tensor([2.0**-32 * steps_of_range(bits, kind) / steps_of_range(rate, kind) for rate in rates])
+        .to(device, dtype)
+        .view(-1, 1, 1, 1)
+        for kind in (True, False)
+    )
+    return signed, others
 
 
 def follow_from_scales(plan: GroupPlan, group: int) -> bool:

@@ -101,14 +101,20 @@ class TensorStats:
         self.row = max(math.prod(layout.size[2:]) if len(layout.size) > 3 else layout.size[-1] if layout.size else 1, 1)
         """Values in a row (planes: in a plane), which a normalisation takes together at least."""
         self.bits = 0
-        """The rate in force, where errors follow from its scales; they have no bias then."""
+        """The rate of codes from whose scales errors follow; they have no bias then. 0: they were tried."""
         self.tensors: list[Tensor | None]
         """Share of non-zeros, standard deviation, distortion of a function's derivative, and figures of the errors.
 
         Or sums over a sample, None and the distortion, where a kernel computes such sums.
         """
         slope = DERIVATIVES.get(operation) if trials else None
-        self.plan = plan = packed.plan
+        plan = packed.plan
+        if plan is None and self.codec in self.trials:
+            # What is computed again has no codes: those of a sample have the same steps.
+            flat, layout = sample(flat, layout)
+            packed = self.trials[0].encode_flat(flat, layout, key)
+            plan = packed.plan
+        self.plan = plan
         if not trials or plan is None or not follow_from_scales(plan, trials[0].group):
             self.tensors = self._try(*sample(flat, layout), slope, key)
             return
@@ -150,7 +156,7 @@ class TensorStats:
             share, std, *figures = SampleFigures.of(share, self.plan)
         if self.bits:
             errors = [(power_at(self.bits, each.bits, *figures), 0.0) for each in self.trials]
-            in_force = (power_at(self.bits, self.bits, *figures), 0.0)
+            in_force = (power_at(self.bits, self.codec.bits, *figures), 0.0)  # type: ignore[attr-defined]
         else:
             errors = list(zip(figures[::2], figures[1::2], strict=True))
             in_force = errors[self.trials.index(self.codec)] if self.codec in self.trials else errors.pop()

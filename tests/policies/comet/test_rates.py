@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import encke
+from encke.capture.expressions import Recomputed
 from encke.codecs import Codec, ErrorBounded, GroupQuant
 from encke.codecs.layout import flatten, rows_for, with_rows
 from encke.policies import Comet
 from encke.policies.comet import rates, stats
 from encke.policies.comet.rates import Scales, power_at, units_of
-from encke.policies.comet.stats import TensorFigures, TensorStats, round_trip
+from encke.policies.comet.stats import TRIED, TensorFigures, TensorStats, round_trip
 from tests.policies.comet.trainings import BATCHES, net, sgd
 
 RATES = (2, 3, 4, 8)
@@ -123,7 +124,9 @@ def figures_of(found: TensorStats) -> TensorFigures:
 
 @pytest.mark.parametrize("function", ["Gelu", "Silu", "Tanh"])
 @pytest.mark.parametrize("memory", [torch.contiguous_format, LAST])
-def test_distortion_of_a_function_is_the_tried_one(function: str, memory: torch.memory_format) -> None:
+def test_distortion_of_a_function_is_the_tried_one(
+    function: str, memory: torch.memory_format, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     x = (2 * torch.randn(8, 64, 16, 16) - 1).contiguous(memory_format=memory)
     x[:, :8] = x[:, :8].relu()
@@ -131,9 +134,25 @@ def test_distortion_of_a_function_is_the_tried_one(function: str, memory: torch.
     trials = [GroupQuant(bits) for bits in RATES]
     packed = GroupQuant(4).encode_flat(flat, layout, 1)
     law = figures_of(TensorStats(flat, layout, packed, trials, 1, function))
-    packed.plan, tried = None, None  # type: ignore[misc]
+    monkeypatch.setattr(stats, "follow_from_scales", lambda *arguments: False)
     tried = figures_of(TensorStats(flat, layout, packed, trials, 1, function))
     assert law.distortion == pytest.approx(tried.distortion, rel=0.05)
+
+
+@pytest.mark.parametrize("bits", RATES)
+def test_what_is_computed_again_is_measured_on_codes_of_a_sample(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    flat, layout = flatten((torch.randn(16, 64, 40, 40) + 1).contiguous(memory_format=LAST))
+    assert flat.numel() > TRIED
+    codec, trials = GroupQuant(bits), [GroupQuant(each) for each in RATES]
+    again = Recomputed(codec, layout, flat.dtype, flat.numel(), None)  # type: ignore[arg-type]
+    found = figures_of(TensorStats(flat, layout, again, trials, 1, "Silu"))
+    monkeypatch.setattr(stats, "follow_from_scales", lambda *arguments: False)
+    tried = figures_of(TensorStats(flat, layout, again, trials, 1, "Silu"))
+    assert found.errors == [pytest.approx(pair, rel=0.02, abs=1e-3) for pair in tried.errors]
+    assert found.in_force == found.errors[RATES.index(bits)] and found.codec is codec
+    assert found.distortion == pytest.approx(tried.distortion, rel=0.05)
+    assert (found.share, found.std) == pytest.approx((tried.share, tried.std), rel=0.01)
 
 
 class Block(nn.Module):
