@@ -127,7 +127,10 @@ class Graph:
             node = heapq.heappop(latest)[2]
             edges = open_nodes.pop(node)
             results = {index for _, _, index in edges} if len(edges) > 1 else {edges[0][2]}
-            if sum([self.consumers[node, index] for index in results]) > len(edges):
+            consumers = 0
+            for index in results:
+                consumers += self.consumers[node, index]
+            if consumers > len(edges):
                 if open_nodes or len(results) > 1:
                     break
                 sections.append((weights, self._joint(node, results.pop(), edges)))
