@@ -6,9 +6,10 @@ collects twice, with a learning rate of zero. Then the gradients of a few batche
 `--bits 2,4,8 2,3,4,8` compares allocations with different numbers of bits to choose from. `one_bit_saves` is the share
 of all codes' bits that an allocation with codes of 1 bit would save, if these had nine times the variance of 2 bits and
 the limits of single weights did not count: what codes below 2 bits could bring at most.
+`--rounding stochastic dithered` compares fixed rates with codes of a variable rate.
 
-python3 benchmarks/gradient_bytes.py [MODEL ...] [--sigma 0.1 0.2 0.4] [--bits 2,3,4,8] [--steps 30] [--batch N]
-    [--size N] [--csv FILE]
+python3 benchmarks/gradient_bytes.py [MODEL ...] [--sigma 0.1 0.2 0.4] [--rounding stochastic dithered]
+    [--bits 2,3,4,8] [--steps 30] [--batch N] [--size N] [--csv FILE]
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import itertools
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -73,9 +75,9 @@ class Recorder:
 
 
 def measure(
-    name: str, task: Task, sigmas: list[float], choices: list[tuple[int, ...]], steps: int
+    name: str, task: Task, sigmas: list[float], roundings: list[Any], choices: list[tuple[int, ...]], steps: int
 ) -> list[dict[str, str | float]]:
-    """Return one row for each sigma and each choice of bits."""
+    """Return one row for each sigma, each rounding and each choice of bits."""
     model, optimizer, batch = prepare(name, task)
     for _ in range(steps):
         gradient(model, *batch())
@@ -87,10 +89,10 @@ def measure(
     exact = [gradient(model, *each) for each in batches]
     rows: list[dict[str, str | float]] = []
     recorder = vars(assess)["allocate"] = Recorder()
-    for sigma, bits in itertools.product(sigmas, choices):
+    for sigma, rounding, bits in itertools.product(sigmas, roundings, choices):
         choose_from(bits)
         optimizer.load_state_dict(copy.deepcopy(state))
-        handle = encke.attach(model, Comet(sigma), optimizer)
+        handle = encke.attach(model, Comet(sigma, rounding=rounding), optimizer)
         for _ in range(2):
             handle.collect_now()
             gradient(model, *batches[0])
@@ -103,10 +105,10 @@ def measure(
         report = handle.report()
         handle.detach()
         row: dict[str, str | float] = {"model": name, "batch": task.batch, "size": task.size, "steps": steps}
-        row |= {"sigma": sigma, "bits": " ".join(map(str, bits)), "error": round(statistics.fmean(whole), 4)}
+        row |= {"sigma": sigma, "rounding": rounding, "bits": " ".join(map(str, bits)), "error": round(statistics.fmean(whole), 4)}
         row |= {"median_error_of_weights": round(statistics.fmean(weights), 4)}
         row |= {"held_bytes": report.packed_bytes, "ratio": round(report.ratio, 2)}
-        row |= {"one_bit_saves": round(recorder.one_bit_saves(), 4)}
+        row |= {"one_bit_saves": round(recorder.one_bit_saves(), 4) if rounding == "stochastic" else ""}
         print(row, flush=True)
         rows.append(row)
     return rows
@@ -116,6 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=list(TASKS))
     parser.add_argument("--sigma", type=float, nargs="+", default=[0.05, 0.1, 0.2])
+    parser.add_argument("--rounding", nargs="+", default=["stochastic"], choices=("stochastic", "dithered"))
     parser.add_argument("--bits", nargs="+", default=[",".join(map(str, allocate.BITS))], help="such as 2,4,8 2,3,4,8")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--batch", type=int)
@@ -127,7 +130,7 @@ def main() -> None:
     for name in args.models:
         task = TASKS.get(name, Task(16, 64))
         task = Task(args.batch or task.batch, args.size or task.size)
-        rows += measure(name, task, args.sigma, choices, args.steps)
+        rows += measure(name, task, args.sigma, args.rounding, choices, args.steps)
     if args.csv:
         write_csv(args.csv, rows)
 

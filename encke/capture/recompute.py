@@ -136,6 +136,12 @@ def all_dependents(facts: SiteFacts) -> set[SiteFacts]:
     return found.union(*(each.sharers for each in found))
 
 
+def may_be_linked(facts: SiteFacts) -> bool:
+    """Return whether what a site saves may be computed again, or others from it, as far as its operations tell."""
+    operation = facts.signature[3]
+    return bool(facts.dependents) or (facts.recomputed is not False and (operation in RULES or operation in PASSED))
+
+
 def recompute(
     t: Tensor, producer: tuple[Any, int], facts: SiteFacts, layout: Layout, codec: Codec, known: Recomputations
 ) -> Recomputed | None:

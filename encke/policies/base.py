@@ -123,6 +123,10 @@ class PackedMemory(Protocol):
     def masked(self) -> bool:
         """Whether somebody reads which of its values are zero."""
 
+    @property
+    def linked(self) -> bool:
+        """Whether backward may compute it from other saved tensors, or others from it."""
+
 
 class SavedTensor(Protocol):
     """One saved tensor: its site, and its layout in memory that it may share with others."""

@@ -131,7 +131,7 @@ class Policy:
     sigma: float | None = None
     """default, careful, aggressive, comet: tolerated error of a gradient relative to the momentum; by default the
     policy's own."""
-    rounding: Literal["stochastic", "nearest"] | None = None
+    rounding: Literal["stochastic", "dithered", "nearest"] | None = None
     """default, careful, aggressive, comet, bounded: rounding of the codes; by default the policy's own."""
     bits: Literal[2, 4, 8] | None = None
     """division: bits a value; by default 2."""

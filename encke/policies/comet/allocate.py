@@ -7,34 +7,37 @@ takes bytes. More bits go where they remove most error for each byte, until the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 BITS = (2, 3, 4, 8)
-"""Bits of a value to choose from."""
+"""Bits of a value to choose from, at a fixed rate."""
 
 
 @dataclass(slots=True)
 class Memory:
-    """One piece of saved memory: its size, and the squared error that it adds to the gradients at each of BITS."""
+    """One piece of saved memory: its size, and the squared error that it adds to the gradients with each code."""
 
     values: int
     errors: list[float]
     least: int = 0
-    """Index in BITS of the fewest bits that are allowed."""
+    """Index of the coarsest code that is allowed."""
+    bits: Sequence[float] = field(default_factory=lambda: BITS)
+    """Bits of a value with each code."""
 
-    def cost(self, i: int, j: int) -> int:
-        """Return the bits that it takes to go from BITS[i] to BITS[j]."""
-        return self.values * (BITS[j] - BITS[i])
+    def cost(self, i: int, j: int) -> float:
+        """Return the bits that it takes to go from one code to another."""
+        return self.values * (self.bits[j] - self.bits[i])
 
     def steps(self) -> Iterator[tuple[float, int, int]]:
-        """Yield the steps to more bits that pay, steepest first: error removed for each bit, and indices in BITS.
+        """Yield the steps to more bits that pay, steepest first: error removed for each bit, and indices of codes.
 
         They follow the lower convex hull of error over bits. Where the second step would be steeper than the first,
         both are one.
         """
         i = self.least
-        while i + 1 < len(BITS):
-            slopes = {j: (self.errors[i] - self.errors[j]) / max(self.cost(i, j), 1) for j in range(i + 1, len(BITS))}
+        while i + 1 < len(self.bits):
+            finer = range(i + 1, len(self.bits))
+            slopes = {j: (self.errors[i] - self.errors[j]) / max(self.cost(i, j), 1) for j in finer}
             j = max(slopes, key=slopes.__getitem__)
             if not slopes[j] > 0:
                 return
@@ -43,7 +46,7 @@ class Memory:
 
 
 def allocate(memories: Sequence[Memory], allowed: float, spare: float) -> list[int]:
-    """Return the index in BITS of the bits that each piece of memory gets.
+    """Return the index of the code that each piece of memory gets.
 
     Args:
         memories: Pieces of memory.
@@ -53,7 +56,7 @@ def allocate(memories: Sequence[Memory], allowed: float, spare: float) -> list[i
     chosen = [memory.least for memory in memories]
     total = sum(memory.errors[i] for memory, i in zip(memories, chosen, strict=True))
     steps = [(*step, index) for index, memory in enumerate(memories) for step in memory.steps()]
-    taken: list[tuple[int, int, int, int]] = []
+    taken: list[tuple[float, int, int, int]] = []
     for _, i, j, index in sorted(steps, key=lambda step: -step[0]):
         memory, cost = memories[index], memories[index].cost(i, j)
         if i == chosen[index] and (total > allowed or cost <= spare):

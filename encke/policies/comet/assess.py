@@ -30,6 +30,7 @@ from encke.policies.comet.measure import (
     WeightGradientSample,
     norm_figures,
 )
+from encke.policies.comet.menu import Menu
 from encke.policies.comet.schedule import FinishedStep
 from encke.policies.comet.settings import Learnt, Setting
 from encke.policies.comet.stats import TensorFigures
@@ -174,7 +175,7 @@ class WeightInput:
     """Standard deviation predicted for the codec in force, without the gain."""
     measured: float
     predicted: list[float] = field(default_factory=list)
-    """Standard deviation expected at each of BITS."""
+    """Standard deviation expected at each fixed rate."""
 
 
 class Assessment:
@@ -205,7 +206,7 @@ class Assessment:
             for place, (site, stats) in collected.sites.items()
             if place not in places and 0 < step.tensors[id(stats)].std < math.inf
         ]
-        if self.comet.stochastic:
+        if self.comet.allocates:
             self._allocate(weights, others)
         else:
             for each in weights:
@@ -229,7 +230,7 @@ class Assessment:
         now = predict(comet.formula, sample, gradient, *tensor.in_force)
         measured = math.sqrt(gradient.measured)
         if math.isfinite(measured) and now > 0:
-            setting.gain.learn(0.0 if comet.stochastic else tensor.bound, measured / now)
+            setting.gain.learn(0.0 if comet.allocates else tensor.bound, measured / now)
         found = WeightInput(sample, tensor, gradient, setting, tolerated, now, measured)
         found.predicted = [
             predict(comet.formula, sample, gradient, *error) * setting.gain.value for error in tensor.errors
@@ -237,7 +238,7 @@ class Assessment:
         return found
 
     def _allocate(self, weights: list[WeightInput], others: list[tuple[Site, TensorFigures]]) -> None:
-        """Set the bits of all inputs: the fewest bytes with which the error of all gradients is tolerated."""
+        """Set the codes of all inputs: the fewest bytes with which the error of all gradients is tolerated."""
         step, sigma = self.step, self.comet.tolerance
         # Squares of what is tolerated, over all values of a weight; its uses share it.
         squares = [each.sample.weight.numel() * each.tolerated**2 * each.sample.uses for each in weights]
@@ -258,18 +259,27 @@ class Assessment:
         distorted = {site.place: self._distortion(site, tensor) for site, tensor in others}
         others = [each for each in others if all(map(math.isfinite, distorted[each[0].place]))]
 
+        dithered = self.comet.rounding == "dithered"
+        others_read = {id(tensor) for _, tensor in others}
+        menus = {
+            id(tensor): Menu.of(tensor, dithered and not tensor.fixed and id(tensor) not in others_read, self.comet.seed)
+            for tensor in step.tensors.values()
+        }
+
         def choices(part: float) -> dict[int, int]:
-            """Return the index in BITS for each tensor, where that part of sigma is tolerated."""
+            """Return the index in its menu for each tensor, where that part of sigma is tolerated."""
             memories: dict[int, Memory] = {}
 
             def add(tensor: TensorFigures, errors: list[float], least: int) -> None:
-                memory = memories.setdefault(id(tensor), Memory(tensor.values, [0.0] * len(BITS)))
+                bits = menus[id(tensor)].bits
+                memory = memories.setdefault(id(tensor), Memory(tensor.values, [0.0] * len(bits), bits=bits))
                 memory.errors = [a + b for a, b in zip(memory.errors, errors, strict=True)]
                 memory.least = max(memory.least, least)
 
             for each in weights:
-                errors = [each.sample.weight.numel() * error**2 for error in each.predicted]
-                add(each.tensor, errors, first_within(each.predicted, part * each.tolerated))
+                squares = menus[id(each.tensor)].errors([error**2 for error in each.predicted])
+                errors = [each.sample.weight.numel() * square for square in squares]
+                add(each.tensor, errors, first_within(squares, (part * each.tolerated) ** 2))
             for site, tensor in others:
                 share = self._reach(site, tolerated, before[order[id(tensor)]]) / before[-1] if before[-1] > 0 else 1.0
                 product = site.operation == "Convolution" or site.operation in MATMULS
@@ -282,12 +292,13 @@ class Assessment:
         chosen, lasting = choices(1.0), choices(ROOM)
 
         def choose(setting: Setting, tensor: TensorFigures) -> int:
-            choice = chosen[id(tensor)]
-            setting.codec, setting.lasting = tensor.trials[choice], tensor.trials[max(choice, lasting[id(tensor)])]
+            choice, codecs = chosen[id(tensor)], menus[id(tensor)].codecs
+            setting.codec, setting.lasting = codecs[choice], codecs[max(choice, lasting[id(tensor)])]
             return choice
 
         for each in weights:
-            self._note_weight(each, each.predicted[choose(each.setting, each.tensor)])
+            squares = menus[id(each.tensor)].errors([error**2 for error in each.predicted])
+            self._note_weight(each, math.sqrt(squares[choose(each.setting, each.tensor)]))
         for site, tensor in others:
             setting = self._setting(site, 0)
             propagated = math.sqrt(distorted[site.place][choose(setting, tensor)])
@@ -299,7 +310,7 @@ class Assessment:
         return before if branch is None else branch.reach(squares, before, self.step.joints)
 
     def _distortion(self, site: Site, tensor: TensorFigures) -> list[float]:
-        """Return the relative mean square error of the gradient that an input propagates, at each of BITS."""
+        """Return the relative mean square error of the gradient that an input propagates, at each fixed rate."""
         errors = [power for power, _ in tensor.errors]
         norm = self.step.norms.get(site.place)
         if norm is not None and math.isfinite(norm.linear):

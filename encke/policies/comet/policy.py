@@ -40,12 +40,13 @@ class Comet(AdaptivePolicy):
     """Keeps the error of every weight's gradient below `sigma` times the weight's mean absolute momentum.
 
     Args:
-        sigma: Tolerated error; None means 0.1 for stochastic rounding and COMET's 0.01 for nearest.
+        sigma: Tolerated error; None means 0.1 for unbiased rounding and COMET's 0.01 for nearest.
         every: Steps between collection steps, once the early ones (1, 10, 20, 40, ...) are over.
-        rounding: "stochastic" is unbiased, at 2, 3, 4 or 8 bits a value; "nearest" is COMET as published, under
-            an absolute bound.
+        rounding: "stochastic" is unbiased, at 2, 3, 4 or 8 bits a value; "dithered" is unbiased at a variable rate,
+            under an absolute bound: fewer bytes in convolutional networks, for more time; "nearest" is COMET as
+            published, under an absolute bound.
         formula: "exact" predicts errors with the norms that were measured, "paper" with COMET's own formula.
-        seed: Seed of stochastic rounding.
+        seed: Seed of random rounding.
 
     Raises:
         TypeError: A setting has the wrong type.
@@ -60,7 +61,7 @@ class Comet(AdaptivePolicy):
 
     sigma: float | None = None
     every: int = 1000
-    rounding: Literal["stochastic", "nearest"] = "stochastic"
+    rounding: Literal["stochastic", "dithered", "nearest"] = "stochastic"
     formula: Literal["exact", "paper"] = "exact"
     seed: int = 0
     tolerance: float = field(default=math.nan, init=False, compare=False)
@@ -79,19 +80,19 @@ class Comet(AdaptivePolicy):
             raise TypeError(f"every must be a whole number of steps, got {self.every!r}")
         if self.every < 1:
             raise ValueError(f"every must be at least 1 step, got {self.every}")
-        if self.rounding not in ("stochastic", "nearest"):
-            raise ValueError(f'rounding must be "stochastic" or "nearest", got {self.rounding!r}')
+        if self.rounding not in ("stochastic", "dithered", "nearest"):
+            raise ValueError(f'rounding must be "stochastic", "dithered" or "nearest", got {self.rounding!r}')
         if self.formula not in ("exact", "paper"):
             raise ValueError(f'formula must be "exact" or "paper", got {self.formula!r}')
-        usual = DEFAULT_SIGMA if self.stochastic else PAPER_SIGMA
+        usual = DEFAULT_SIGMA if self.allocates else PAPER_SIGMA
         object.__setattr__(self, "tolerance", usual if self.sigma is None else self.sigma)
 
     __repr__ = as_written
 
     @property
-    def stochastic(self) -> bool:
-        """Whether rounding is stochastic."""
-        return self.rounding == "stochastic"
+    def allocates(self) -> bool:
+        """Whether bits are allocated to all saved tensors together: with rounding that is unbiased."""
+        return self.rounding != "nearest"
 
     # -- one training --------------------------------------------------------------------------------------------------
 
@@ -129,8 +130,8 @@ class Comet(AdaptivePolicy):
             return setting.codec
         if site.need == "attention":
             # Capture gives more bits where scores need them, and 8 before it has measured.
-            return initial_codec(self.stochastic, self.seed, BITS[0])
-        initial = initial_codec(self.stochastic, self.seed, initial_bits(site))
+            return initial_codec(self.allocates, self.seed, BITS[0])
+        initial = initial_codec(self.allocates, self.seed, initial_bits(site))
         if site.need == "logprob":
             return at_logprob(initial, site)
         return self._learnt.layers.get(site.layer) or initial
@@ -151,17 +152,17 @@ class Comet(AdaptivePolicy):
         total = 0
         for i in range(len(places)):
             place, values = places[(learnt.turn + i) % len(places)]
-            total += min(values, PROBE) if self.stochastic else values
+            total += min(values, PROBE) if self.allocates else values
             if probed and total > PROBED:
                 break
             probed.add(place)
         learnt.turn = (learnt.turn + len(probed)) % max(len(places), 1)
-        trials = [GroupQuant(bits=bits, seed=self.seed) for bits in BITS] if self.stochastic else []
-        return CometCollector(trials, probed, whole=not self.stochastic, absolute=self.formula == "paper")
+        trials = [GroupQuant(bits=bits, seed=self.seed) for bits in BITS] if self.allocates else []
+        return CometCollector(trials, probed, whole=not self.allocates, absolute=self.formula == "paper")
 
     def observe(self, sample: FinishedStep) -> None:
         """Fetch the figures of a finished collection step."""
-        object.__setattr__(self, "_observed", figures_of(sample, norms=self.stochastic))
+        object.__setattr__(self, "_observed", figures_of(sample, norms=self.allocates))
 
     def update(self) -> bool:
         """Set new codecs from the last figures; return False if the gradients were of no use."""
@@ -238,6 +239,6 @@ def initial_bits(site: Site) -> int:
 
 
 @cache
-def initial_codec(stochastic: bool, seed: int, bits: int) -> Codec:
+def initial_codec(allocates: bool, seed: int, bits: int) -> Codec:
     """Return the codec in force before anything was measured; 1 % of the range for rounding to nearest."""
-    return GroupQuant(bits=bits, seed=seed) if stochastic else ErrorBounded(1e-2, "rel", seed=seed, coarsens=True)
+    return GroupQuant(bits=bits, seed=seed) if allocates else ErrorBounded(1e-2, "rel", seed=seed, coarsens=True)

@@ -48,6 +48,8 @@ class TensorFigures:
     row: int
     distortion: list[float] = field(default_factory=list)
     """Relative mean square error of a function's derivative, for each codec tried."""
+    fixed: bool = False
+    """Whether only codes of a fixed rate serve."""
 
     @property
     def bound(self) -> float:
@@ -100,6 +102,8 @@ class TensorStats:
         self.codec = packed.codec
         self.row = max(math.prod(layout.size[2:]) if len(layout.size) > 3 else layout.size[-1] if layout.size else 1, 1)
         """Values in a row (planes: in a plane), which a normalisation takes together at least."""
+        self.fixed = False
+        """Whether only codes of a fixed rate serve."""
         self.bits = 0
         """The rate of codes from whose scales errors follow; they have no bias then. 0: they were tried."""
         self.tensors: list[Tensor | None]
@@ -161,4 +165,6 @@ class TensorStats:
             errors = list(zip(figures[::2], figures[1::2], strict=True))
             in_force = errors[self.trials.index(self.codec)] if self.codec in self.trials else errors.pop()
         of_slope = [] if self.tensors[2] is None else distortion.tolist()
-        return TensorFigures(share, std, errors, in_force, self.codec, self.trials, self.values, self.row, of_slope)
+        return TensorFigures(
+            share, std, errors, in_force, self.codec, self.trials, self.values, self.row, of_slope, self.fixed
+        )
