@@ -151,6 +151,26 @@ def test_paths_that_join_while_others_are_open_end_the_branch(draw) -> None:
     assert branch.sections == []
 
 
+class Reversed(nn.Module):
+    """A branch that reads with a sparse gradient, which is added to a dense one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        order = torch.arange(31, -1, -1).expand_as(x)
+        return self.last(x + torch.tanh(torch.gather(x, 1, order, sparse_grad=True)))
+
+
+def test_a_sparse_gradient_in_a_branch_is_not_measured() -> None:
+    model = Reversed()
+    encke.attach(model, Comet(), min_bytes=1)
+    model(torch.randn(64, 32)).sum().backward()
+    assert model.first.weight.grad is not None
+
+
 class Residual(nn.Module):
     """Residual blocks whose branches bring little of the gradient."""
 
