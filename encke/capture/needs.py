@@ -216,6 +216,11 @@ SETTINGS: dict[str, tuple[str, tuple[float, ...]]] = {
 }
 """Settings of an operation for which its entry holds: name and values. With others it is exact."""
 
+REDUCTIONS = {"LinalgVectorNorm", "Var", "VarMean", "Std", "StdMean"}
+FEWEST = 8
+"""Values of which a norm, variance or deviation must be made. Its own derivative or that of what follows divides by it.
+Made of few values it may be next to nothing beside its neighbours, whose values decide the error."""
+
 # Slots that hold data whether or not it needs a gradient: the first layer's input is such a tensor.
 DATA_SLOTS = {"input", "query", "key", "value", "output"}
 MATMULS = {"Addmm", "Mm", "Linear", "Addmv", "Mv", "GroupedMm"}
@@ -309,6 +314,7 @@ def need_of(
     in_linear: bool = False,
     limits: bool = False,
     setting: Any = None,
+    together: int = FEWEST,
     reads_input: bool = True,
     dropout: bool = False,
     node_class: type | None = None,
@@ -325,6 +331,7 @@ def need_of(
         in_linear: The layer that saves it is a linear layer.
         limits: The operation has limits that are known, inside of which it propagates the gradient unchanged.
         setting: Value of the setting that `SETTINGS` names for the operation; None if it is not known.
+        together: Values that one result of a reduction is made of.
         reads_input: A convolution or batch norm reads its input's values: not if it is frozen, a batch norm in
             evaluation besides.
         dropout: The operation is attention with dropout.
@@ -343,6 +350,8 @@ def need_of(
     if operation in MATMULS and slot in SECOND and (not requires_grad or in_linear or from_leaves):
         return "weight"
     if operation in SETTINGS and setting not in SETTINGS[operation][1]:
+        return "exact"
+    if operation in REDUCTIONS and together < FEWEST:
         return "exact"
     if need == "recomputed" and dropout and slot == "output":
         return "lossy"

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from encke.capture.needs import CANONICAL, NORMALIZED, SETTINGS
+from encke.capture.needs import CANONICAL, FEWEST, NORMALIZED, REDUCTIONS, SETTINGS
 from encke.capture.saved import Saved
 from encke.torch_internals import RAW_SAVED, raw_saved_slots, saved_setting
 
@@ -146,6 +146,13 @@ def setting_of(node: Any, operation: str) -> Any:
     # Other forms save it as a tensor: to ask for it would unpack it.
     known = operation in SETTINGS and node.name().endswith("Backward0")
     return saved_setting(node, SETTINGS[operation][0], None) if known else None
+
+
+def together(node: Any, operation: str, size: tuple[int, ...]) -> int:
+    """Return how many values one result of a reduction is made of, for an input of that size."""
+    if operation not in REDUCTIONS:
+        return FEWEST
+    return math.prod(size) // max(math.prod(node._input_metadata[0].shape), 1)
 
 
 def norm_of(node: Any, operation: str, slot: str) -> tuple[str, int] | None:

@@ -55,6 +55,7 @@ from encke.capture.nodes import (
     setting_of,
     signature,
     square_of,
+    together,
     window_of,
 )
 from encke.capture.passes import Frame, Threads
@@ -230,6 +231,7 @@ class Readers:
             in_linear=isinstance(module, LINEAR_MODULES),
             limits=limits is not None and Between(*limits).takes(dtype),
             setting=setting_of(node, operation),
+            together=together(node, operation, saved.layout.size),
             reads_input=reads_input(node),
             dropout=bool(saved_setting(node, "dropout_p", 0.0)),
             node_class=type(node),

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from encke.capture.encoding import limits_of
-from encke.capture.needs import CHECKPOINT, need_of
+from encke.capture.needs import CHECKPOINT, NORMS, need_of
 from encke.capture.sites import Need, Site
 
 # Operations of the backward graph that read saved tensors: argument -> (operation, slot) as in eager mode.
@@ -122,6 +122,12 @@ def size_hint(number: Any) -> int:
         return number
     symbol = number.node
     return int(symbol.hint if symbol.hint is not None else 1 << 30)
+
+
+def size_of(node: Node) -> int:
+    """Return the number of values that a node gives; zero if it gives no tensor."""
+    t = value(node)
+    return size_hint(t.numel()) if isinstance(t, Tensor) else 0
 
 
 def bytes_of(t: Tensor) -> int:
@@ -303,6 +309,9 @@ class SiteNames:
                 dropout=(operation, slot) == (SDPA, "output") and has_dropout(reader),
             )
             operation, slot = self._in_norm(made, reader, (operation, slot))
+            largest = max(map(size_of, [reader, *reader.all_input_nodes]))
+            if need == "lossy" and any(norm in operation for norm in NORMS) and size_of(made) < largest:
+                need = "exact"  # a statistic, spread over the values that the norm takes
         savings = sorted(self._savings.get((layer, call, operation, slot), ()))
         number = reader.meta.get("seq_nr", -1)
         occurrence = savings.index(number) if number in savings else len(savings)

@@ -12,7 +12,7 @@ from torch.fx import Node
 from encke.capture.sites import Site
 from encke.codecs.layout import Layout, fills_memory, finer, rows_for
 from encke.compiled.masks import layout
-from encke.compiled.names import name_of, size_hint, value
+from encke.compiled.names import name_of, size_hint, size_of, value
 from encke.compiled.pair import Pair
 
 VIEWS = {"view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "detach", "alias"}
@@ -81,12 +81,6 @@ def shows_memory(source: Node) -> bool:
             return False
         source = like[0]
     return True
-
-
-def size_of(node: Node) -> int:
-    """Return the number of values that a node gives; zero if it gives no tensor."""
-    t = value(node)
-    return size_hint(t.numel()) if isinstance(t, Tensor) else 0
 
 
 def rows_of_values(t: Tensor, norm: tuple[str, int]) -> tuple[int, int] | None:

@@ -96,7 +96,9 @@ class Planner:
         if type(module) in NORMS:
             # What is computed again from codes of the block finds them behind a SiLU alone.
             source = facts.dependents or facts.site.place in self.capture.recomputations.sources
-            if facts.sharers or steady.codec.signs or (source and [type(reader) for reader, _ in readers] != [nn.SiLU]):
+            if module.weight is None or facts.sharers or steady.codec.signs:
+                return None
+            if source and [type(reader) for reader, _ in readers] != [nn.SiLU]:
                 return None
             return NormStep(call, facts, module)
         inside = {site for reader, site in readers if type(reader) in CONVOLUTIONS}

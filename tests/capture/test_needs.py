@@ -105,6 +105,7 @@ def test_what_else_is_known_changes_the_need() -> None:
     assert need("Pow", "self", setting=-1.5) == "exact"
     assert need("LinalgVectorNorm", "self", setting=2) == "lossy"
     assert need("LinalgVectorNorm", "self", setting=1) == "exact"
+    assert need("LinalgVectorNorm", "self", setting=2, together=3) == need("Std", "self", together=7) == "exact"
     assert need("Softplus", "self", setting=100.0) == "exact"
 
 
@@ -168,6 +169,25 @@ def test_operations_that_read_the_shape_alone(reader: tuple[str, str]) -> None:
 
     assert TABLE[reader] == "shape" and gradient(0.0).any()
     assert torch.equal(gradient(1e6), gradient(0.0)) and torch.equal(gradient(math.nan), gradient(0.0))
+
+
+FEW = {
+    "normalize": lambda x: F.normalize(x, dim=1),
+    "norm": lambda x: x.norm(dim=1),
+    "std": lambda x: x.std(1),
+    "var_mean": lambda x: torch.var_mean(x, 1)[0],
+}
+
+
+@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize(("channels", "codec"), [(2, "Lossless"), (16, "GroupQuant")])
+def test_norms_and_deviations_of_few_values_are_exact(name: str, channels: int, codec: str) -> None:
+    """Where the two values of a pixel are next to nothing, errors of the size of its neighbours' would be divided."""
+    x = torch.randn(4, channels, 32, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    with encke.compress(Fixed(GroupQuant(2))) as handle:
+        FEW[name](x * 1.0).square().square().sum().backward()
+    rows = [row for row in handle.report().sites if row.operation in needs.REDUCTIONS and row.slot == "self"]
+    assert [row.codec for row in rows] == [codec]
 
 
 SMOOTH = {

@@ -15,7 +15,7 @@ from encke.codecs import GroupQuant
 from encke.kernels import GroupFormat
 from encke.policies import Fixed
 from tests.capture.test_rows import WIDTHS, tokens
-from tests.compiled.common import TWO, compile
+from tests.compiled.common import TWO, as_inductor_gets_it, compile
 
 BACKENDS = ("aot_eager", "aot_eager_decomp_partition")
 """Norms as one operation, and taken apart as inductor takes them."""
@@ -160,3 +160,23 @@ def test_a_tensor_that_two_norms_read_across_each_other_is_kept() -> None:
     plain, packed = input_gradient(model, data, gradient), input_gradient(compiled, data, gradient)
     assert torch.allclose(packed, plain, rtol=1e-5, atol=1e-5 * float(plain.abs().max()))
     assert [row.layer for row in handle.report().sites if row.codec != "kept"] == ["1"]
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(32), nn.GroupNorm(3, 9), nn.RMSNorm(32)], ids=str)
+def test_statistics_of_norms_are_exact(norm: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that are read through steps of the norm that are computed again, which have the input's size."""
+    packed: set[int] = set()
+    plan = GroupQuant._plan
+
+    def noted(self: GroupQuant, x: Tensor, *arguments: Any) -> Any:
+        packed.add(x.numel())
+        return plan(self, x, *arguments)
+
+    monkeypatch.setattr(GroupQuant, "_plan", noted)
+    model = nn.Sequential(nn.Linear(32, 32), norm, nn.Linear(32, 32))
+    compiled = compile(model, backend=as_inductor_gets_it)
+    encke.attach(compiled, TWO, min_bytes=16)
+    data = torch.randn(4, 9, 32)
+    for _ in range(2):
+        compiled(data).square().mean().backward()
+    assert packed == {data.numel()}

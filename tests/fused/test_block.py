@@ -163,6 +163,11 @@ def test_a_batch_norm_at_the_end(ran):
     assert both(ran, lambda: model_of(copy.deepcopy(inner), nn.ReLU())) == ["NormStep"] * 3
 
 
+def test_a_batch_norm_without_weights_is_no_part_of_a_block(ran):
+    inner = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8, affine=False), nn.ReLU())
+    assert both(ran, lambda: model_of(copy.deepcopy(inner))) == []
+
+
 def test_without_a_shortcut(ran):
     assert both(ran, lambda: model_of(Plain())) == ["NormStep"] * 3
 

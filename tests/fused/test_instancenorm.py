@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from encke.codecs import ErrorBounded, GroupQuant
-from encke.policies import Fixed
+from encke.policies import Comet, Fixed
 from tests.fused.common import DEVICE, EXACT, attach, gradients, near, second_order
 
 gpu = pytest.importorskip("encke.kernels.gpu", reason="needs triton")
@@ -141,6 +141,16 @@ def test_a_weight_changed_in_place_is_no_error(calls):
     with torch.no_grad():
         other[1].weight.mul_(2.0)
     loss.backward()
+
+
+@pytest.mark.parametrize("norm", [nn.InstanceNorm2d(8), nn.BatchNorm2d(8, affine=False)], ids=str)
+def test_collection_steps_of_norms_without_weights(norm, calls):
+    model = net(norm) if isinstance(norm, nn.InstanceNorm2d) else nn.Sequential(nn.Conv2d(3, 8, 1), norm).to(DEVICE)
+    handle = attach(model, Comet())
+    for _ in range(3):
+        handle.collect_now()
+        model(torch.randn(2, 3, 20, 24, device=DEVICE)).square().mean().backward()
+    assert "forward" in calls and handle.history
 
 
 def test_double_backward(calls):

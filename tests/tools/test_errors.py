@@ -17,6 +17,8 @@ from encke.tools.errors import first_line, out_of_memory
             RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 8 bytes"),
             True,
         ),
+        (RuntimeError("could not create a primitive"), True),
+        (RuntimeError("could not create a primitive descriptor for a matmul primitive"), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError(), False),
     ],

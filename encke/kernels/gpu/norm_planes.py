@@ -183,6 +183,11 @@ def units_of(size: tuple[int, ...], dtype: torch.dtype) -> tuple[int, int]:
     return unit, math.prod(size) // unit
 
 
+def countable(size: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Return whether 32 bits number the units, and the values of a plane."""
+    return units_of(size, dtype)[1] < 1 << 31 and math.prod(size[2:]) < 1 << 30
+
+
 def tile_width(plane: int, most: int) -> int:
     """Return the width of a tile: the widest that leaves hardly more lanes idle than the best."""
     widths = [1 << n for n in range(most.bit_length()) if min(NARROWEST, plane) <= 1 << n <= most]
@@ -237,4 +242,4 @@ def planes_forward(
         return None
     if weight_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
         return None
-    return None if units_of(size, dtype)[1] >= 1 << 31 else PlanesForward(size, dtype, weight_dtype, device)
+    return PlanesForward(size, dtype, weight_dtype, device) if countable(size, dtype) else None

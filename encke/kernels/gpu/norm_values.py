@@ -17,7 +17,7 @@ from torch import Tensor
 from encke.kernels.gpu.common import narrow, widen
 from encke.kernels.gpu.launch import TYPES, Launch, power_of_two
 from encke.kernels.gpu.norm_backward import PROGRAMS, NormPlan
-from encke.kernels.gpu.norm_planes import Planes, plane_gradient_kernel, units_of
+from encke.kernels.gpu.norm_planes import Planes, countable, plane_gradient_kernel
 
 TILE = 2048  # values that a program reads at a time in channels_last memory, with four warps
 CHANNELS = 64  # channels of such a tile, at most
@@ -154,7 +154,7 @@ def values_plan(
     numel, channels = math.prod(size), size[1]
     if dtype not in TYPES or dtype == torch.float64 or not numel:
         return None
-    if numel // channels >= 1 << 31 if channels_last else units_of(size, dtype)[1] >= 1 << 31:
+    if numel // channels >= 1 << 31 if channels_last else not countable(size, dtype):
         return None
     if weight_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
         return None

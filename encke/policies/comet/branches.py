@@ -30,8 +30,10 @@ LONGEST = 100
 
 
 def single(gradient: Tensor | None) -> TypeGuard[Tensor]:
-    """Return whether there is a gradient, and not several as one tensor, as in a vectorised Jacobian."""
-    return gradient is not None and not is_batched_gradient(gradient) and not is_functorch_tensor(gradient)
+    """Return whether there is a dense, real gradient, and not several as one tensor, as in a vectorised Jacobian."""
+    if gradient is None or gradient.layout is not torch.strided or gradient.is_complex():
+        return False
+    return not is_batched_gradient(gradient) and not is_functorch_tensor(gradient)
 
 
 def power(gradient: Tensor) -> Tensor:

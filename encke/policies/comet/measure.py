@@ -177,7 +177,8 @@ class NormGradientSample:
 
     def measure(self, invstd: Tensor, gradients: tuple[Tensor | None, ...], g: Tensor | None) -> None:
         """Take the gradients of input, weight and bias, which backward has just computed from `g`."""
-        grad_x, grad_weight, grad_bias = gradients[:3]
+        # Python functions have no place for the gradient of what is None.
+        grad_x, grad_weight, grad_bias = (*gradients, None, None)[:3]
         if g is None or grad_x is None or grad_weight is None or grad_bias is None or invstd.numel() != g.shape[1]:
             return
         kind = torch.float64 if g.dtype == torch.float64 else torch.float32

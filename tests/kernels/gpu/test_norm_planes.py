@@ -100,6 +100,7 @@ def test_what_is_left_to_others():
     assert not takes((2, 3, 4, 4), torch.float64) and not takes((0, 3, 4, 4)) and not takes((2, 3))
     assert not takes((2, 3, 4, 4), torch.float32, torch.float64)
     assert not takes((1 << 11, 3, 1 << 11, 1025))  # the kernels count units of values with 31 bits
+    assert not takes((1, 1, 1 << 31), torch.bfloat16, None)  # and places in a plane
 
 
 COMPILE = """

@@ -85,6 +85,7 @@ def test_what_is_left_to_others():
     assert takes((2, 3, 4, 4)) and takes((2, 3, 4), torch.float16, None)
     assert not takes((2, 3, 4, 4), torch.float64) and not takes((0, 3, 4, 4))
     assert not takes((2, 3, 4, 4), torch.float32, torch.float64)
+    assert not takes((1, 1, 1 << 31), torch.bfloat16, None)  # places in a plane have 31 bits
 
 
 COMPILE = """

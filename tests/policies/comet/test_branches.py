@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -149,6 +150,34 @@ def test_paths_that_join_while_others_are_open_end_the_branch(draw) -> None:
     branch = graph_of(z).branch(node_of(z, "Silu"))
     z.sum().backward()
     assert branch.sections == []
+
+
+def reversed_columns(x: Tensor) -> Tensor:
+    """Return the columns in reverse order, by an operation whose gradient is sparse."""
+    return x + torch.tanh(torch.gather(x, 1, torch.arange(31, -1, -1).expand_as(x), sparse_grad=True))
+
+
+def filtered(x: Tensor) -> Tensor:
+    """Return the sum of two paths that part and join as complex numbers, as in Fourier layers."""
+    waves = torch.fft.rfft(x)
+    return torch.fft.irfft(waves + torch.fft.rfft(torch.tanh(torch.fft.irfft(waves, n=32))), n=32)
+
+
+class Block(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.function = nn.Linear(32, 32), nn.Linear(32, 4), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function(self.first(x)))
+
+
+@pytest.mark.parametrize("function", [reversed_columns, filtered])
+def test_sparse_and_complex_gradients_in_a_branch_are_not_measured(function: Callable[[Tensor], Tensor]) -> None:
+    model = Block(function)
+    encke.attach(model, Comet(), min_bytes=1)
+    model(torch.randn(64, 32)).sum().backward()
+    assert model.first.weight.grad is not None
 
 
 class Residual(nn.Module):
