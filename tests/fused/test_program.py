@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
-from encke.fused.program import program_of
+from encke.fused.program import PRODUCT, SUM, program_of
 
 
 class Block(nn.Module):
@@ -36,8 +36,10 @@ def test_calls_of_a_block():
     assert program is not None
     modules = program.current()
     assert modules is not None and modules[0] is block
-    called = [(None if call.layer < 0 else modules[call.layer], call.inputs, call.in_place) for call in program.calls]
-    assert called == [(block.conv, (0,), False), (block.norm, (1,), True), (None, (2, 0), True)]
+    called = [(call.kind, modules[call.layer], call.inputs, call.in_place) for call in program.calls]
+    assert called == [
+        (nn.Conv2d, block.conv, (0,), False), (nn.BatchNorm2d, block.norm, (1,), True), (SUM, block, (2, 0), True)
+    ]  # fmt: skip
     assert modules[program.last] is block.relu
 
 
@@ -180,5 +182,5 @@ def test_a_program_computes_what_the_forward_does():
     assert modules is not None
     for call in program.calls:
         taken = [values[number] for number in call.inputs]
-        values.append(taken[0] + taken[1] if call.layer < 0 else modules[call.layer](taken[0]))
+        values.append(call.kind(*taken) if call.kind in (SUM, PRODUCT) else modules[call.layer](taken[0]))
     assert torch.equal(modules[program.last](values[-1]), block(x))
