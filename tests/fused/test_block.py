@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::RuntimeWarni
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEPS = 5
+MIN_BYTES = 256
 
 
 class Bottleneck(nn.Module):
@@ -68,7 +69,7 @@ def attach(model: nn.Module, policy: Policy | None = None, blocks: bool = True) 
         if not blocks:
             others = tuple(each for each in registry.FORWARDS if each is not block.BlockForward)
             patch.setattr(registry, "FORWARDS", others)
-        handle = encke.attach(model, policy or Fixed(GroupQuant(bits=2)), min_bytes=256)
+        handle = encke.attach(model, policy or Fixed(GroupQuant(bits=2)), min_bytes=MIN_BYTES)
     for forward in handle._hooks:
         if isinstance(forward, LayerForward):
             forward.device_type, forward.min_bytes = DEVICE, 1
