@@ -47,7 +47,7 @@ ALIGNED = 16
 """Codes begin at addresses of which this is a divisor."""
 ATTEMPTS, PAUSE = 8, 32
 """Passes in a row in which a plan is tried to be made, and passes without one if there is none by then."""
-OUR_HOOKS = (ModuleHook, LeaveHook)
+OUR_HOOKS = {ModuleHook, LeaveHook}
 Operands = list[tuple[Any, ...]]
 """Parameters of each step."""
 
@@ -87,8 +87,6 @@ class BlockSaved(Saved):
 
     def norm_input(self, number: int) -> tuple[Saved, Any]:
         """Return what a batch norm has saved, as the plain layer would have, and what else it has kept."""
-        if number >= len(self.kept):
-            raise RuntimeError("what this block has packed was released by its backward")
         packed, settings = self.kept[number]
         return self.saved_by(self.plan.steps[number].savings[0], packed), settings
 
@@ -371,6 +369,6 @@ class BlockForward(TrackedForward):
             if state["_backward_hooks"] or state["_backward_pre_hooks"]:
                 return False
             for hooks in (state["_forward_pre_hooks"], state["_forward_hooks"]):
-                if hooks and not all(type(hook) in OUR_HOOKS for hook in hooks.values()):
+                if hooks and not OUR_HOOKS.issuperset(map(type, hooks.values())):
                     return False
         return not has_global_module_hooks()

@@ -135,8 +135,10 @@ class Planner:
         self.sizes.append(size)
         if type(module) is nn.SiLU:
             reads = (facts.site.operation, facts.site.slot, facts.site.need) == ("Silu", "self", "lossy")
+            # What a layer in place saves is a copy. Decisions of the other kind of layer do not hold for it.
             own = steady.recomputed and steady.first is facts and not facts.sharers
-            return SiluStep(call, facts, module) if reads and own else None
+            learnt = (facts.signature[3] == "Clone") is module.inplace
+            return SiluStep(call, facts, module) if reads and own and learnt else None
         if not large or not facts.function or steady.first is not facts or not packs_as_planned(facts):
             return None
         if type(module) in NORMS:

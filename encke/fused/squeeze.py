@@ -79,7 +79,7 @@ class ProductStep(Step):
         """Number of the step in its block."""
 
     def forward(self, module: Any, values: Values, operands: tuple[Any, ...], run: Run) -> Any:
-        first, second = (values[number] for number in self.inputs)
+        first, second = values[self.inputs[0]], values[self.inputs[1]]
         y = first * second
         values.append(laid_out(y, y.shape, self.stride))
         return self.savings[0].hold(first, run), self.savings[1].hold(second, run)
