@@ -15,6 +15,7 @@ steady again. Collection steps go layer by layer, too.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import torch
@@ -110,9 +111,9 @@ class BlockFunction(torch.autograd.Function):
         values, plan = [x], held.plan
         run = Run(plan, forward, x.device)
         if plan.copied:
-            weights = [operands[number][0] for number in plan.copied]
-            for number, copy in zip(plan.copied, cast_together(weights, x.dtype), strict=True):
-                operands[number] = (copy, *operands[number][1:])
+            copies = iter(cast_together([each for number in plan.copied for each in operands[number]], x.dtype))
+            for number in plan.copied:
+                operands[number] = tuple(islice(copies, len(operands[number])))
         for step, module, parameters, ends in zip(plan.steps, modules, operands, plan.ends, strict=True):
             held.kept.append(step.forward(module, values, parameters, run))
             for number in ends:
@@ -213,7 +214,7 @@ class BlockPlan:
         last: Any = steps[-1]
         convolutions = [(number, step) for number, step in enumerate(steps) if isinstance(step, ConvStep)]
         self.copied = [number for number, step in convolutions if step.weight_dtype is not step.dtype]
-        """Numbers of the convolutions whose weights are cast."""
+        """Numbers of the convolutions whose parameters are cast."""
         self.cast_again = [number for number, step in convolutions if step.cast is not None]
         """Those of which the copies are not kept, but made again in backward."""
         self.savings: list[Saving] = [saving for step in steps for saving in step.savings]

@@ -182,6 +182,8 @@ class Planner:
         self.sizes.append(size)
         if (call.kind is nn.Conv2d) != (len(size) == 4):
             return None
+        if module.bias is not None and module.bias.dtype is not module.weight.dtype:
+            return None
         # The copy that autocast makes of the weight: kept if it is small, else made again in backward.
         copied = 0 if module.weight.dtype is self.x.dtype else module.weight.numel() * self.x.element_size()
         cast = None

@@ -114,7 +114,7 @@ class ConvStep(Step):
         weight, bias = found
         if weight.shape != self.shape or weight.dtype is not self.weight_dtype:
             return None
-        if (bias is None) != (self.parameters == 1):
+        if (bias is None) != (self.parameters == 1) or (bias is not None and bias.dtype is not weight.dtype):
             return None
         if self.cast is not None and (self.cast.cast is None or self.cast.cast.parameter is not weight):
             return None
@@ -123,10 +123,7 @@ class ConvStep(Step):
         return found if bias.requires_grad else None
 
     def forward(self, module: Any, values: Values, operands: tuple[Any, ...], run: Run) -> Any:
-        weight = operands[0]  # cast already
-        bias = operands[1] if len(operands) == 2 else None
-        if bias is not None and bias.dtype is not self.dtype:
-            bias = bias.to(self.dtype)
+        weight, bias = operands if len(operands) == 2 else (operands[0], None)  # cast already
         x = values[self.inputs[0]]
         kept = self.saving.hold(x, run)
         values.append(laid_out(torch.convolution(x, weight, bias, *self.settings), self.size, self.stride))
