@@ -178,10 +178,9 @@ def test_negligible_tensors_are_kept_as_they_are(ran, apart, monkeypatch):
 
     def load(step: int, model: nn.Module) -> None:
         if step == 4:
-            handle = encke.api._handles[model]
-            places = handle._capture.negligible.places
-            assert {"2.block.2.fc1/0/Convolution.input.0", "2.block.2/0/Mul.self.0"} <= places
-            handle.load_state_dict(handle.state_dict())
+            known = encke.api._handles[model]._capture.negligible
+            assert {"2.block.2.fc1/0/Convolution.input.0", "2.block.2/0/Mul.self.0"} <= known.places
+            known.load_state_dict(known.state_dict())
 
     both(ran, MODELS["expanded"], load, 6)
     assert ran.count(14) == 3
@@ -240,9 +239,8 @@ def pool_less(step: int, model: nn.Module) -> None:
     squeeze_of(model).avgpool.output_size = 8 if step == 4 else 1
 
 
-def dilate(step: int, model: nn.Module) -> None:
-    squeeze_of(model).fc2.padding = (1, 1) if step == 4 else (0, 0)
-    squeeze_of(model).avgpool.output_size = 6 if step == 4 else 1
+def stride(step: int, model: nn.Module) -> None:
+    squeeze_of(model).fc2.stride = (2, 2) if step == 4 else (1, 1)
 
 
 def work_in_place(step: int, model: nn.Module) -> None:
@@ -279,7 +277,7 @@ class Switching(Policy):
 
 CHANGES = [
     hook_the_gate, hook_the_whole, backward_hook, freeze, evaluate, replace_a_method, replace_a_method_of_the_class,
-    pool_less, dilate, work_in_place, replace_a_layer, parametrize, other_choice,
+    pool_less, stride, work_in_place, replace_a_layer, parametrize, other_choice,
 ]  # fmt: skip
 
 
