@@ -88,32 +88,19 @@ class Planner:
         readers = [(call, module) for call, module in self.calls if number in call.inputs]
         return [(module, next(iter(self.sites_of(call, module)), None)) for call, module in readers]
 
-    def layer_of(self, module: Any) -> Layer | None:
-        """Return the layer that a module is in this model, by its forward of ours or our hook; None if it is none."""
-        own: Any = module.__dict__.get("forward")
-        if isinstance(own, InstalledForward):
-            return own.layer if own.capture is self.capture else None
-        hooks = [hook for hook in module._forward_pre_hooks.values() if type(hook) is ModuleHook]
-        return next((hook.layer for hook in hooks if hook.function == self.capture.passes.enter), None)
-
     def step_of(self, call: Call, module: Any) -> Step | None:
         """Return the step of a call."""
         if call.kind is SUM:
             return self.sum_of(call)
-        layer = self.layer_of(module)
+        layer = layer_of(module, self.capture)
         if layer is None:
             return None
         self.numbers[layer] = call.number
         sites = layer.calls[call.number] if call.number < len(layer.calls) else []
         if call.kind is PRODUCT:
             return self.product_of(call, layer, sites)
-        if call.kind is POOL:
-            return self.pool_of(call, module)
-        if call.inputs[0] not in self.small:
-            return self.layer_step_of(call, module)
-        if call.kind in ACTIVATIONS:
-            return self.activation_of(call, sites)
-        return self.small_convolution_of(call, module, sites)
+        small = call.kind is POOL or call.inputs[0] in self.small
+        return self.small_step_of(call, module, sites) if small else self.layer_step_of(call, module)
 
     def sum_of(self, call: Call) -> Step | None:
         """Return the step of a sum of two values of one size."""
@@ -162,16 +149,24 @@ class Planner:
         size, stride = result.steady.size, result.steady.stride
         return self.convolution(call, module, sites, saving, size, stride, split)
 
-    def small_convolution_of(self, call: Call, module: Any, sites: list[Any]) -> Step | None:
-        """Return the step of a convolution of small values."""
-        own, size = module.__dict__.get("forward"), self.sizes[call.inputs[0]]
-        saving = self.small_saving(size, sites[0] if sites else None)
-        if saving is None or not isinstance(own, LayerForward) or own.device_type != self.x.device.type:
-            return None
-        geometry, (channels, *rest) = (module.stride, module.padding, module.groups), module.weight.shape
-        if geometry != ((1, 1), (0, 0), 1) or rest != [size[1], 1, 1]:
-            return None
+    def small_step_of(self, call: Call, module: Any, sites: list[Any]) -> Step | None:
+        """Return the step of a pool that makes planes small, or of an activation or convolution of small values."""
+        size = self.sizes[call.inputs[0]]
         self.small.add(len(self.steps) + 1)
+        if call.kind is POOL:
+            self.sizes.append((*size[:2], 1, 1))
+            return PoolStep(call, size) if len(size) == 4 and PoolStep.serves(module) else None
+        saving = self.small_saving(size, sites[0] if sites else None)
+        if saving is None:
+            return None
+        if call.kind in ACTIVATIONS:
+            self.sizes.append(size)
+            return ActivationStep(call, saving)
+        own, (channels, *rest) = module.__dict__.get("forward"), module.weight.shape
+        if not isinstance(own, LayerForward) or own.device_type != self.x.device.type or rest != [size[1], 1, 1]:
+            return None
+        if (module.stride, module.padding, module.groups) != ((1, 1), (0, 0), 1):
+            return None
         return self.convolution(call, module, sites, saving, (size[0], channels, 1, 1), None, False)
 
     def convolution(
@@ -192,23 +187,6 @@ class Planner:
             if cast is None or cast.site.need != "weight" or cast.cast is None or cast.cast.geometry is not None:
                 return None
         return ConvStep(call, saving, module, self.x, size, stride, split, cast, self.capture.keep_casts)
-
-    def pool_of(self, call: Call, module: Any) -> Step | None:
-        """Return the step of a pool that makes planes small."""
-        size = self.sizes[call.inputs[0]]
-        if len(size) != 4 or not PoolStep.serves(module):
-            return None
-        self.small.add(len(self.steps) + 1)
-        self.sizes.append((*size[:2], 1, 1))
-        return PoolStep(call, size)
-
-    def activation_of(self, call: Call, sites: list[Any]) -> Step | None:
-        """Return the step of an activation of small values."""
-        size = self.sizes[call.inputs[0]]
-        self.small.add(len(self.steps) + 1)
-        self.sizes.append(size)
-        saving = self.small_saving(size, sites[0] if sites else None)
-        return None if saving is None else ActivationStep(call, saving)
 
     def product_of(self, call: Call, layer: Layer, sites: list[Any]) -> Step | None:
         """Return the step of a product of a value and a small one."""
@@ -255,6 +233,15 @@ class Planner:
         if steady.recomputed:
             return ComputedSaving(facts, maker.restore)
         return PackedSaving(facts) if packs_as_planned(facts) else None
+
+
+def layer_of(module: Any, capture: Capture) -> Layer | None:
+    """Return the layer that a module is in a model, by its forward of ours or our hook; None if it is none."""
+    own: Any = module.__dict__.get("forward")
+    if isinstance(own, InstalledForward):
+        return own.layer if own.capture is capture else None
+    hooks = [hook for hook in module._forward_pre_hooks.values() if type(hook) is ModuleHook]
+    return next((hook.layer for hook in hooks if hook.function == capture.passes.enter), None)
 
 
 def packs_as_planned(facts: SiteFacts) -> bool:

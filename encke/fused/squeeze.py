@@ -96,7 +96,7 @@ class ProductStep(Step):
     def backward(self, kept: Any, grad: Tensor, held: Any) -> Gradients:
         # The convolution behind has made the gradient for this step alone.
         scale, x = self.factors(kept, held)
-        grad_scale = x.mul_(grad).sum_to_size(scale.shape)
+        grad_scale = x.mul_(grad).sum((2, 3), True, dtype=scale.dtype)  # autocast, if any, is to change nothing
         del x
         found = (grad_scale, grad.mul_(scale))
         return found if self.small == 0 else found[::-1], ()

@@ -168,6 +168,16 @@ def test_without_a_shortcut(ran):
     assert both(ran, lambda: model_of(Plain())) == ["NormStep"] * 3
 
 
+def test_what_is_behind_a_batch_norm_is_computed_again_from_it(ran):
+    """Its input, statistics and parameters are found on the function's node, as on the plain operation's."""
+    inner = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8))
+    model = model_of(copy.deepcopy(inner), nn.Conv2d(8, 8, 1), copy.deepcopy(inner))
+    assert both(ran, lambda: copy.deepcopy(model)) == ["NormStep"] * 6
+    handle = attach(model)
+    train(model, handle)
+    assert {site.layer for site, *_, codec in records(handle) if codec == "recomputed"} == {"3", "5"}
+
+
 @pytest.mark.parametrize("split", [False, True])
 def test_autocast_and_channels_last(ran, split, monkeypatch):
     """Kernels for 16 bits compute while they pack; the copies of weights are made again, or kept if they are small."""
