@@ -41,11 +41,6 @@ class Planner:
             if step is None:
                 return False
             self.steps.append(step)
-        for step in self.steps:
-            if isinstance(step, ReluStep | SiluStep):
-                step.join(self.steps[step.inputs[0] - 1])
-            if isinstance(step, SiluStep) and step.norm is None:
-                return False
         for number, step in enumerate(self.steps, 1):
             if isinstance(step, NormStep):
                 behind: Any = step.relu or step.silu
@@ -125,14 +120,22 @@ class Planner:
             # What a layer in place saves is a copy. Decisions of the other kind of layer do not hold for it.
             own = steady.recomputed and steady.first is facts and not facts.sharers
             learnt = (facts.signature[3] == "Clone") is module.inplace
-            return SiluStep(call, facts, module) if reads and own and learnt else None
+            if not (reads and own and learnt):
+                return None
+            silu = SiluStep(call, facts, module)
+            silu.join(self.steps[call.inputs[0] - 1])
+            return None if silu.norm is None else silu
         if not large or not facts.function or steady.first is not facts or not packs_as_planned(facts):
             return None
         if type(module) in NORMS:
             return None if facts.sharers or steady.codec.signs else NormStep(call, facts, module)
         readers = self.readers_of(len(self.steps) + 1)
         inside = {site for reader, site in readers if type(reader) in CONVOLUTIONS}
-        return ReluStep(call, facts) if facts.sharers == inside else None
+        if facts.sharers != inside:
+            return None
+        relu = ReluStep(call, facts)
+        relu.join(self.steps[call.inputs[0] - 1])
+        return relu
 
     def convolution_of(self, call: Call, module: Any, sites: list[Any], split: bool) -> Step | None:
         """Return the step of a convolution."""
