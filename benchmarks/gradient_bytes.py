@@ -105,7 +105,12 @@ def measure(
         report = handle.report()
         handle.detach()
         row: dict[str, str | float] = {"model": name, "batch": task.batch, "size": task.size, "steps": steps}
-        row |= {"sigma": sigma, "rounding": rounding, "bits": " ".join(map(str, bits)), "error": round(statistics.fmean(whole), 4)}
+        row |= {
+            "sigma": sigma,
+            "rounding": rounding,
+            "bits": " ".join(map(str, bits)),
+            "error": round(statistics.fmean(whole), 4),
+        }
         row |= {"median_error_of_weights": round(statistics.fmean(weights), 4)}
         row |= {"held_bytes": report.packed_bytes, "ratio": round(report.ratio, 2)}
         row |= {"one_bit_saves": round(recorder.one_bit_saves(), 4) if rounding == "stochastic" else ""}

@@ -162,13 +162,12 @@ class Capture:
             usual = known.state is SiteState.KNOWN and not forward.pending and type(t) is Tensor and not negligible
             steady = known.steady
             if usual and (steady is not None or known.cast is not None) and (announced or matches(known, t)):
-                cell = None
                 if steady is not None:
                     cell = save_again(t, known, steady, frame, forward, self.recomputations, deferred)
+                    if cell is not None:
+                        return Saved(self.readers, known, t, steady.layout, cell)
                 elif known.site.need == "weight":
                     return self._cast_again(t, known, frame) or self._keep(t, COMPUTED)
-                if cell is not None:
-                    return Saved(self.readers, known, t, steady.layout, cell)
         if forward.collection is not None:
             forward.nodes.append(t.grad_fn)
         if type(t) is not Tensor and isinstance(t, nn.Parameter):

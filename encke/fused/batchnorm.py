@@ -370,7 +370,7 @@ def planes_call(
 
 def all_fp32(*tensors: Tensor | None) -> bool:
     """Return whether tensors are as the kernels read and write them."""
-    for t in tensors:
+    for t in tensors:  # not `all`: the host resumes a generator for each tensor
         if t is None or t.dtype is not torch.float32 or not t.is_contiguous():
             return False
     return True

@@ -1,11 +1,12 @@
-"""Blocks: convolutions, batch norms, ReLUs, SiLUs and sums that run as one autograd function.
+"""Blocks: convolutions, batch norms, activations, sums and squeeze-and-excite that run as one autograd function.
 
 Layer by layer, each tensor that is saved costs a module's call, an autograd function, a node and a hook, all of them
 in Python, and with small batches the GPU waits for that. A container whose forward is a plain program of such layers
-(`program.py`), such as a bottleneck of ResNet, runs layer by layer until all of its sites save as in the pass before.
-From then on one function runs the same kernels in the same order (`steps.py`) and holds what they have packed. Values,
-gradients, random numbers and the report are the same, bit for bit; but a SiLU is computed by the kernels of the batch
-norm in front of it, within rounding. A ReLU at the end stays a layer of its own.
+(`program.py`), such as a bottleneck of ResNet or what an `MBConv` of EfficientNet consists of, runs layer by layer
+until all of its sites save as in the pass before. From then on one function runs the same kernels in the same order
+(`steps.py`, `squeeze.py`) and holds what they have packed (`savings.py`). Values, gradients, random numbers and the
+report are the same, bit for bit; but a SiLU is computed by the kernels of the batch norm in front of it, within
+rounding. A ReLU at the end stays a layer of its own.
 
 Before anything is computed, the block asks what each layer would have asked: whether modules, hooks, parameters or the
 policy's choices have changed. If so, the call goes layer by layer, and the block is planned again once its sites are
@@ -14,6 +15,7 @@ steady again. Collection steps go layer by layer, too.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import torch
@@ -29,9 +31,12 @@ from encke.capture.readers import matches
 from encke.capture.saved import Saved, SharedCell
 from encke.codecs import Packed
 from encke.fused.base import Slot, TrackedForward, has_triton, in_place_of
+from encke.fused.batchnorm import slot_of
 from encke.fused.planner import Planner
 from encke.fused.program import program_of
-from encke.fused.steps import TOGETHER, ConvStep, NormStep, Run, SiluStep, Step, SumStep, cast_together
+from encke.fused.savings import Run, Saving
+from encke.fused.squeeze import PoolStep
+from encke.fused.steps import TOGETHER, ConvStep, NormStep, SiluStep, Step, SumStep, cast_together
 from encke.torch_internals import (
     has_global_module_hooks,
     keeps_graph,
@@ -43,7 +48,7 @@ ALIGNED = 16
 """Codes begin at addresses of which this is a divisor."""
 ATTEMPTS, PAUSE = 8, 32
 """Passes in a row in which a plan is tried to be made, and passes without one if there is none by then."""
-OUR_HOOKS = (EnterHook, LeaveHook)
+OUR_HOOKS = {EnterHook, LeaveHook}
 Operands = list[tuple[Any, ...]]
 """Parameters of each step."""
 
@@ -65,26 +70,33 @@ class BlockSaved(Saved):
         """Return itself: the hook that packs the block's input."""
         return self
 
-    def silu_input(self) -> Saved:
-        """Return what stands for the input of the SiLU at the block's end, as the plain layers would have saved it.
+    def silu_input(self, silu: SiluStep | None = None) -> Saved:
+        """Return what stands for the input of a SiLU, or of the one at the end, as plain layers would have saved it.
 
         It is computed again from the codes of the batch norm's input. What is saved behind the block may be computed
         again from it.
         """
-        norm, silu = self.plan.steps[-2:]
-        packed, (rows, _, weight, version, *_, eps) = self.kept[-2]
-        source = self.saved_by(norm, packed)
-        layout, dtype = silu.steady.layout, packed.dtype
-        again = normalised(source, rows.view(4, -1), (weight, version), eps, dtype, layout.size)
-        stands = Recomputed(silu.steady.codec, silu.steady.packed_layout, dtype, packed.numel, again)
-        return self.saved_by(silu, stands)
+        last: Any = self.plan.steps[-1]
+        silu = silu or last
+        assert silu is not None
+        source, (rows, _, weight, version, *_, eps) = self.norm_input(silu.inputs[0] - 1)
+        steady = silu.saving.steady
+        again = normalised(source, rows.view(4, -1), (weight, version), eps, source.dtype, steady.layout.size)
+        numel = source.cell.packed.numel  # type: ignore[union-attr]
+        stands = Recomputed(steady.codec, steady.packed_layout, source.dtype, numel, again)
+        return self.saved_by(silu.saving, stands)
 
-    def saved_by(self, step: Step, packed: Packed) -> Saved:
-        """Return what a step would have saved on its own."""
-        cell = SharedCell(0, step.records[0])
+    def norm_input(self, number: int) -> tuple[Saved, Any]:
+        """Return what a batch norm has saved, as the plain layer would have, and what else it has kept."""
+        packed, settings = self.kept[number]
+        return self.saved_by(self.plan.steps[number].savings[0], packed), settings
+
+    def saved_by(self, saving: Saving, packed: Packed) -> Saved:
+        """Return what a single layer would have saved."""
+        cell = SharedCell(0, saving.records[0])
         cell.packed, cell.wanted = packed, packed.codec
         like: Any = self  # dtype and device
-        return Saved(self.owner, step.facts, like, step.steady.layout, cell)
+        return Saved(self.owner, saving.facts, like, saving.steady.layout, cell)
 
 
 class BlockFunction(torch.autograd.Function):
@@ -99,9 +111,9 @@ class BlockFunction(torch.autograd.Function):
         values, plan = [x], held.plan
         run = Run(plan, forward, x.device)
         if plan.copied:
-            weights = [operands[number][0] for number in plan.copied]
-            for number, copy in zip(plan.copied, cast_together(weights, x.dtype), strict=True):
-                operands[number] = (copy, *operands[number][1:])
+            copies = iter(cast_together([each for number in plan.copied for each in operands[number]], x.dtype))
+            for number in plan.copied:
+                operands[number] = tuple(islice(copies, len(operands[number])))
         for step, module, parameters, ends in zip(plan.steps, modules, operands, plan.ends, strict=True):
             held.kept.append(step.forward(module, values, parameters, run))
             for number in ends:
@@ -111,7 +123,7 @@ class BlockFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         """Return the gradients of the input and of all parameters."""
-        held: BlockSaved = ctx._raw_saved_tensors[0].data
+        held = held_by(ctx)
         if torch.is_grad_enabled():
             held.owner.recorded = True
             raise RuntimeError(
@@ -123,9 +135,9 @@ class BlockFunction(torch.autograd.Function):
         if keeps_graph():
             kept = [*kept]
         if held.plan.cast_again:
-            weights = [kept[number].weight() for number in held.plan.cast_again]
+            weights = [kept[number][0].weight() for number in held.plan.cast_again]
             for number, copy in zip(held.plan.cast_again, cast_together(weights, held.dtype), strict=True):
-                kept[number] = (copy, copy._version)
+                kept[number] = (copy, copy._version, kept[number][2])
         if held.plan.sums_numel:
             sizes = (held.plan.sums_numel, held.plan.coefficients_numel)
             held.scratch = tuple([torch.empty(size, dtype=torch.float32, device=grad.device) for size in sizes])
@@ -136,26 +148,62 @@ class BlockFunction(torch.autograd.Function):
             del kept[-1]  # what is packed is released as early as by single layers
             for number, each in zip(step.inputs, taken, strict=True):
                 before = grads[number]
-                if before is not None:
+                if before is None:
+                    grads[number] = each
+                elif type(step) is PoolStep:
+                    # One value for each plane. The other gradient is a product's, made for this sum alone.
+                    before.add_(each)
+                else:
                     # A sum passes on a gradient that others read; the other steps return new ones.
-                    each = each + before if type(step) is SumStep else each.add_(before)
-                grads[number] = each
-            found += reversed(parameters)
+                    grads[number] = each + before if type(step) is SumStep else each.add_(before)
+            found += parameters
         held.scratch = (None, None)
-        return (grads[0], None, None, None, None, *reversed(found))
+        return (grads[0], None, None, None, None, *found)
 
 
 class SiluBlockFunction(BlockFunction):
     """A block with a SiLU at its end: capture finds SiLU's input where the plain operation's node has it."""
 
-    node = {"_raw_saved_self": property(lambda ctx: Slot(ctx._raw_saved_tensors[0].data.silu_input()))}
+    node = {"_raw_saved_self": property(lambda ctx: Slot(held_by(ctx).silu_input()))}
+
+
+class NormBlockFunction(BlockFunction):
+    """A block with a batch norm at its end: capture finds all of it where the plain operation's node has it.
+
+    That includes weight and bias: the parameters of the last step are the first behind the block's input.
+    """
+
+    node = {
+        "_raw_saved_input": property(lambda ctx: Slot(held_by(ctx).norm_input(len(held_by(ctx).plan.steps) - 1)[0])),
+        "_raw_saved_result1": property(lambda ctx: slot_of(last_norm(ctx)[0])),
+        "_raw_saved_result2": property(lambda ctx: slot_of(last_norm(ctx)[1])),
+        "_raw_saved_weight": property(lambda ctx: Slot(last_norm(ctx)[2:4])),
+        "_saved_eps": property(lambda ctx: last_norm(ctx)[4]),
+    }
+
+
+def held_by(ctx: Any) -> BlockSaved:
+    """Return what a block holds for its function."""
+    held: BlockSaved = ctx._raw_saved_tensors[0].data
+    return held
+
+
+def last_norm(ctx: Any) -> tuple[Tensor, Tensor, Tensor, int, float]:
+    """Return mean and 1 / deviation of the batch norm at a block's end, its weight with its version, and eps."""
+    held = held_by(ctx)
+    _, (mean, invstd, weight, version, *_, eps) = held.norm_input(len(held.plan.steps) - 1)
+    if invstd is None:
+        rows = mean.view(-1, weight.numel())
+        mean, invstd = rows[0], rows[1]
+    return mean, invstd, weight, version, eps
 
 
 class BlockPlan:
     """Steps of a block for inputs of one size, and the decisions that they rely on."""
 
     def __init__(self, planner: Planner) -> None:
-        self.steps = steps = planner.steps
+        self.steps: list[Step] = planner.steps
+        steps = self.steps
         self.calls = planner.numbers
         """Layers of the steps, and the number of each one's last call."""
         self.taken = planner.taken
@@ -166,13 +214,17 @@ class BlockPlan:
         last: Any = steps[-1]
         convolutions = [(number, step) for number, step in enumerate(steps) if isinstance(step, ConvStep)]
         self.copied = [number for number, step in convolutions if step.weight_dtype is not step.dtype]
-        """Numbers of the convolutions whose weights are cast."""
+        """Numbers of the convolutions whose parameters are cast."""
         self.cast_again = [number for number, step in convolutions if step.cast is not None]
         """Those of which the copies are not kept, but made again in backward."""
-        self.records = [record for step in steps for record in step.records]
+        self.savings: list[Saving] = [saving for step in steps for saving in step.savings]
+        self.places = planner.capture.negligible.places
+        """Places of negligible tensors, by which the small ones are kept as they are."""
+        reported: list[Any] = [part for step in steps for part in (*step.savings, step)]
+        self.records = [record for part in reported for record in part.records]
         """Records of what is saved inside the block, the same in every pass."""
-        self.small_bytes = sum(step.small_bytes for step in steps)
-        sizes = [step.code_bytes + -step.code_bytes % ALIGNED for step in steps if step.code_bytes]
+        self.small_bytes = sum(part.small_bytes for part in reported)
+        sizes = [saving.code_bytes + -saving.code_bytes % ALIGNED for saving in self.savings if saving.code_bytes]
         self.codes_size = sum(sizes)
         self.code_sizes = sizes if self.codes_size <= TOGETHER else []
         """Bytes of what the steps pack, where they are allocated together."""
@@ -183,16 +235,17 @@ class BlockPlan:
         plans = [step.backward_plan for step in norms if step.backward_plan is not None]
         self.sums_numel = max((plan.sums_numel for plan in plans), default=0)
         self.coefficients_numel = 3 * max((plan.channels for plan in plans), default=0)
-        operation = "Add" if last.facts is None else last.facts.reader
-        self.function = in_place_of(operation, SiluBlockFunction if isinstance(last, SiluStep) else BlockFunction)
+        operation = last.savings[0].facts.reader if last.savings else "Add"
+        functions: Any = {SiluStep: SiluBlockFunction, NormStep: NormBlockFunction}
+        self.function = in_place_of(operation, functions.get(type(last), BlockFunction))
 
     def holds(self, forward: ForwardPass, capture: Capture) -> bool:
         """Return whether every site inside the block would save as planned."""
-        if not self.calls.keys().isdisjoint(forward.calls):
+        if not self.calls.keys().isdisjoint(forward.calls) or capture.negligible.places is not self.places:
             return False
         sources, changes = capture.recomputations.sources, capture.recomputations.changes
-        for step in self.steps:
-            facts, steady = step.facts, step.steady
+        for saving in self.savings:
+            facts, steady = saving.facts, saving.steady
             if facts is None:
                 continue
             if facts.steady is not steady or facts.state is not SiteState.KNOWN or facts.changed:
@@ -203,7 +256,7 @@ class BlockPlan:
                 return False
             if facts.dependents or facts.site.place in sources:
                 # What is computed from this one has been asked for its codec, as long as nothing has changed.
-                if not step.gives_sources or steady.changes != changes:
+                if not saving.gives_sources or steady.changes != changes:
                     return False
             for choose, site, codec in steady.chosen:
                 found = choose(site)
@@ -237,7 +290,7 @@ class BlockPlan:
     def run(self, x: Tensor, saved: Saved, modules: list[Any], operands: Operands, forward: ForwardPass) -> Tensor:
         """Return the block's result, and tell the forward pass what was saved."""
         held = BlockSaved(self, saved, x)
-        parameters = [parameter for given in operands for parameter in given]
+        parameters = [parameter for given in reversed(operands) for parameter in given]
         push_saved_tensors_hooks(held.hold, unpack)
         try:
             y: Tensor = self.function(x, held, modules, operands, forward, *parameters)
@@ -285,7 +338,7 @@ class BlockForward(TrackedForward):
         modules = program.current()
         if modules is None or modules[0] is not module or not self.undisturbed(modules):
             return None
-        called = [modules[call.layer] if call.layer >= 0 else None for call in program.calls]
+        called = [modules[call.layer] for call in program.calls]
         if plan is None:
             planner = Planner(program, called, x, capture)
             if not planner.plan():
@@ -317,6 +370,6 @@ class BlockForward(TrackedForward):
             if state["_backward_hooks"] or state["_backward_pre_hooks"]:
                 return False
             for hooks in (state["_forward_pre_hooks"], state["_forward_hooks"]):
-                if hooks and not all(type(hook) in OUR_HOOKS for hook in hooks.values()):
+                if hooks and not OUR_HOOKS.issuperset(map(type, hooks.values())):
                     return False
         return not has_global_module_hooks()

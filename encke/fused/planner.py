@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from encke.capture.facts import SiteFacts, SiteState
 from encke.capture.hooks import Capture
 from encke.capture.modules import Layer
-from encke.fused.base import LayerForward
-from encke.fused.program import CONVOLUTIONS, NORMS, Call, Program
+from encke.capture.passes import EnterHook
+from encke.fused.base import InstalledForward, LayerForward
+from encke.fused.program import ACTIVATIONS, CONVOLUTIONS, NORMS, POOL, PRODUCT, SUM, Call, Program
+from encke.fused.savings import ComputedSaving, PackedSaving, Saving, SharedSaving, SmallSaving
+from encke.fused.squeeze import ActivationStep, PoolStep, ProductStep
 from encke.fused.steps import ConvStep, NormStep, ReluStep, SiluStep, Step, SumStep
 
 
 class Planner:
-    """Plans the steps of a block. `modules` are the layers of the program's calls, None for sums."""
+    """Plans the steps of a block. `modules` are those of the program's calls."""
 
     def __init__(self, program: Program, modules: list[Any], x: Tensor, capture: Capture) -> None:
         self.calls = [*zip(program.calls, modules, strict=True)]
@@ -24,6 +28,8 @@ class Planner:
         self.steps: list[Step] = []
         self.sizes: list[tuple[int, ...]] = [tuple(x.shape)]
         """Sizes of the values so far."""
+        self.small: set[int] = set()
+        """Values that a pool has made small."""
         self.taken: list[SiteFacts] = []
         """Sites that save the block's input."""
         self.numbers: dict[Layer, int] = {}
@@ -32,28 +38,39 @@ class Planner:
     def plan(self) -> bool:
         """Plan all steps; return False if a layer does not run as a fused one, or has a site that is not steady."""
         for call, module in self.calls:
-            step = self.sum_of(call) if module is None else self.step_of(call, module)
+            step = self.step_of(call, module)
             if step is None:
                 return False
             self.steps.append(step)
-        for step in self.steps:
-            if isinstance(step, ReluStep | SiluStep):
-                step.join(self.steps[step.inputs[0] - 1])
-            if isinstance(step, SiluStep) and step.norm is None:
-                return False
         for number, step in enumerate(self.steps, 1):
             if isinstance(step, NormStep):
-                result = number if step.relu is None else self.steps.index(step.relu) + 1
-                readers = [reader for reader, _ in self.readers_of(result)]
-                # Convolutions make their input's gradient; a sum passes on its own, as does whoever calls the block.
-                step.grad_is_own = bool(readers) and all(type(reader) in CONVOLUTIONS for reader in readers)
+                behind: Any = step.relu or step.silu
+                result = number if behind is None else self.steps.index(behind) + 1
+                readers = [call.kind for call, _ in self.calls if result in call.inputs]
+                # These make their input's gradient; a sum passes on its own, as does whoever calls the block.
+                step.grad_is_own = bool(readers) and {*CONVOLUTIONS, POOL, PRODUCT}.issuperset(readers)
                 step.plan_backward(self.x.device)
+        return self.sources_are_known()
+
+    def sources_are_known(self) -> bool:
+        """Return whether all that is computed again from what the block holds is inside of it or finds it there.
+
+        What is behind the block finds the input of a batch norm at its end, or of one and a SiLU.
+        """
+        savings = [saving for step in self.steps for saving in step.savings if saving.facts is not None]
+        inside = {saving.facts for saving in savings}
+        last = self.steps[-1]
+        ends = (*last.savings, *last.norm.savings) if isinstance(last, SiluStep) and last.norm else last.savings
+        for saving in savings:
+            saving.gives_sources = saving in ends or inside.issuperset(saving.facts.dependents)
+            if not saving.gives_sources and self.capture.recomputations.concern(saving.facts):
+                return False
         return True
 
     def sites_of(self, call: Call, module: Any) -> list[Any]:
         """Return the sites of a layer's call, if the first one is steady; else an empty list."""
-        own = None if module is None else module.__dict__.get("forward")
-        if not isinstance(own, LayerForward) or own.capture is not self.capture:
+        own = module.__dict__.get("forward")
+        if call.kind in (SUM, PRODUCT) or not isinstance(own, LayerForward) or own.capture is not self.capture:
             return []
         calls, x = own.layer.calls, self.x
         sites = calls[call.number] if call.number < len(calls) else []
@@ -67,19 +84,32 @@ class Planner:
         readers = [(call, module) for call, module in self.calls if number in call.inputs]
         return [(module, next(iter(self.sites_of(call, module)), None)) for call, module in readers]
 
+    def step_of(self, call: Call, module: Any) -> Step | None:
+        """Return the step of a call."""
+        if call.kind is SUM:
+            return self.sum_of(call)
+        layer = layer_of(module, self.capture)
+        if layer is None:
+            return None
+        self.numbers[layer] = call.number
+        sites = layer.calls[call.number] if call.number < len(layer.calls) else []
+        if call.kind is PRODUCT:
+            return self.product_of(call, layer, sites)
+        small = call.kind is POOL or call.inputs[0] in self.small
+        return self.small_step_of(call, module, sites) if small else self.layer_step_of(call, module)
+
     def sum_of(self, call: Call) -> Step | None:
         """Return the step of a sum of two values of one size."""
         first, second = (self.sizes[number] for number in call.inputs)
         self.sizes.append(first)
         return SumStep(call) if first == second else None
 
-    def step_of(self, call: Call, module: Any) -> Step | None:
-        """Return the step of a layer's call."""
+    def layer_step_of(self, call: Call, module: Any) -> Step | None:
+        """Return the step of a layer of a value that is not small."""
         sites, own = self.sites_of(call, module), module.__dict__.get("forward")
         if not sites:
             return None
         facts, steady, size = sites[0], sites[0].steady, self.sizes[call.inputs[0]]
-        self.numbers[own.layer] = call.number
         large = steady.length * self.x.element_size() >= own.min_bytes
         if steady.size != size:
             return None
@@ -88,37 +118,73 @@ class Planner:
         self.sizes.append(size)
         if type(module) is nn.SiLU:
             reads = (facts.site.operation, facts.site.slot, facts.site.need) == ("Silu", "self", "lossy")
+            # What a layer in place saves is a copy. Decisions of the other kind of layer do not hold for it.
             own = steady.recomputed and steady.first is facts and not facts.sharers
-            return SiluStep(call, facts, module) if reads and own else None
+            learnt = (facts.signature[3] == "Clone") is module.inplace
+            if not (reads and own and learnt):
+                return None
+            silu = SiluStep(call, facts, module)
+            silu.join(self.steps[call.inputs[0] - 1])
+            return None if silu.norm is None else silu
         if not large or not facts.function or steady.first is not facts or not packs_as_planned(facts):
             return None
-        readers = self.readers_of(len(self.steps) + 1)
         if type(module) in NORMS:
-            # What is computed again from codes of the block finds them behind a SiLU alone.
-            source = facts.dependents or facts.site.place in self.capture.recomputations.sources
             if module.weight is None or facts.sharers or steady.codec.signs:
                 return None
-            if source and [type(reader) for reader, _ in readers] != [nn.SiLU]:
-                return None
             return NormStep(call, facts, module)
+        readers = self.readers_of(len(self.steps) + 1)
         inside = {site for reader, site in readers if type(reader) in CONVOLUTIONS}
-        return ReluStep(call, facts) if facts.sharers == inside else None
+        if facts.sharers != inside:
+            return None
+        relu = ReluStep(call, facts)
+        relu.join(self.steps[call.inputs[0] - 1])
+        return relu
 
     def convolution_of(self, call: Call, module: Any, sites: list[Any], split: bool) -> Step | None:
-        """Return the step of a convolution, of the block's input or of a ReLU's result."""
+        """Return the step of a convolution."""
         facts, source = sites[0], call.inputs[0]
-        if (facts.site.operation, facts.site.slot, facts.site.need) != ("Convolution", "input", "lossy"):
-            return None
-        if source == 0:
+        reads, saving = ("Convolution", "input"), None
+        if source:
+            saving = self.saving_of(facts, source, reads)
+        elif (facts.site.operation, facts.site.slot, facts.site.need) == (*reads, "lossy"):
+            saving = Saving()
             self.taken.append(facts)
-        else:
-            packer = self.steps[source - 1]
-            if facts.steady.first is not packer.facts or facts.steady.codec != packer.steady.codec:
-                return None
         ((_, result),) = self.readers_of(len(self.steps) + 1)
-        if result is None or result.steady is None:
+        if saving is None or result is None or result.steady is None:
             return None
-        self.sizes.append(result.steady.size)
+        size, stride = result.steady.size, result.steady.stride
+        return self.convolution(call, module, sites, saving, size, stride, split)
+
+    def small_step_of(self, call: Call, module: Any, sites: list[Any]) -> Step | None:
+        """Return the step of a pool that makes planes small, or of an activation or convolution of small values."""
+        size = self.sizes[call.inputs[0]]
+        self.small.add(len(self.steps) + 1)
+        if call.kind is POOL:
+            self.sizes.append((*size[:2], 1, 1))
+            return PoolStep(call, size) if len(size) == 4 and PoolStep.serves(module) else None
+        saving = self.small_saving(size, sites[0] if sites else None)
+        if saving is None:
+            return None
+        if call.kind in ACTIVATIONS:
+            self.sizes.append(size)
+            return ActivationStep(call, saving)
+        own, (channels, *rest) = module.__dict__.get("forward"), module.weight.shape
+        if not isinstance(own, LayerForward) or own.device_type != self.x.device.type or rest != [size[1], 1, 1]:
+            return None
+        if (module.stride, module.padding, module.groups) != ((1, 1), (0, 0), 1):
+            return None
+        return self.convolution(call, module, sites, saving, (size[0], channels, 1, 1), None, False)
+
+    def convolution(
+        self, call: Call, module: Any, sites: list[Any], saving: Saving, size: tuple[int, ...],
+        stride: tuple[int, ...] | None, split: bool,
+    ) -> Step | None:  # fmt: skip
+        """Return the step of a convolution whose result has that size."""
+        self.sizes.append(size)
+        if (call.kind is nn.Conv2d) != (len(size) == 4):
+            return None
+        if module.bias is not None and module.bias.dtype is not module.weight.dtype:
+            return None
         # The copy that autocast makes of the weight: kept if it is small, else made again in backward.
         copied = 0 if module.weight.dtype is self.x.dtype else module.weight.numel() * self.x.element_size()
         cast = None
@@ -126,8 +192,62 @@ class Planner:
             cast = sites[1] if len(sites) > 1 else None
             if cast is None or cast.site.need != "weight" or cast.cast is None or cast.cast.geometry is not None:
                 return None
-        inner = facts if source else None
-        return ConvStep(call, inner, module, self.x, result.steady, split, cast, self.capture.keep_casts)
+        return ConvStep(call, saving, module, self.x, size, stride, split, cast, self.capture.keep_casts)
+
+    def product_of(self, call: Call, layer: Layer, sites: list[Any]) -> Step | None:
+        """Return the step of a product of a value and a small one."""
+        known = {each.site.slot: each for each in sites if each is not None and each.site.operation == "Mul"}
+        savings: list[Saving] = []
+        for value, slot in zip(call.inputs, ("self", "other"), strict=True):
+            facts = known.get(slot)
+            if value in self.small:
+                saving: Saving | None = self.small_saving(self.sizes[value], facts)
+                size = self.sizes[value]
+            else:
+                self.sizes.append(self.sizes[value])
+                saving = None if facts is None or not layer.compress else self.saving_of(facts, value, ("Mul", slot))
+            if saving is None:
+                return None
+            savings.append(saving)
+        ((_, result),) = self.readers_of(len(self.steps) + 1)
+        if result is None or result.steady is None or size != (*self.sizes[-1][:2], 1, 1):
+            return None
+        step = ProductStep(call, (savings[0], savings[1]), result.steady.stride)
+        step.number = len(self.steps)
+        return step
+
+    def small_saving(self, size: tuple[int, ...], facts: SiteFacts | None) -> SmallSaving | None:
+        """Return how a small tensor is held; None if it is not kept as it is."""
+        nbytes = torch.Size(size).numel() * self.x.element_size()
+        negligible = facts is not None and facts.site.place in self.capture.negligible.places
+        return SmallSaving(nbytes) if negligible or nbytes < self.capture.min_bytes else None
+
+    def saving_of(self, facts: SiteFacts, value: int, reader: tuple[str, str]) -> Saving | None:
+        """Return how a value of the block is held for a reader's operation and slot; None if the block cannot."""
+        steady, maker = facts.steady, self.steps[value - 1]
+        if steady is None or facts.state is not SiteState.KNOWN or steady.size != self.sizes[value]:
+            return None
+        site = facts.site
+        if (site.operation, site.slot, site.need) != (*reader, "lossy") or site.dtype is not self.x.dtype:
+            return None
+        if isinstance(maker, ReluStep):
+            packed = maker.saving
+            shared = steady.first is packed.facts and steady.codec == packed.steady.codec
+            return SharedSaving(facts, value - 1) if shared else None
+        if steady.first is not facts or facts.sharers or not maker.makes or facts.signature[3] != maker.makes:
+            return None
+        if steady.recomputed:
+            return ComputedSaving(facts, maker.restore)
+        return PackedSaving(facts) if packs_as_planned(facts) else None
+
+
+def layer_of(module: Any, capture: Capture) -> Layer | None:
+    """Return the layer that a module is in a model, by its forward of ours or our hook; None if it is none."""
+    own: Any = module.__dict__.get("forward")
+    if isinstance(own, InstalledForward):
+        return own.layer if own.capture is capture else None
+    hooks = [hook for hook in module._forward_pre_hooks.values() if type(hook) is EnterHook]
+    return next((hook.layer for hook in hooks if hook.passes is capture.passes), None)
 
 
 def packs_as_planned(facts: SiteFacts) -> bool:

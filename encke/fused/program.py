@@ -1,28 +1,40 @@
 """Programs: the layers that a container's forward calls, where its code shows that it does nothing else.
 
-The forward runs once, with stand-ins for the module and its input that note the calls of layers and the sums. That
-tells what every later call does only if nothing else can decide about it: the code may name no global, and of the
-module only children, or attributes that are None (`downsample`). A test on `training` or a random number ends it.
+The forward runs once, with stand-ins for the module and its input that note the calls of layers, sums and products.
+That tells what every later call does only if nothing else can decide about it: the code may name no global, and of the
+module only children, attributes that are None (`downsample`), and methods whose code is alike. A test on `training` or
+a random number ends it.
 """
 
 from __future__ import annotations
 
 import dis
-import types
+import functools
+import inspect
+import operator
 import weakref
 from collections import Counter
-from types import NoneType
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from torch import nn
 
 CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.Conv2d, nn.Conv3d)
 NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm2d, nn.BatchNorm3d)
-LEAVES = (*CONVOLUTIONS, *NORMS, nn.ReLU, nn.SiLU)
-FORBIDDEN = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "STORE_GLOBAL", "STORE_ATTR", "IMPORT_NAME"}
+POOL, SUM, PRODUCT = nn.AdaptiveAvgPool2d, operator.add, operator.mul
+ACTIVATIONS: tuple[type[nn.Module], ...] = (nn.ReLU, nn.SiLU, nn.Sigmoid, nn.Hardsigmoid)
+"""Activations of what a pool makes small."""
+LEAVES = (*CONVOLUTIONS, *NORMS, POOL, *ACTIVATIONS)
+FORBIDDEN = {
+    "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "STORE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "IMPORT_NAME",
+    "MAKE_FUNCTION",
+}  # fmt: skip
 """Instructions by which code reads or changes something else than its arguments and the module's children."""
-MOST_CALLS = 12
-"""A longer program holds what it has packed for too long. A bottleneck has up to 12 calls."""
+MOST_CALLS = 14
+"""A longer program holds what it has packed for too long. A bottleneck has up to 12 calls, an `MBConv` 14."""
+
+Children = tuple[int, list[int], tuple[str, ...], dict[str, Any]]
+"""Number of a container, the ids of its children, those attributes that are None, and the methods that are called."""
 
 
 class UnknownError(Exception):
@@ -30,10 +42,12 @@ class UnknownError(Exception):
 
 
 class Call(NamedTuple):
-    """A call of a layer, or a sum. Its result is the value with the next number; the input is value 0."""
+    """A call of a layer, a sum or a product. Its result is the value with the next number; the input is value 0."""
 
+    kind: Any
+    """Class of the layer, SUM or PRODUCT."""
     layer: int
-    """Number of the layer among the program's modules; -1 for a sum."""
+    """Number of the layer among the program's modules; for a sum or a product that of the container."""
     number: int
     """Number of this call among the layer's calls in the program."""
     inputs: tuple[int, ...]
@@ -50,8 +64,8 @@ class Program(NamedTuple):
     """The container itself and every module that is called."""
     kinds: list[type[nn.Module]]
     """Their classes."""
-    children: tuple[tuple[int, list[int], tuple[str, ...]], ...]
-    """Numbers of containers, the ids of their children, and those attributes of theirs that are None."""
+    children: tuple[Children, ...]
+    """Containers with all that their forwards name."""
     last: int
     """Number of a ReLU that is called with the result; -1 if there is none."""
 
@@ -61,12 +75,15 @@ class Program(NamedTuple):
         # A parametrization changes the class of its module.
         if [*map(type, modules)] != self.kinds:
             return None
-        for number, children, missing in self.children:
-            module = modules[number]
+        for number, children, missing, methods in self.children:
+            module, kind = modules[number], self.kinds[number]
             if [*map(id, module._modules.values())] != children:
                 return None
             for name in missing:
                 if module.__dict__.get(name, self) is not None:
+                    return None
+            for name, method in methods.items():
+                if getattr(kind, name) is not method or (name in module.__dict__ and name != "forward"):
                     return None
         return modules
 
@@ -75,17 +92,20 @@ class Value:
     """Stands for a tensor. Whatever else is asked of it is a TypeError or an AttributeError."""
 
     __slots__ = ("number", "trace")
-    __bool__ = __eq__ = __hash__ = None  # type: ignore[assignment]
+    __bool__ = __eq__ = __hash__ = __imul__ = None  # type: ignore[assignment]
 
     def __init__(self, number: int, trace: Trace) -> None:
         self.number = number
         self.trace = trace
 
     def __add__(self, other: Any) -> Value:
-        return self.trace.add(None, False, self, other)
+        return self.trace.add(SUM, None, False, self, other)
 
     def __iadd__(self, other: Any) -> Value:  # noqa: PYI034
-        return self.trace.add(None, True, self, other)
+        return self.trace.add(SUM, None, True, self, other)
+
+    def __mul__(self, other: Any) -> Value:
+        return self.trace.add(PRODUCT, None, False, self, other)
 
 
 class Child:
@@ -103,60 +123,86 @@ class Child:
 
 
 class StandIn:
-    """Stands for the module that is followed: has its children, and those attributes of it that are None."""
+    """Stands for the module that is followed: has its children, its methods, and those attributes that are None."""
 
-    def __init__(self, module: nn.Module, trace: Trace) -> None:
+    def __init__(self, module: nn.Module, methods: dict[str, Any], trace: Trace) -> None:
         for name, child in module._modules.items():
             self.__dict__[name] = None if child is None else Child(child, trace)
+        self._methods = methods
 
-    def __getattr__(self, name: str) -> None:
-        """Return None for any other name: `names_nothing_else` has seen that there are no others."""
+    def __getattr__(self, name: str) -> Any:
+        """Return a method, else None: `names_nothing_else` has seen that there are no other names."""
+        method = self._methods.get(name)
+        return None if method is None else functools.partial(method, self)
 
 
 class Trace:
     """Calls that are noted while a forward is followed."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[nn.Module | None, bool, tuple[int, ...]]] = []
+        self.calls: list[tuple[Any, int, bool, tuple[int, ...]]] = []
+        """Kind, number of the module, whether in place, and values of each call."""
         self.modules: dict[nn.Module, int] = {}
         """Modules that were called, with their numbers."""
-        self.children: list[tuple[int, list[int], tuple[str, ...]]] = []
+        self.children: list[Children] = []
+        self.inside: list[int] = []
+        """Numbers of the containers that are followed, the innermost one last."""
 
-    def add(self, module: nn.Module | None, in_place: bool, *values: Any) -> Value:
-        """Note a call and return its result."""
+    def add(self, kind: Any, layer: int | None, in_place: bool, *values: Any) -> Value:
+        """Note a call and return its result. Without a layer it is the innermost container's own."""
         if not all(type(value) is Value for value in values):
             raise UnknownError
-        self.calls.append((module, in_place, tuple(value.number for value in values)))
+        layer = self.inside[-1] if layer is None else layer
+        self.calls.append((kind, layer, in_place, tuple(value.number for value in values)))
         return Value(len(self.calls), self)
 
     def follow(self, module: nn.Module, value: Value) -> Value:
         """Note the calls that a call of a module makes, and return its result."""
-        number = self.modules.setdefault(module, len(self.modules))
-        if type(module) in LEAVES:
-            return self.add(module, bool(getattr(module, "inplace", False)), value)
-        if type(module) is nn.Identity:
+        number, kind = self.modules.setdefault(module, len(self.modules)), type(module)
+        if kind in LEAVES:
+            return self.add(kind, number, bool(getattr(module, "inplace", False)), value)
+        if kind is nn.Identity:
             return value
-        function: Any = type(module).forward
-        if function is nn.Sequential.forward:
-            self.children.append((number, [*map(id, module._modules.values())], ()))
+        if (kind.__call__, kind.__getattr__) != (nn.Module.__call__, nn.Module.__getattr__):
+            raise UnknownError
+        children = [*map(id, module._modules.values())]
+        if kind.forward is nn.Sequential.forward:
+            self.children.append((number, children, (), {"forward": kind.forward}))
             for child in module._modules.values():
                 assert child is not None
                 value = self.follow(child, value)
             return value
-        missing = names_nothing_else(module, function)
-        self.children.append((number, [*map(id, module._modules.values())], missing))
-        return function(StandIn(module, self), value)
+        missing, methods = names_nothing_else(module)
+        self.children.append((number, children, missing, methods))
+        self.inside.append(number)
+        result: Value = methods["forward"](StandIn(module, methods, self), value)
+        self.inside.pop()
+        return result
 
 
-def names_nothing_else(module: nn.Module, function: Any) -> tuple[str, ...]:
-    """Return the names in a forward's code that are no children but None; raise if there are others."""
-    if not isinstance(function, types.FunctionType):
+def names_nothing_else(module: nn.Module) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Return the names in a forward's code that are None, and methods by name; raise if there are others but children.
+
+    The code of methods may name no more than that of the forward.
+    """
+    kind, missing, methods, names = type(module), set(), {}, ["forward"]
+    while names:
+        name = names.pop()
+        if module._modules.get(name) is not None:
+            if hasattr(kind, name):
+                raise UnknownError  # the class's attribute hides the child
+        elif name in module.__dict__ and name != "forward":
+            missing.add(name)
+        elif name not in methods:
+            methods[name] = method = inspect.getattr_static(kind, name)
+            if not isinstance(method, FunctionType):
+                raise UnknownError
+            if FORBIDDEN & {instruction.opname for instruction in dis.get_instructions(method)}:
+                raise UnknownError
+            names += method.__code__.co_names
+    if any(module.__dict__[name] is not None for name in missing):
         raise UnknownError
-    instructions = {instruction.opname for instruction in dis.get_instructions(function)}
-    missing = [name for name in function.__code__.co_names if module._modules.get(name) is None]
-    if instructions & FORBIDDEN or any(module.__dict__.get(name, module) is not None for name in missing):
-        raise UnknownError
-    return tuple(missing)
+    return tuple(missing), methods
 
 
 def program_of(module: nn.Module) -> Program | None:
@@ -169,45 +215,63 @@ def program_of(module: nn.Module) -> Program | None:
     calls, last = trace.calls, -1
     if type(result) is not Value or result.number != len(calls) or len(calls) > MOST_CALLS:
         return None
-    if calls and type(calls[-1][0]) is nn.ReLU:
+    if calls and calls[-1][0] is nn.ReLU:
         # On its own it releases the gradient of its result, which a function would hold to its end.
-        last = trace.modules[calls.pop()[0]]  # type: ignore[index]
+        last = calls.pop()[1]
     if not fits(calls):
         return None
-    uses = Counter(value for _, _, inputs in calls for value in inputs)
+    uses = Counter(value for *_, inputs in calls for value in inputs)
     found: list[Call] = []
     numbers: Counter[int] = Counter()
-    for called, in_place, inputs in calls:
+    for kind, layer, in_place, inputs in calls:
         alone = inputs[0] > 0 and uses[inputs[0]] == 1
         if in_place and not alone:
             return None  # what is written over is read elsewhere
-        layer = -1 if called is None else trace.modules[called]
-        found.append(Call(layer, numbers[layer], inputs, alone))
-        numbers[layer] += 1
+        if kind is PRODUCT and numbers[layer]:
+            return None  # what it saves is not the first product's
+        found.append(Call(kind, layer, numbers[layer], inputs, alone))
+        numbers[layer] += kind is not SUM
     modules = tuple(map(weakref.ref, trace.modules))
     return Program(tuple(found), modules, [*map(type, trace.modules)], tuple(trace.children), last)
 
 
-def fits(calls: list[tuple[nn.Module | None, bool, tuple[int, ...]]]) -> bool:
+def fits(calls: list[tuple[Any, int, bool, tuple[int, ...]]]) -> bool:
     """Return whether a block runs these calls.
 
-    Convolutions take the block's input or the result of a ReLU; a batch norm or a ReLU alone takes theirs. A SiLU takes
-    the result of a batch norm alone, and makes that of the block. Every value is read, and at most twice: the order in
-    which two gradients are added does not matter. The last one is the result.
+    Convolutions take the block's input or the result of a ReLU, SiLU or product; a batch norm or a ReLU alone takes
+    theirs. A SiLU takes the result of a batch norm alone. One convolution takes its result, or a pool and then the
+    product with what is made of the pool's result: small values, each of which is read once, by convolutions and
+    activations. Every other value is read at most twice: the order in which two gradients are added does not matter.
+    The last one is the result.
     """
-    kinds: list[Any] = [Value, *(type(module) for module, _, _ in calls)]
+    kinds: list[Any] = [Value, *(kind for kind, *_ in calls)]
     readers: list[list[Any]] = [[] for _ in kinds]
-    for kind, (_, _, inputs) in zip(kinds[1:], calls, strict=True):
+    small = [False]
+    for kind, _, _, inputs in calls:
+        count = sum(small[value] for value in inputs)
+        if kind is PRODUCT and count != 1:
+            return False
+        small.append(kind is POOL or (count == 1 and kind is not PRODUCT))
         for value in inputs:
             readers[value].append(kind)
-        if kind in CONVOLUTIONS and kinds[inputs[0]] not in (Value, nn.ReLU):
-            return False
-    for kind, by in zip(kinds[:-1], readers, strict=False):
-        if not 1 <= len(by) <= 2:
-            return False
-        if kind in CONVOLUTIONS and (len(by) > 1 or by[0] not in (*NORMS, nn.ReLU)):
-            return False
-        if kind is nn.SiLU or (nn.SiLU in by and (kind not in NORMS or len(by) > 1)):
-            return False
-    first = set(readers[0]) - {NoneType}
-    return bool(first) and first <= set(CONVOLUTIONS) and kinds[-1] not in CONVOLUTIONS
+    if not all(map(may_read, kinds[:-1], small, readers)) or small[-1]:
+        return False
+    first = set(readers[0]) - {SUM}
+    return bool(first) and first <= set(CONVOLUTIONS) and kinds[-1] in (*NORMS, nn.ReLU, nn.SiLU, SUM)
+
+
+def may_read(kind: Any, small: bool, readers: list[Any]) -> bool:
+    """Return whether a value of that kind may be read by calls of these kinds, in that order."""
+    one = readers[0] if len(readers) == 1 else None
+    if small:
+        return one in (*CONVOLUTIONS, *ACTIVATIONS, PRODUCT)
+    if kind in CONVOLUTIONS:
+        return one in (*NORMS, nn.ReLU)
+    if kind is PRODUCT:
+        return one in CONVOLUTIONS
+    if kind is nn.SiLU:
+        return one in CONVOLUTIONS or readers == [POOL, PRODUCT]
+    if kind in NORMS and one is nn.SiLU:
+        return True
+    others = {*NORMS, nn.ReLU, SUM, *(CONVOLUTIONS if kind in (Value, nn.ReLU) else ())}
+    return 1 <= len(readers) <= 2 and others.issuperset(readers)

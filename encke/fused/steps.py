@@ -1,4 +1,4 @@
-"""Steps of a block: convolution, batch norm, ReLU and sum, computed as the fused layers compute them.
+"""Steps of a block: convolution, batch norm, ReLU, SiLU and sum, computed as the fused layers compute them.
 
 A step has what does not change from pass to pass. Its `forward` computes a value and returns what backward needs; its
 `backward` returns the gradients of the values that it took and of its parameters.
@@ -6,8 +6,7 @@ A step has what does not change from pass to pass. Its `forward` computes a valu
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,11 +14,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from encke.capture.casts import CastWeight
-from encke.capture.encoding import RECOMPUTED
 from encke.capture.expressions import batch_norm
-from encke.capture.facts import SiteFacts, SteadySave
+from encke.capture.facts import SiteFacts
 from encke.capture.ledger import CAST_AGAIN, CASTS, Record
-from encke.capture.passes import ForwardPass
 from encke.codecs.base import check_version
 from encke.codecs.groupquant import GroupQuantPacked
 from encke.codecs.layout import FORMATS, Layout
@@ -27,7 +24,7 @@ from encke.fused.batchnorm import all_fp32, arguments_of, backward_kernels, forw
 from encke.fused.conv import PLAIN, convolution_backward, operands_of, split_gradients
 from encke.fused.program import Call
 from encke.fused.relu import gradient_from_codes, threshold_backward
-from encke.kernels import GroupPlan, mix
+from encke.fused.savings import ComputedSaving, PackedSaving, Run, Saving
 from encke.kernels.formats import NORM_GROUP
 from encke.torch_internals import copy_together
 
@@ -36,61 +33,36 @@ Values = list[Any]
 Gradients = tuple[tuple[Any, ...], tuple[Tensor | None, ...]]
 """Gradients of the values that a step took, and of its parameters."""
 ALL = (True, True, True)
-silu_backward = torch.ops.aten.silu_backward.default
+silu_, silu_backward = torch.ops.aten.silu_.default, torch.ops.aten.silu_backward.default
 TOGETHER = 1 << 26
 """Bytes up to which a block allocates all that it packs at once. More is released step by step in backward."""
-
-
-class Run:
-    """Forward of a block: the forward pass, and the memory that its steps write to.
-
-    One allocation serves many steps: with small batches the time to allocate counts.
-    """
-
-    __slots__ = ("codes", "forward", "statistics", "workspace")
-
-    def __init__(self, plan: Any, forward: ForwardPass, device: torch.device) -> None:
-        self.forward = forward
-        self.codes: Iterator[Tensor | None] = itertools.repeat(None)
-        """Memory for the codes of each step in turn; None: the step allocates it."""
-        if plan.code_sizes:
-            codes = torch.empty(plan.codes_size, dtype=torch.uint8, device=device)
-            self.codes = iter(codes.split_with_sizes(plan.code_sizes))
-        self.statistics: Any = None
-        """Memory for the statistics of each batch norm in turn."""
-        self.workspace: Any = None
-        """Memory for the moments of any batch norm's groups."""
-        if plan.channels:
-            statistics = torch.empty(4 * sum(plan.channels), dtype=torch.float32, device=device)
-            self.statistics = iter(statistics.split_with_sizes([4 * each for each in plan.channels]))
-            self.workspace = torch.empty(plan.workspace_numel, dtype=torch.float32, device=device)
 
 
 class Step:
     """A call of a block's program."""
 
+    makes = ""
+    """Operation whose result backward may compute again: what `restore` returns."""
     parameters = 0
     """Number of parameters that it takes."""
-    code_bytes = 0
-    """Bytes of codes for which it takes memory from the run."""
-    gives_sources = False
-    """Whether tensors behind the block may be computed again from what this step saves."""
+    savings: tuple[Saving, ...] = ()
+    """Values that it needs in backward."""
 
-    def __init__(self, call: Call, facts: SiteFacts | None = None) -> None:
+    def __init__(self, call: Call) -> None:
         self.inputs = call.inputs
         self.in_place = call.in_place
         """Whether the result may take the place of the first value."""
-        self.facts: Any = facts
-        """Site inside the block that saves first; None for a sum, and where that is the block's input."""
-        self.steady: Any = None if facts is None else facts.steady
-        """Decisions of that site."""
         self.records: list[Record] = []
         self.small_bytes = 0
-        """Records, and bytes of small tensors, for the report."""
+        """Records, and bytes of small tensors, for the report, beside those of the savings."""
 
     def operands(self, module: Any) -> tuple[Any, ...] | None:
         """Return the parameters of a call now; None where it is not the one that was planned."""
         return ()
+
+    def restore(self, held: Any) -> Tensor:
+        """Return the result, computed again from what the block holds."""
+        raise NotImplementedError
 
     def forward(self, module: Any, values: Values, operands: tuple[Any, ...], run: Run) -> Any:
         """Append the result to the values, and return what backward needs."""
@@ -108,36 +80,22 @@ class Step:
         raise NotImplementedError
 
 
-class PackingStep(Step):
-    """A step that packs its input or its result."""
-
-    def __init__(self, call: Call, facts: SiteFacts) -> None:
-        super().__init__(call, facts)
-        self.plan: GroupPlan = facts.encoder_state.plan[4]
-        self.layout: Layout = self.steady.layout
-        record = Record(facts, self.plan.numel * self.plan.format.dtype.itemsize, self.plan.nbytes)
-        record.codec = self.steady.codec
-        self.records.append(record)
-
-    def seed(self, forward: ForwardPass) -> int:
-        """Return the seed of what is packed in this pass."""
-        return mix(self.steady.codec.seed, mix(forward.step, self.facts.site.number, forward.rank))
-
-
 class ConvStep(Step):
-    """Convolution of a packed value."""
+    """Convolution."""
 
     def __init__(
-        self, call: Call, facts: SiteFacts | None, module: Any, x: Tensor, result: SteadySave, split: bool,
-        cast: SiteFacts | None, changed: Callable[[], None],
+        self, call: Call, saving: Saving, module: Any, x: Tensor, size: tuple[int, ...], stride: tuple[int, ...] | None,
+        split: bool, cast: SiteFacts | None, changed: Callable[[], None],
     ) -> None:  # fmt: skip
-        super().__init__(call, facts)
+        super().__init__(call)
+        self.saving, self.savings = saving, (saving,)
         self.dtype, self.dimensions, self.device_type = x.dtype, x.dim(), x.device.type
         self.shape, self.weight_dtype = module.weight.shape, module.weight.dtype
         self.parameters = 1 if module.bias is None else 2
         self.geometry = (module.stride, module.padding, module.dilation, module.groups)
         self.settings = (*self.geometry[:3], False, (0,) * len(module.stride), module.groups)
-        self.size, self.stride = result.size, result.stride
+        self.size, self.stride = size, stride
+        """Those of the result; the stride of a small one does not matter."""
         self.split = split
         self.cast = cast
         """Site of the weight's copy, if that is made again in backward."""
@@ -156,7 +114,7 @@ class ConvStep(Step):
         weight, bias = found
         if weight.shape != self.shape or weight.dtype is not self.weight_dtype:
             return None
-        if (bias is None) != (self.parameters == 1):
+        if (bias is None) != (self.parameters == 1) or (bias is not None and bias.dtype is not weight.dtype):
             return None
         if self.cast is not None and (self.cast.cast is None or self.cast.cast.parameter is not weight):
             return None
@@ -165,34 +123,32 @@ class ConvStep(Step):
         return found if bias.requires_grad else None
 
     def forward(self, module: Any, values: Values, operands: tuple[Any, ...], run: Run) -> Any:
-        weight = operands[0]  # cast already
-        bias = operands[1] if len(operands) == 2 else None
-        if bias is not None and bias.dtype is not self.dtype:
-            bias = bias.to(self.dtype)
-        y = torch.convolution(values[self.inputs[0]], weight, bias, *self.settings)
-        if y.stride() != self.stride:
-            # Another backend than in the pass before.
-            y = torch.empty_strided(self.size, self.stride, dtype=y.dtype, device=y.device).copy_(y)
-        values.append(y)
+        weight, bias = operands if len(operands) == 2 else (operands[0], None)  # cast already
+        x = values[self.inputs[0]]
+        kept = self.saving.hold(x, run)
+        values.append(laid_out(torch.convolution(x, weight, bias, *self.settings), self.size, self.stride))
         if self.cast is not None:
-            return CastWeight(self.cast.cast.parameter, self.dtype, None, self.changed)
-        return weight, weight._version
+            return CastWeight(self.cast.cast.parameter, self.dtype, None, self.changed), 0, kept
+        return weight, weight._version, kept
 
     def backward(self, kept: Any, grad: Tensor, held: Any) -> Gradients:
-        weight, version = kept
+        weight, version, x = kept
         if weight._version != version:
             check_version(weight, version)
         sizes, needs = (None, (True, True, False)) if self.parameters == 1 else ([self.shape[0]], ALL)
+        restore = self.saving.restore
         if self.split:
-            found = split_gradients(lambda: (self.restore(held), weight), grad, sizes, self.settings, needs)
+            found = split_gradients(lambda: (restore(x, held), weight), grad, sizes, self.settings, needs)
         else:
-            found = convolution_backward(grad, self.restore(held), weight, sizes, *self.settings, needs)
+            found = convolution_backward(grad, restore(x, held), weight, sizes, *self.settings, needs)
         return found[:1], found[1 : 1 + self.parameters]
 
-    def restore(self, held: Any) -> Tensor:
-        """Return the value that was taken."""
-        source = self.inputs[0]
-        return held.kept[source - 1].decode_in(self.steady.layout) if source else held.restore()
+
+def laid_out(y: Tensor, size: tuple[int, ...], stride: tuple[int, ...] | None) -> Tensor:
+    """Return a result as it lay in memory in the pass before: another backend may have computed it."""
+    if stride is None or y.stride() == stride:
+        return y
+    return torch.empty_strided(size, stride, dtype=y.dtype, device=y.device).copy_(y)
 
 
 def cast_together(weights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -202,24 +158,26 @@ def cast_together(weights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return copies
 
 
-class NormStep(PackingStep):
+class NormStep(Step):
     """Batch norm in training, whose input is packed."""
 
     parameters = 2
 
     def __init__(self, call: Call, facts: SiteFacts, module: Any) -> None:
-        super().__init__(call, facts)
-        self.channels, self.dtype = self.layout.size[1:2], module.weight.dtype
+        super().__init__(call)
+        self.saving = saving = PackedSaving(facts)
+        self.savings = (saving,)
+        self.plan, self.layout = plan, layout = saving.plan, saving.layout
+        self.channels, self.dtype = layout.size[1:2], module.weight.dtype
         self.relu: ReluStep | None = None
         """ReLU that writes the result of both, and leaves its gradient to this step."""
-        self.silu = False
-        """Whether this step computes a SiLU too."""
+        self.silu: SiluStep | None = None
+        """SiLU that this step computes too."""
         self.kernels = None
         """Plan of kernels that compute the forward while the input is packed."""
-        plan, size = self.plan, tuple(self.layout.size)
         if plan.fuses_forward and plan.format.group == NORM_GROUP and running_of(module) is not None:
-            self.kernels = forward_kernels().forward_plan(size, self.layout.stride, plan.format.dtype, plan.device)
-        self.code_bytes = 0 if self.kernels is None else plan.nbytes
+            size = tuple(layout.size)
+            self.kernels = forward_kernels().forward_plan(size, layout.stride, plan.format.dtype, plan.device)
         self.backward_plan: Any = None
         """Plan of kernels that read codes in backward."""
         self.grad_is_own = False
@@ -231,7 +189,7 @@ class NormStep(PackingStep):
         if layout.channels_last is not None:
             size, last = tuple(layout.size), layout.channels_last
             self.backward_plan = backward_kernels().norm_plan(
-                size, self.plan.format, last, self.dtype, device, gate=gate, silu=self.silu
+                size, self.plan.format, last, self.dtype, device, gate=gate, silu=self.silu is not None
             )
 
     def operands(self, module: Any) -> tuple[Any, ...] | None:
@@ -244,26 +202,24 @@ class NormStep(PackingStep):
         return None if self.kernels is not None and running_of(module) is None else (weight, bias)
 
     def forward(self, module: Any, values: Values, operands: tuple[Any, ...], run: Run) -> Any:
-        steady, x, kernels = self.steady, values[self.inputs[0]], self.kernels
+        saving, x, kernels = self.saving, values[self.inputs[0]], self.kernels
         if kernels is None:
-            weight, bias, settings = arguments_of(module, x, self.facts, steady.codec, True, False)
+            weight, bias, settings = arguments_of(module, x, saving.facts, saving.steady.codec, True, False)
             out, kept = normalise(x, weight, bias, settings)
-            seed = self.seed(run.forward)
             values.append(out)
-            data = self.plan.encode(x, seed)
-            return GroupQuantPacked(steady.codec, steady.packed_layout, data, seed, self.plan), kept
+            return saving.hold(x, run), kept
         weight, bias = operands
         plan, buffers = self.plan, module._buffers
         running = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
-        statistics, seed = next(run.statistics), self.seed(run.forward)
+        statistics, seed = next(run.statistics), saving.seed(run.forward)
         data = plan.encode_moments(x, run.workspace, seed, next(run.codes))
         kernels.gather(run.workspace, weight, bias, running, module.momentum, module.eps, statistics)
-        packed = GroupQuantPacked(steady.codec, steady.packed_layout, data, seed, plan)
+        packed = saving.packed(data, seed)
         if self.relu is not None:
             values.append((x if self.in_place else torch.empty_like(x), x, statistics))
         else:
             values.append(x if self.in_place else torch.empty_like(x))
-            kernels.normalise(x, statistics, values[-1], self.silu)
+            kernels.normalise(x, statistics, values[-1], self.silu is not None)
         return packed, (statistics, None, weight, weight._version, None, 0, module.eps)
 
     def backward(self, kept: Any, grad: Any, held: Any) -> Gradients:
@@ -273,7 +229,7 @@ class NormStep(PackingStep):
             grad, gate = grad
             if plan is None or not plan.gate_bits or grad.dtype is not packed.dtype:
                 grad, gate, own = relu_gradient(gate, self.relu.layout, grad), None, False
-        elif self.silu and (plan is None or grad.dtype is not packed.dtype):
+        elif self.silu is not None and (plan is None or grad.dtype is not packed.dtype):
             grad, plan = self.silu_gradient(packed, settings, grad), None
         if plan is None or grad.dtype is not packed.dtype:
             if self.kernels is not None:
@@ -287,7 +243,7 @@ class NormStep(PackingStep):
             last = self.layout.channels_last
             grad, own = grad.contiguous(memory_format=FORMATS[grad.dim()] if last else torch.contiguous_format), True
         codes, out = None if gate is None else gate.buffers[0], grad if own else None
-        if self.silu:
+        if self.silu is not None:
             codes = mean
         grad_x, grad_weight, grad_bias = backward_kernels().norm_backward(
             grad, packed.buffers[0], mean, invstd, weight, plan, packed.seed, True, codes, out, held.scratch
@@ -313,14 +269,16 @@ def running_of(module: Any) -> tuple[Tensor, ...] | None:
     return (mean, var, batches) if all_fp32(parameters["weight"], parameters["bias"], mean, var) else None
 
 
-class ReluStep(PackingStep):
+class ReluStep(Step):
     """ReLU, whose result is packed."""
 
     def __init__(self, call: Call, facts: SiteFacts) -> None:
-        super().__init__(call, facts)
+        super().__init__(call)
+        self.saving = PackedSaving(facts)
+        self.savings = (self.saving,)
+        self.plan, self.layout = self.saving.plan, self.saving.layout
         last = self.layout.stride[1] == 1 and len(self.layout.size) >= 4
         self.fused = self.plan.fuses_forward and last and self.plan.format.dtype.itemsize == 2
-        self.code_bytes = self.plan.nbytes if self.fused else 0
         self.norm: NormStep | None = None
         """Batch norm whose last step is computed here."""
 
@@ -335,19 +293,19 @@ class ReluStep(PackingStep):
         return () if self.in_place or not module.inplace else None
 
     def forward(self, module: Any, values: Values, operands: tuple[Any, ...], run: Run) -> Any:
-        source, codec = self.inputs[0], self.steady.codec
-        x, seed = values[source], self.seed(run.forward)
+        x, saving = values[self.inputs[0]], self.saving
+        if not self.fused:
+            values.append(torch.relu_(x) if self.in_place else torch.relu(x))
+            return saving.hold(values[-1], run)
+        seed = saving.seed(run.forward)
         if self.norm is not None:
             y, x, statistics = x
             data = self.plan.encode_norm_relu(x, statistics, y, seed, next(run.codes))
-        elif self.fused:
+        else:
             y = x if self.in_place else torch.empty_like(x)
             data = self.plan.encode_relu(x, y, seed, next(run.codes))
-        else:
-            y = torch.relu_(x) if self.in_place else torch.relu(x)
-            data = self.plan.encode(y, seed)
         values.append(y)
-        return GroupQuantPacked(codec, self.steady.packed_layout, data, seed, self.plan)
+        return saving.packed(data, seed)
 
     def backward(self, kept: Any, grad: Any, held: Any) -> Gradients:
         return ((grad, kept) if self.norm is not None else relu_gradient(kept, self.layout, grad),), ()
@@ -356,27 +314,40 @@ class ReluStep(PackingStep):
 class SiluStep(Step):
     """SiLU of a batch norm's result, computed by that step; its input is computed again from what that has packed."""
 
-    gives_sources = True
+    makes = "Silu"
 
     def __init__(self, call: Call, facts: SiteFacts, module: Any) -> None:
-        super().__init__(call, facts)
-        self.layout: Layout = self.steady.layout
-        record = Record(facts, self.steady.length * facts.site.dtype.itemsize)
-        record.codec = RECOMPUTED
-        self.records.append(record)
+        super().__init__(call)
+        self.saving = ComputedSaving(facts, self.restore_input)
+        self.savings = (self.saving,)
         self.norm: NormStep | None = None
         """Batch norm that computes it."""
+        self.inplace: bool = module.inplace
+        """Whether the layer works in place, after which its result is not computed again."""
 
     def join(self, norm: Step) -> None:
         """Leave the step to a batch norm, if its kernels compute both and its input is what SiLU's is made of."""
-        if isinstance(norm, NormStep) and norm.kernels is not None and norm.facts.dependents >= {self.facts}:
-            self.norm, norm.silu, norm.gives_sources = norm, True, True
+        if isinstance(norm, NormStep) and norm.kernels is not None:
+            if norm.saving.facts.dependents >= {self.saving.facts}:
+                self.norm, norm.silu = norm, self
+
+    def operands(self, module: Any) -> tuple[Any, ...] | None:
+        return () if module.inplace is self.inplace else None
 
     def forward(self, module: Any, values: Values, operands: tuple[Any, ...], run: Run) -> Any:
         y = values[self.inputs[0]]
-        if module.inplace:
+        if self.inplace:
             increment_version(y)  # what was changed in place is not computed again
         values.append(y)
+
+    def restore_input(self, held: Any) -> Tensor:
+        """Return the value that was taken."""
+        found: Tensor = held.silu_input(self).restore()
+        return found
+
+    def restore(self, held: Any) -> Tensor:
+        """Return the result."""
+        return silu_(self.restore_input(held))
 
     def backward(self, kept: Any, grad: Tensor, held: Any) -> Gradients:
         return (grad,), ()

@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::RuntimeWarni
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEPS = 5
+MIN_BYTES = 256
 
 
 class Bottleneck(nn.Module):
@@ -68,7 +69,7 @@ def attach(model: nn.Module, policy: Policy | None = None, blocks: bool = True) 
         if not blocks:
             others = tuple(each for each in registry.FORWARDS if each is not block.BlockForward)
             patch.setattr(registry, "FORWARDS", others)
-        handle = encke.attach(model, policy or Fixed(GroupQuant(bits=2)), min_bytes=256)
+        handle = encke.attach(model, policy or Fixed(GroupQuant(bits=2)), min_bytes=MIN_BYTES)
     for forward in handle._hooks:
         if isinstance(forward, LayerForward):
             forward.device_type, forward.min_bytes = DEVICE, 1
@@ -170,6 +171,16 @@ def test_a_batch_norm_without_weights_is_no_part_of_a_block(ran):
 
 def test_without_a_shortcut(ran):
     assert both(ran, lambda: model_of(Plain())) == ["NormStep"] * 3
+
+
+def test_what_is_behind_a_batch_norm_is_computed_again_from_it(ran):
+    """Its input, statistics and parameters are found on the function's node, as on the plain operation's."""
+    inner = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8))
+    model = model_of(copy.deepcopy(inner), nn.Conv2d(8, 8, 1), copy.deepcopy(inner))
+    assert both(ran, lambda: copy.deepcopy(model)) == ["NormStep"] * 6
+    handle = attach(model)
+    train(model, handle)
+    assert {site.layer for site, *_, codec in records(handle) if codec == "recomputed"} == {"3", "5"}
 
 
 @pytest.mark.parametrize("split", [False, True])

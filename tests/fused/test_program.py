@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
-from encke.fused.program import program_of
+from encke.fused.program import PRODUCT, SUM, program_of
 
 
 class Block(nn.Module):
@@ -36,8 +36,10 @@ def test_calls_of_a_block():
     assert program is not None
     modules = program.current()
     assert modules is not None and modules[0] is block
-    called = [(None if call.layer < 0 else modules[call.layer], call.inputs, call.in_place) for call in program.calls]
-    assert called == [(block.conv, (0,), False), (block.norm, (1,), True), (None, (2, 0), True)]
+    called = [(call.kind, modules[call.layer], call.inputs, call.in_place) for call in program.calls]
+    assert called == [
+        (nn.Conv2d, block.conv, (0,), False), (nn.BatchNorm2d, block.norm, (1,), True), (SUM, block, (2, 0), True)
+    ]  # fmt: skip
     assert modules[program.last] is block.relu
 
 
@@ -136,6 +138,58 @@ class Calls(Block):
         return super().forward(x)
 
 
+class Function(Block):
+    """A function that is made inside may name anything."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = lambda: random.random() < 2  # noqa: E731
+        out = self.norm(self.conv(x))
+        return self.relu(out) if drawn() else out
+
+
+class Hidden(Block):
+    """The class's attribute, not the child, is what the forward reads."""
+
+    drop = nn.Identity().forward  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._modules["drop"] = nn.Identity()
+
+
+class Called(nn.Identity):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+class CallsOtherwise(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = Called()
+
+
+again = True
+
+
+class Method(Block):
+    """Methods may not name more than the forward, nor a global with the name of a child."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.end(self.norm(self.conv(x))))
+
+    def end(self, x: Tensor) -> Tensor:
+        return self.again(x) if again else x
+
+
+class StaticMethod(Method):
+    @staticmethod
+    def end(x: Tensor) -> Tensor:  # type: ignore[override]
+        return x
+
+
 class Wrapped(Block):
     @functools.wraps(Block.forward)
     def forward(self, *args: Tensor) -> Tensor:
@@ -144,7 +198,7 @@ class Wrapped(Block):
 
 OTHERS = [
     Random, Training, Scaled, Functional, Remembers, Truth, Pair, Unused, WritesOver, WritesOverItsInput, Thrice,
-    Constant, Calls, Wrapped,
+    Constant, Calls, Wrapped, Function, Hidden, CallsOtherwise, Method, StaticMethod,
 ]  # fmt: skip
 
 
@@ -180,5 +234,129 @@ def test_a_program_computes_what_the_forward_does():
     assert modules is not None
     for call in program.calls:
         taken = [values[number] for number in call.inputs]
-        values.append(taken[0] + taken[1] if call.layer < 0 else modules[call.layer](taken[0]))
+        values.append(call.kind(*taken) if call.kind in (SUM, PRODUCT) else modules[call.layer](taken[0]))
     assert torch.equal(modules[program.last](values[-1]), block(x))
+
+
+# -- squeeze-and-excite -----------------------------------------------------------------------------------------------
+
+
+class Squeeze(nn.Module):
+    """Squeeze-and-excite as in torchvision; derived classes have other forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool, self.gate = nn.AdaptiveAvgPool2d(1), nn.Sigmoid()
+        self.fc1, self.act, self.fc2 = nn.Conv2d(8, 2, 1), nn.SiLU(True), nn.Conv2d(2, 8, 1)
+
+    def scale(self, x: Tensor) -> Tensor:
+        return self.gate(self.fc2(self.act(self.fc1(self.pool(x)))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale(x) * x
+
+
+class OtherOrder(Squeeze):
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale(x)
+        return x * scale
+
+
+class Written(Squeeze):
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale(x)
+        x *= scale
+        return x
+
+
+class Added(Squeeze):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale(x) + x
+
+
+class Squared(Squeeze):
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale(x)
+        return scale * scale * x
+
+
+class Large(Squeeze):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x
+
+
+class Tripled(Squeeze):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale(x) * x * 3
+
+
+class Again(Squeeze):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale(x) * x + x
+
+
+class Gated(Squeeze):
+    """The gate of a large value."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale(x) * self.gate(x)
+
+
+class Drawn(Squeeze):
+    def scale(self, x: Tensor) -> Tensor:
+        scale = self.gate(self.fc2(self.act(self.fc1(self.pool(x)))))
+        return scale if random.random() < 2 else self.gate(scale)
+
+
+def squeezed(squeeze: nn.Module, act: nn.Module | None = None) -> nn.Sequential:
+    """Return a container of convolutions with squeeze-and-excite between."""
+    first = [nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), act or nn.SiLU(True)]
+    return nn.Sequential(nn.Sequential(*first), squeeze, nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8)))
+
+
+@pytest.mark.parametrize("kind", [Squeeze, OtherOrder])
+def test_calls_of_squeeze_and_excite(kind):
+    block = squeezed(kind())
+    program = program_of(block)
+    assert program is not None
+    kinds = [nn.Conv2d, nn.BatchNorm2d, nn.SiLU, nn.AdaptiveAvgPool2d, nn.Conv2d, nn.SiLU, nn.Conv2d, nn.Sigmoid]
+    assert [call.kind for call in program.calls] == [*kinds, PRODUCT, nn.Conv2d, nn.BatchNorm2d]
+    product = program.calls[8]
+    assert product.inputs == ((8, 3) if kind is Squeeze else (3, 8))
+    modules = program.current()
+    assert modules is not None and modules[product.layer] is block[1]
+
+
+@pytest.mark.parametrize("kind", [Written, Added, Squared, Large, Tripled, Again, Gated, Drawn])
+def test_other_forwards_of_squeeze_and_excite(kind):
+    assert program_of(squeezed(Squeeze())) is not None and program_of(squeezed(kind())) is None
+
+
+class Short(Squeeze):
+    def scale(self, x: Tensor) -> Tensor:
+        return self.gate(self.pool(x))
+
+
+def test_squeeze_and_excite_elsewhere():
+    """Behind another activation, at the end, alone, or without one; called twice it saves two products."""
+    squeeze = Short()
+    others: list[nn.Module] = [squeezed(squeeze, nn.ReLU()), squeezed(squeeze)[:2], squeeze, squeezed(nn.Sigmoid())]
+    assert [program_of(each) for each in others] == [None] * 4
+    first, silu = squeezed(squeeze), nn.SiLU()
+    assert program_of(nn.Sequential(first, silu, *squeezed(Short())[1:])) is not None
+    assert program_of(nn.Sequential(first, silu, *squeezed(squeeze)[1:])) is None
+
+
+def test_methods_that_change_end_a_program(monkeypatch):
+    block = squeezed(Squeeze())
+    program = program_of(block)
+    assert program is not None and program.current() is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(Squeeze, "scale", Drawn.scale)
+        assert program.current() is None
+    block[1].scale = nn.Identity()
+    assert program.current() is None
+    del block[1].scale
+    assert program.current() is not None
+    block[1].__dict__["scale"] = squeezed
+    assert program.current() is None

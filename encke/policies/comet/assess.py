@@ -259,12 +259,11 @@ class Assessment:
         distorted = {site.place: self._distortion(site, tensor) for site, tensor in others}
         others = [each for each in others if all(map(math.isfinite, distorted[each[0].place]))]
 
-        dithered = self.comet.rounding == "dithered"
-        others_read = {id(tensor) for _, tensor in others}
-        menus = {
-            id(tensor): Menu.of(tensor, dithered and not tensor.fixed and id(tensor) not in others_read, self.comet.seed)
-            for tensor in step.tensors.values()
-        }
+        shared, seed = {id(tensor) for _, tensor in others}, self.comet.seed
+        menus: dict[int, Menu] = {}
+        for tensor in step.tensors.values():
+            dithered = self.comet.rounding == "dithered" and not tensor.fixed and id(tensor) not in shared
+            menus[id(tensor)] = Menu.of(tensor, dithered, seed)
 
         def choices(part: float) -> dict[int, int]:
             """Return the index in its menu for each tensor, where that part of sigma is tolerated."""
