@@ -122,3 +122,14 @@ def test_a_state_of_another_rounding_is_refused() -> None:
     other = encke.attach(net(), Comet())
     with pytest.raises(ValueError, match="attach with rounding='dithered'"):
         other.load_state_dict(state)
+
+
+def test_a_resumed_training_has_the_same_codes() -> None:
+    _, _, handle = gradient_error("dithered")
+    settings = {place: setting.codec for place, setting in handle.policy.settings.items()}
+    state = handle.state_dict()
+    assert any(isinstance(codec, ErrorBounded) and codec.rounding == "dithered" for codec in settings.values())
+    model = net()
+    resumed = encke.attach(model, Comet(rounding="dithered", every=5), sgd(model), min_bytes=1)
+    resumed.load_state_dict(state)
+    assert {place: setting.codec for place, setting in resumed.policy.settings.items()} == settings
