@@ -22,7 +22,7 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import encke  # noqa: E402
 from encke.codecs import ErrorBounded, GroupQuant  # noqa: E402
-from encke.policies import Fixed  # noqa: E402
+from encke.policies import Comet, Fixed  # noqa: E402
 from encke.tools.provenance import write_csv  # noqa: E402
 from encke.train.models.small import digits  # noqa: E402
 from encke.train.models.vision import torchvision_models  # noqa: E402
@@ -31,6 +31,7 @@ from encke.train.models.vision import torchvision_models  # noqa: E402
 CASES = [("digits", 125, 1, 28), ("resnet18", 16, 3, 128)]
 POLICIES = {
     "default": "default",
+    "variable": Comet(rounding="dithered"),
     "group2": Fixed(GroupQuant(bits=2)),
     "nearest": Fixed(ErrorBounded(0.1, "rel")),
     "dithered": Fixed(ErrorBounded(0.1, "rel", "dithered")),

@@ -285,6 +285,7 @@ def codecs() -> str:
 
 STEP_POLICIES = {
     "default": "default policy",
+    "variable": '`Comet(rounding="dithered")`',
     "group2": "`GroupQuant(bits=2)`",
     "dithered": '`ErrorBounded(0.1, "rel", "dithered")`, about the same variance',
     "nearest": '`ErrorBounded(0.1, "rel")`',
