@@ -17,15 +17,15 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import encke
 from encke.api import Handle
-from encke.policies import Policy
+from encke.policies import Comet, Policy
 from encke.policies.presets import FIXED, PRESETS
 from encke.torch_internals import set_activation_memory_budget
 from encke.train.models.registry import blocks
 
 OFFLOADERS = {"torchtune": "torchtune.training", "trl": "trl.models.activation_offloading"}
 """Packages with a streamed offload, and the module that has their `OffloadActivations`."""
-POLICIES = PRESETS | FIXED
-"""Encke's policies by name: the presets, and codecs with one setting for all sites."""
+POLICIES = PRESETS | FIXED | {"dithered": Comet(rounding="dithered")}
+"""Encke's policies by name: the presets, codecs with one setting for all sites, and the default at a variable rate."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ METHODS = {
     "budget20": Method(wrap=partial(set_activation_budget, share=0.2), needs="compile"),
 }
 """Every method by its name. docs/bench.md explains them."""
-ON_REQUEST = ("careful", "aggressive", "group8", "budget30", "checkpoint-packed")
+ON_REQUEST = ("careful", "aggressive", "group8", "dithered", "budget30", "checkpoint-packed")
 """Methods that are measured only if they are named: they differ little from others."""
 
 

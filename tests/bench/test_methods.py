@@ -112,7 +112,8 @@ def test_methods_say_in_words_what_they_lack(monkeypatch):
 
 
 def test_policies_have_the_names_of_presets_and_default_is_what_attach_uses():
-    names = ["default", "careful", "aggressive", "comet", "division", "group2", "group4", "group8", "bounded"]
+    names = ["default", "careful", "aggressive", "comet", "division"]
+    names += ["group2", "group4", "group8", "bounded", "dithered"]
     assert [name for name, method in METHODS.items() if method.kind == "encke"] == names
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
