@@ -61,9 +61,14 @@ def test_values_without_spread_have_fixed_rates(x: torch.Tensor) -> None:
     assert list(Menu.of(figures(x), True, 0).codecs) == TRIALS
 
 
-def gradient_error(rounding: str) -> tuple[float, int, encke.api.Handle]:
+def network(leaky: bool) -> nn.Sequential:
+    """Return a CNN with batch norm, whose activations may be leaky."""
+    return nn.Sequential(*[nn.LeakyReLU(0.1) if leaky and type(m) is nn.ReLU else m for m in net()])
+
+
+def gradient_error(rounding: str, leaky: bool = False) -> tuple[float, int, encke.api.Handle]:
     """Return the relative error of the gradient after some steps, and the bytes held."""
-    model = net()
+    model = network(leaky)
     optimizer = sgd(model)
     handle = encke.attach(model, Comet(rounding=rounding, every=5), optimizer, min_bytes=1)
     train(model, optimizer, 12)
@@ -73,7 +78,7 @@ def gradient_error(rounding: str) -> tuple[float, int, encke.api.Handle]:
         F.cross_entropy(model(x), y).backward()
         lossy = torch.cat([p.grad.flatten() for p in model.parameters()])
         size = handle.report().packed_bytes
-        copy = net()
+        copy = network(leaky)
         copy.load_state_dict(model.state_dict())
         F.cross_entropy(copy(x), y).backward()
         exact = torch.cat([p.grad.flatten() for p in copy.parameters()])
@@ -81,9 +86,10 @@ def gradient_error(rounding: str) -> tuple[float, int, encke.api.Handle]:
     return sum(errors) / len(errors), size, handle
 
 
-def test_dithered_holds_fewer_bytes_at_the_same_error() -> None:
-    error, size, _ = gradient_error("stochastic")
-    dithered, fewer, handle = gradient_error("dithered")
+@pytest.mark.parametrize("leaky", [False, True])
+def test_dithered_holds_fewer_bytes_at_the_same_error(leaky: bool) -> None:
+    error, size, _ = gradient_error("stochastic", leaky)
+    dithered, fewer, handle = gradient_error("dithered", leaky)
     assert fewer < 0.95 * size and dithered < 1.1 * error
     codecs = {(row["operation"], row["slot"]): row["codec"] for row in handle.history}
     assert codecs["Convolution", "input"] == "ErrorBounded" and codecs["BatchNorm", "input"] == "GroupQuant"
