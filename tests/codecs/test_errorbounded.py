@@ -79,6 +79,13 @@ def test_error_bounded_promise(name: str, times: int) -> None:
     run()
 
 
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_an_error_across_zero_is_within_the_bound_before_it_is_rounded(name: str) -> None:
+    """The smallest fp16 value decodes to -7.5 at a bound of 7.5: in fp32 their distance is rounded to the bound."""
+    case = {"dtype": torch.float16, "n": 2, "content": "smallest_half", "bound": 7.5, "mode": "abs", "seed": 0}
+    check_promise(IMPLEMENTATIONS[name], DEVICES[name], case | {"rounding": "dithered"})
+
+
 def test_stochastic_rounding_is_unbiased_between_levels() -> None:
     x = torch.rand(2000) * 3 + 0.2
     mean = torch.zeros(2000, dtype=torch.float64)

@@ -69,6 +69,12 @@ def misses(v, back, limit, allowed):
 
 
 @inline
+def misses_across(v, back, allowed):
+    """Whether the error is a sum of magnitudes on both sides of zero that rounding brings down to what is allowed."""
+    return i32((((back < 0) & (v > 0)) | ((back > 0) & (v < 0))) & (abs(back) >= allowed))
+
+
+@inline
 def find_levels(v, at, k, like, limit, eb, eb_c, allowed, rounding, start, seed_low, seed_high):
     """Round the values of a block to levels; return whether any would be off by more than is allowed."""
     bad, factor, step = i32(0), f32(0.5) / eb_c, eb_c * f32(2.0)
@@ -89,7 +95,10 @@ def find_levels(v, at, k, like, limit, eb, eb_c, allowed, rounding, start, seed_
                 random = i32(1 << 24)
                 level = min(level, i32(-1)) if x < 0 else max(level, i32(0))
             k[w * PLANE_WORD + i] = level
-            bad |= misses(v[j], widen(value_of(level, random, eb_c, like)), limit, allowed)
+            back = widen(value_of(level, random, eb_c, like))
+            bad |= misses(v[j], back, limit, allowed)
+            if rounding == DITHERED:
+                bad |= misses_across(v[j], back, allowed)
     return bad
 
 

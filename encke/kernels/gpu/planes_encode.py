@@ -311,7 +311,12 @@ def encode_kernel(
             least, most = tl.minimum(least, level_bits), tl.maximum(most, level_bits)
         level -= ORIGIN
         # Zeros pass.
-        error = tl.maximum(error, tl.abs(decoded_of(level, eb_c, hash, DTYPE, ROUNDING) - slices[slice]))
+        value, back = slices[slice], decoded_of(level, eb_c, hash, DTYPE, ROUNDING)
+        error = tl.maximum(error, tl.abs(back - value))
+        if ROUNDING == DITHERED:
+            # On both sides of zero the error is a sum, which rounding may bring down to the bound.
+            across = ((back < 0) & (value > 0)) | ((back > 0) & (value < 0))
+            error = tl.where(across & (tl.abs(back) >= allowed), float("inf"), error)
         levels += (level,)  # type: ignore[assignment]
     if ROUNDING == NEAREST:
         # Larger values have no smaller levels.

@@ -262,8 +262,10 @@ def bounded_encode(x: Tensor, format: BoundedFormat, seed: int) -> tuple[Tensor,
         code = shrink_codes(magnitude.view(groups, BLOCKS).amax(1), eb, dtype)
         rounding = rounding_of(format.rounding, blocks, eb, code, dtype, seed)
         level = torch.where(fits & coded, rounding.levels(torch.where(fits, v, 0.0)), 0)
-        error = (rounding.values(level, dtype).to(v.dtype) - v).abs()
-        must_raw = (~fits | coded & ~(error <= largest)).any(1)
+        back = rounding.values(level, dtype).to(v.dtype)
+        # On both sides of zero the error is a sum, which rounding may bring down to the bound.
+        across = ((back < 0) & (v > 0) | (back > 0) & (v < 0)) & (back.abs() >= largest)
+        must_raw = (~fits | coded & (across | ~((back - v).abs() <= largest))).any(1)
     form = choose_forms(level, coded, valid)
 
     n, raw_size = coded.sum(1), valid.sum(1) * dtype.itemsize
