@@ -30,7 +30,7 @@ MAPS = [
 ]  # fmt: skip
 """Channels and side of the maps, and how many batch norms of ResNet-50 at 224 x 224 have such an input."""
 VOLUMES = [(32, 128, 4), (64, 64, 4), (128, 32, 4), (256, 16, 4), (320, 8, 2)]
-"""The same for volumes of 128 x 128 x 128 in the U-Net."""
+"""Instance norms of the U-Net, for volumes of 128 x 128 x 128."""
 SEED = 3
 CASES = [
     ("resnet50", torch.float32, torch.contiguous_format),

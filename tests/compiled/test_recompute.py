@@ -1,4 +1,4 @@
-"""What backward computes again in compiled graphs: from which packed tensors, with which codecs, and how exactly."""
+"""Recomputation in compiled graphs: from which packed tensors, with which codecs, and how exactly."""
 
 from __future__ import annotations
 

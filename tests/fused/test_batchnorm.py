@@ -348,7 +348,7 @@ def test_on_a_gpu_the_peak_is_no_higher(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_activation_behind_it_is_decoded_and_normalised_in_one_kernel(dtype, calls, monkeypatch):
-    """The same gradients as from a decoded input that torch normalises."""
+    """Gradients equal those from a decoded input that torch normalises."""
     layers = [nn.Conv2d(8, 16, 1, bias=False), nn.BatchNorm2d(16), nn.SiLU(inplace=True), nn.Conv2d(16, 4, 1)]
     model = nn.Sequential(*layers).to(DEVICE, dtype, memory_format=torch.channels_last)
     model[1].float()

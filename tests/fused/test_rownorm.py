@@ -162,7 +162,7 @@ def test_gradients_are_those_of_the_plain_layer_at_the_decoded_input(kind, calls
 
 @pytest.mark.parametrize("kind", ["llama", "gemma", "layer"])
 def test_the_same_codes_give_the_gradient_of_plain_autograd(kind, monkeypatch):
-    """Of the norm's own: its input is decoded and given to the plain layer, with the deviation of the exact input."""
+    """The expected gradient is that of the plain layer on the decoded input, with the exact input's deviation."""
     model = net(kind)
     attach(model, TWO)
     gradients(model, batch(), steps=2)

@@ -148,7 +148,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_values_and_records_are_those_of_single_layers(ran, apart, name, monkeypatch):
-    """What is behind a block without a shortcut is computed again from its last batch norm."""
+    """Inputs behind a block without a shortcut are computed again from its last batch norm."""
     monkeypatch.setattr(test_block, "MIN_BYTES", 512)
     noted = both(ran, MODELS[name], batch=8 if name == "with a stride" else 2)
     assert ran == [11 if name in ("not expanded", "other order") else 14] * (STEPS - 2)

@@ -136,7 +136,7 @@ def test_programs_that_take_several_tiles(bits, monkeypatch):
 
 @pytest.mark.parametrize(("dtype", "bits", "centred"), [(FP32, 2, True), (BF16, 3, True), (FP16, 8, False)])
 def test_transposed_rows_have_the_bits_of_rows_in_order(dtype, bits, centred):
-    """Of a batch of 3 with 5 rows each, whose memory holds the first rows of all three first."""
+    """Rows of a batch of 3 with 5 each, whose memory holds the first rows of all three first."""
     x, weight, bias = tensors(15, 160, dtype, FP32)
     bias = bias if centred else None
     turned = x.view(3, 5, 160).transpose(0, 1).contiguous().transpose(0, 1)
