@@ -15,7 +15,7 @@ from encke.capture.ledger import Record
 from encke.capture.needs import COPY_SLICES
 from encke.capture.nodes import expand_window
 from encke.capture.passes import ForwardPass, Frame
-from encke.capture.recompute import PASSED, Recomputations, all_dependents, cast_origin, may_be_linked, recompute
+from encke.capture.recompute import PASSED, Recomputations, all_dependents, cast_origin, needs_fixed_rate, recompute
 from encke.capture.saved import Saved, SharedCell
 from encke.capture.scores import Scores
 from encke.codecs import Codec, Lossless, Packed
@@ -314,7 +314,7 @@ def encode(
     if forward.collection is not None:
         with torch.no_grad():
             flat = t if length is None else run_of(t.detach(), layout, length)
-            cell.linked = may_be_linked(record.facts)
+            cell.fixed = needs_fixed_rate(record.facts)
             forward.collection.saved(saved, cell, flat)
 
 

@@ -1,4 +1,7 @@
-"""Forward passes, thread by thread: when our saved-tensor hooks are switched on and off, and module hooks that tell."""
+"""Forward passes, thread by thread: when our saved-tensor hooks are switched on and off.
+
+Module hooks notice the calls of layers; layers with a forward of ours report theirs themselves.
+"""
 
 from __future__ import annotations
 
@@ -235,12 +238,16 @@ def may_push() -> bool:
     return functorch_interpreter() is None
 
 
-class EnterHook(ModuleHook):
-    """The hook in front of a module's forward."""
+class CallHook(ModuleHook):
+    """A hook that reports calls of a layer."""
 
     def __init__(self, passes: Passes, layer: Layer) -> None:
         super().__init__(layer)
         self.passes = passes
+
+
+class EnterHook(CallHook):
+    """The hook in front of a module's forward."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
         layer = self.layer
@@ -259,12 +266,8 @@ class EnterHook(ModuleHook):
         self.passes.enter(layer)
 
 
-class LeaveHook(ModuleHook):
+class LeaveHook(CallHook):
     """The hook behind a module's forward; it runs after an exception too."""
-
-    def __init__(self, passes: Passes, layer: Layer) -> None:
-        super().__init__(layer)
-        self.passes = passes
 
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
         layer = self.layer

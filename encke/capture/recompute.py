@@ -136,10 +136,15 @@ def all_dependents(facts: SiteFacts) -> set[SiteFacts]:
     return found.union(*(each.sharers for each in found))
 
 
-def may_be_linked(facts: SiteFacts) -> bool:
-    """Return whether what a site saves may be computed again, or others from it, as far as its operations tell."""
+def needs_fixed_rate(facts: SiteFacts) -> bool:
+    """Return whether what a site saves needs codes of a fixed rate.
+
+    Others are computed from it, it may be computed again as far as its operation tells, or somebody reads its signs.
+    """
     operation = facts.signature[3]
-    return bool(facts.dependents) or (facts.recomputed is not False and (operation in RULES or operation in PASSED))
+    if facts.dependents or (facts.recomputed is not False and (operation in RULES or operation in PASSED)):
+        return True
+    return any(each.site.need == "sign" for each in (facts, *facts.sharers))
 
 
 def recompute(

@@ -26,9 +26,9 @@ class SharedCell:
         "__weakref__",
         "checksum",
         "decoded",
+        "fixed",
         "held",
         "key",
-        "linked",
         "lock",
         "packed",
         "producer",
@@ -43,8 +43,8 @@ class SharedCell:
     def __init__(self, key: int, record: Record) -> None:
         self.key = key
         self.record = record
-        self.linked = False
-        """Whether backward may compute it from other saved tensors, or others from it; for policies that measure."""
+        self.fixed = False
+        """Whether it needs codes of a fixed rate; for policies that measure."""
         self.packed: Packed | None = None
         self.held: Tensor | None = None
         self.version = 0

@@ -119,20 +119,14 @@ class ErrorBounded(FlatCodec):
         )
 
     def join(self, other: Codec) -> Codec | None:
-        if other.signs_only:
-            return replace(self, rounding="stochastic")  # keeps signs, unbiased between levels, within the same bound
-        if not isinstance(other, ErrorBounded):
-            return None
-        roundings = {self.rounding, other.rounding}
-        if len(roundings) > 1 and roundings != {"stochastic", "dithered"}:
+        if not isinstance(other, ErrorBounded) or self.rounding != other.rounding:
             return None
         pairs = (self.bounds(), other.bounds())
         absolute, relative = (min(pair[i] for pair in pairs) for i in range(2))
         coarsens = self.coarsens and other.coarsens
-        rounding = self.rounding if len(roundings) == 1 else "stochastic"
         if math.isinf(absolute):
-            return replace(self, bound=relative, mode="rel", rounding=rounding, limit=math.inf, coarsens=coarsens)
-        return replace(self, bound=absolute, mode="abs", rounding=rounding, limit=relative, coarsens=coarsens)
+            return replace(self, bound=relative, mode="rel", limit=math.inf, coarsens=coarsens)
+        return replace(self, bound=absolute, mode="abs", limit=relative, coarsens=coarsens)
 
     def refined(self, min_bits: int | None = None, bound: float | None = None) -> Codec | None:
         if self.exact:

@@ -124,8 +124,8 @@ class PackedMemory(Protocol):
         """Whether somebody reads which of its values are zero."""
 
     @property
-    def linked(self) -> bool:
-        """Whether backward may compute it from other saved tensors, or others from it."""
+    def fixed(self) -> bool:
+        """Whether it needs codes of a fixed rate: signs are read, or backward may compute it, or others from it."""
 
 
 class SavedTensor(Protocol):

@@ -261,7 +261,7 @@ class Assessment:
 
         shared, seed = {id(tensor) for _, tensor in others}, self.comet.seed
         menus: dict[int, Menu] = {}
-        for tensor in step.tensors.values():
+        for tensor in (*(each.tensor for each in weights), *(tensor for _, tensor in others)):
             dithered = self.comet.rounding == "dithered" and not tensor.fixed and id(tensor) not in shared
             menus[id(tensor)] = Menu.of(tensor, dithered, seed)
 

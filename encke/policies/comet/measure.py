@@ -267,7 +267,7 @@ class CometCollector:
             known = self._stats[id(cell)] = (cell, stats, packed)
             self._probes.pop(id(cell), None)
         self.sites[site.place] = (site, known[1])
-        known[1].fixed |= cell.linked
+        known[1].fixed |= cell.fixed
         if flat.device.type == self.compiled_for and packed.plan is not None and self.trials:
             self._note_use(site, layout, packed.plan, cell.masked)
         if site.place in self.probed:

@@ -33,7 +33,7 @@ class Menu:
         share, first, last = tensor.share, tensor.errors[0][0], tensor.errors[-1][0]
         # Zeros have no error; that of other values is uniform within the bound.
         power = share * tensor.std**2 / 3
-        if not dithered or not power > last > 0:
+        if not dithered or not math.inf > power > last > 0:
             return Menu(tensor.trials, allocate.BITS)
         powers = [power / 2**i for i in range(1 + math.ceil(math.log2(power / last)))]
         bounds = [math.sqrt(3 * each / share) for each in powers]

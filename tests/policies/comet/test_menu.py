@@ -56,6 +56,13 @@ def test_fixed_rates_keep_what_was_tried() -> None:
     assert menu.errors([4.0, 3.0, 2.0, 1.0]) == [4.0, 3.0, 2.0, 1.0]
 
 
+def test_a_spread_that_is_not_finite_has_fixed_rates() -> None:
+    tensor = figures(torch.randn(16, 1024))
+    for std in (math.inf, math.nan):
+        tensor.std = std
+        assert list(Menu.of(tensor, True, 0).codecs) == TRIALS
+
+
 @pytest.mark.parametrize("x", [torch.zeros(16, 1024), torch.full((16, 1024), 2.5)], ids=["zeros", "constant"])
 def test_values_without_spread_have_fixed_rates(x: torch.Tensor) -> None:
     assert list(Menu.of(figures(x), True, 0).codecs) == TRIALS
@@ -63,7 +70,7 @@ def test_values_without_spread_have_fixed_rates(x: torch.Tensor) -> None:
 
 def network(leaky: bool) -> nn.Sequential:
     """Return a CNN with batch norm, whose activations may be leaky."""
-    return nn.Sequential(*[nn.LeakyReLU(0.1) if leaky and type(m) is nn.ReLU else m for m in net()])
+    return nn.Sequential(*[nn.LeakyReLU(0.1, inplace=True) if leaky and type(m) is nn.ReLU else m for m in net()])
 
 
 def gradient_error(rounding: str, leaky: bool = False) -> tuple[float, int, encke.api.Handle]:
@@ -86,13 +93,19 @@ def gradient_error(rounding: str, leaky: bool = False) -> tuple[float, int, enck
     return sum(errors) / len(errors), size, handle
 
 
-@pytest.mark.parametrize("leaky", [False, True])
-def test_dithered_holds_fewer_bytes_at_the_same_error(leaky: bool) -> None:
-    error, size, _ = gradient_error("stochastic", leaky)
-    dithered, fewer, handle = gradient_error("dithered", leaky)
+def test_dithered_holds_fewer_bytes_at_the_same_error() -> None:
+    error, size, _ = gradient_error("stochastic")
+    dithered, fewer, handle = gradient_error("dithered")
     assert fewer < 0.95 * size and dithered < 1.1 * error
     codecs = {(row["operation"], row["slot"]): row["codec"] for row in handle.history}
     assert codecs["Convolution", "input"] == "ErrorBounded" and codecs["BatchNorm", "input"] == "GroupQuant"
+
+
+def test_memory_whose_signs_are_read_keeps_a_fixed_rate() -> None:
+    """Dithered levels do not keep signs, and all others within a bound are biased next to zero."""
+    _, _, handle = gradient_error("dithered", leaky=True)
+    rows = {row.layer: row for row in handle.report().sites if row.operation == "LeakyRelu"}
+    assert rows and all(row.codec == "GroupQuant" for row in rows.values()), rows
 
 
 def test_measured_errors_of_dithered_codes_are_the_predicted_ones() -> None:
