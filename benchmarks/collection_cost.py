@@ -100,7 +100,7 @@ def count_calls() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     setup = host_steps.SETUPS["resnet50"]
-    model, x = host_steps.slim(setup), host_steps.images()
+    model, x = setup.build(), host_steps.inputs(setup.model)
     # Weights stay, and so do the settings: no kernel is compiled in a step that is counted.
     optimizer = torch.optim.SGD(model.parameters(), 0.0, momentum=0.9)
     handle = encke.attach(model, Comet(), optimizer=optimizer, min_bytes=setup.min_bytes)

@@ -258,6 +258,9 @@ verify_batch_size: Callable[[Any], None] = _find("nn.functional._verify_batch_si
 copy_together: Callable[[list[Tensor], list[Tensor]], None] = _find("_foreach_copy_", "fused blocks")
 """Copy tensors to others of the same sizes, and cast them where dtypes differ. Checked with 2.11 to 2.13."""
 
+foreach_norm: Callable[[list[Tensor], int, torch.dtype], list[Tensor]] = _find("_foreach_norm", "collection steps")
+"""Return the norms of tensors of that order, computed in that dtype. Checked with 2.11 to 2.13."""
+
 _select_conv_backend = _find("_C._select_conv_backend", "fused convolutions")
 _conv_backend_format = _find("_C._conv_determine_backend_memory_format", "fused convolutions")
 

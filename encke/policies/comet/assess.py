@@ -97,14 +97,13 @@ def figures_of(step: FinishedStep, norms: bool) -> StepFigures:
     """Fetch the figures of a collection step, with one transfer from each device; `norms`: also of batch norms."""
     collected = step.collected
     measured = [each for each in collected.weight_samples if each.tensors]
-    momenta = {id(each): step.momentum(each.weight) for each in measured}
-    weight_samples = [each for each in measured if momenta[id(each)] is not None]
+    weight_samples = [each for each in measured if id(each.weight) in step.momenta]
     norm_samples = [each for each in collected.norm_samples if norms and each.tensor is not None]
     stats = list({id(s): s for _, s in collected.sites.values()}.values())
     joints = list(dict.fromkeys(joint for each in collected.branches.values() for _, joint in each.sections))
     fetch = Fetch()
     after, at_step = fetch.add(collected.norm_after_backward), fetch.add(step.norm_at_step)
-    weight_rows = [([*map(fetch.add, each.tensors)], fetch.add(momenta[id(each)])) for each in weight_samples]
+    weight_rows = [([*map(fetch.add, each.tensors)], fetch.add(step.momenta[id(each.weight)])) for each in weight_samples]
     norm_rows = [fetch.add(each.tensor) for each in norm_samples]
     tensor_rows = [[*map(fetch.add, each.tensors)] for each in stats]
     joint_rows = [fetch.add(each.tensor) for each in joints]

@@ -7,7 +7,7 @@ without momentum, running averages of the gradients are kept here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,15 +16,27 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from encke.policies.comet.shards import local_part
+from encke.torch_internals import foreach_norm
 
 DECAY = 0.9
 """Decay of the running gradient averages kept for optimizers without momentum."""
+Momentum = tuple[Tensor, float]
+"""A tensor that keeps the momentum of a weight, and its mean absolute value over that of the momentum."""
 
 
-def mean_abs(x: Tensor) -> Tensor:
-    """Return the mean absolute value, as a 0-dim tensor on x's device; of a sharded tensor that of its local part."""
-    x = local_part(x)
-    return torch.linalg.vector_norm(x.detach(), 1, dtype=torch.float32 if x.dtype.itemsize < 8 else None) / x.numel()
+def norms_of(tensors: Sequence[Tensor], order: int = 2) -> list[Tensor]:
+    """Return the norms of tensors as 0-dim tensors on their devices, of sharded tensors those of their local parts."""
+    if not tensors:
+        return []
+    parts = [local_part(t.detach()) for t in tensors]
+    wide = any(part.dtype.itemsize == 8 for part in parts)
+    return foreach_norm(parts, order, torch.float64 if wide else torch.float32)
+
+
+def mean_abs(momenta: Sequence[Momentum]) -> list[Tensor]:
+    """Return the mean absolute values of momenta, of sharded weights those of their local parts."""
+    norms = norms_of([kept for kept, _ in momenta], 1)
+    return [norm / (local_part(kept).numel() * scale) for norm, (kept, scale) in zip(norms, momenta, strict=True)]
 
 
 class Averages:
@@ -43,12 +55,12 @@ class Averages:
         average = gradient * (1 - DECAY) if average is None else average.lerp_(gradient.to(average.dtype), 1 - DECAY)
         self._kept[weight] = (average, count + 1)
 
-    def mean_abs_momentum(self, weight: Tensor) -> Tensor | None:
-        """Return the mean absolute momentum of a weight, None if it has had no gradient."""
+    def momentum(self, weight: Tensor) -> Momentum | None:
+        """Return the momentum of a weight, None if it has had no gradient."""
         if weight not in self._kept:
             return None
         average, count = self._kept[weight]
-        return mean_abs(average) / ((1 - DECAY**count) * (1 - DECAY))
+        return average, (1 - DECAY**count) * (1 - DECAY)
 
     def clear(self) -> None:
         """Forget all averages."""
@@ -92,8 +104,8 @@ class Momenta:
             return bool(group["momentum"])
         return bool(group.get("betas", (0,))[0]) and ("exp_avg" in state or not state)
 
-    def mean_abs_momentum(self, weight: Tensor, updates: int | None) -> Tensor | None:
-        """Return the mean absolute momentum of a weight; None if there is none.
+    def momentum(self, weight: Tensor, updates: int | None) -> Momentum | None:
+        """Return the momentum of a weight; None if there is none.
 
         Args:
             weight: The weight.
@@ -109,11 +121,11 @@ class Momenta:
             # The first gradient enters whole, later ones less the dampening.
             first = decay ** (updates - 1) if updates else 0.0
             seen = first * (1 - decay) + (1 - group["dampening"]) * (1 - first)
-            return mean_abs(buffer) / seen
+            return buffer, seen
         if isinstance(state.get("exp_avg"), Tensor) and group.get("betas", (0,))[0]:
             decay, steps = group["betas"][0], state.get("step")
-            seen = 1.0 if steps is None else 1 - decay**steps
-            return mean_abs(state["exp_avg"]) / (seen * (1 - decay))
+            seen = 1.0 if steps is None else 1 - decay ** float(steps)
+            return state["exp_avg"], seen * (1 - decay)
         return None
 
 
@@ -122,9 +134,8 @@ def gradient_norm(weights: Iterable[Tensor]) -> Tensor | None:
 
     Of sharded weights it is the norm of this process's part.
     """
-    gradients = [local_part(w.grad.detach()) for w in weights if w.grad is not None and w.grad.layout == torch.strided]
+    gradients = [w.grad for w in weights if w.grad is not None and w.grad.layout == torch.strided]
     if not gradients:
         return None
-    device = gradients[0].device
-    norms = [torch.linalg.vector_norm(g, dtype=torch.float32 if g.dtype.itemsize < 8 else None) for g in gradients]
-    return torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]), dtype=torch.float64)
+    norms = norms_of(gradients)
+    return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]), dtype=torch.float64)

@@ -70,13 +70,19 @@ class Scales(NamedTuple):
             bits: The rate in force.
             rates: Numbers of bits.
         """
-        x = self.values.to(self.steps.dtype)
-        row = x.shape[1]
+        x, signed, steps = self.values.to(self.steps.dtype), self.signed[:, :, None], self.steps[:, :, None]
+        (units, row, columns), groups = x.shape, signed.shape[1]
+        length = -(-row // groups)
+        if length * groups == row:
+            x = x.view(units, groups, length, columns)
+        else:
+            x = x[:, None]
+            signed, steps = (t.expand(-1, -1, length, -1).flatten(1, 2)[:, None, :row] for t in (signed, steps))
         integers = torch.arange(x.numel(), dtype=torch.int32, device=x.device).view(x.shape) * GOLDEN
-        signed, steps = (t.repeat_interleave(-(-row // t.shape[1]), 1)[:, :row] for t in (self.signed, self.steps))
         error = torch.where(signed | (x != 0), integers.to(x.dtype) * steps, 0)
         errors = error * torch.where(signed, *error_factors(bits, tuple(rates), x.dtype, x.device))
-        right, wrong = (slope(torch.ones_like(t), t) for t in (x, x + errors))
+        one = x.new_ones(())
+        right, wrong = (slope(one.expand_as(t), t) for t in (x, x + errors))
         return (wrong - right).square().flatten(1).mean(1) / right.square().mean()
 
 
@@ -86,7 +92,7 @@ def error_factors(bits: int, rates: tuple[int, ...], dtype: torch.dtype, device:
     signed, others = (
         torch.tensor([2.0**-32 * steps_of_range(bits, kind) / steps_of_range(rate, kind) for rate in rates])
         .to(device, dtype)
-        .view(-1, 1, 1, 1)
+        .view(-1, 1, 1, 1, 1)
         for kind in (True, False)
     )
     return signed, others

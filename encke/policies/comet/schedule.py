@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from encke.policies.comet.measure import CometCollector
-from encke.policies.comet.momentum import DECAY, Averages, Momenta, gradient_norm
+from encke.policies.comet.momentum import DECAY, Averages, Momenta, gradient_norm, mean_abs
 from encke.policies.comet.shards import Shards, local_part
 from encke.torch_internals import active_ddp_module, current_graph_task
 
@@ -38,8 +38,8 @@ class FinishedStep:
 
     number: int
     collected: CometCollector
-    momentum: Callable[[Tensor], Tensor | None]
-    """Gives the mean absolute momentum of a weight."""
+    momenta: dict[int, Tensor]
+    """Mean absolute momenta of weights, by id; those that are known."""
     norm_at_step: Tensor | None
     """Norm of the gradients as the optimizer got them; None without an optimizer."""
     ranks: int
@@ -253,14 +253,16 @@ class CollectionSchedule:
         # The average of a few gradients is larger than it will be: later ones cancel in part.
         seen = 1 - DECAY**updates if updates else 1.0
 
-        def momentum(weight: Tensor) -> Tensor | None:
-            kept = momenta.mean_abs_momentum(weight, updates) if momenta is not None else None
-            kept = kept if kept is not None else self.averages.mean_abs_momentum(weight)
-            return kept if kept is None else kept * seen
-
+        kept = {}
+        for weight in collector.weights():
+            found = momenta.momentum(weight, updates) if momenta is not None else None
+            found = found or self.averages.momentum(weight)
+            if found is not None:
+                kept[id(weight)] = (found[0], found[1] / seen)
+        means = dict(zip(kept, mean_abs(list(kept.values())), strict=True))
         averaged = self.ddp is not None and self.optimizer is not None
         ranks = dist.get_world_size(self.ddp.process_group) if averaged else 1
-        step = FinishedStep(self.updates, collector, momentum, norm_at_step, ranks)
+        step = FinishedStep(self.updates, collector, means, norm_at_step, ranks)
         self.policy.observe(step if self.shards is None else combined(step, self.shards))
         self.requested = not self.policy.update()
         groups = [self.ddp.process_group] if self.ddp is not None else self.shards.groups if self.shards else []
@@ -281,17 +283,16 @@ def name_of(optimizer: Optimizer | None) -> str:
 def combined(step: FinishedStep, shards: Shards) -> FinishedStep:
     """Return a finished step with momenta and norms over all processes, each of which has only its part of a weight."""
     collector = step.collected
-    momenta = {id(weight): (step.momentum(weight), weight) for weight in collector.weights()}
-    known = {key: (mean, local_part(weight).numel()) for key, (mean, weight) in momenta.items() if mean is not None}
+    numels = {id(weight): local_part(weight).numel() for weight in collector.weights()}
+    known = {key: (mean, numels[key]) for key, mean in step.momenta.items()}
     norms = [norm for norm in (collector.norm_after_backward, step.norm_at_step) if norm is not None]
     means, norms = shards.combine(list(known.values()), norms)
-    by_weight = dict(zip(known, means, strict=True))
     if step.norm_at_step is not None:
         step.norm_at_step = norms.pop()
     if norms:
         collector.norm_after_backward = norms.pop()
     # Gradients are averaged before the optimizer or anybody else sees them.
-    return replace(step, momentum=lambda weight: by_weight.get(id(weight)), ranks=shards.ranks)
+    return replace(step, momenta=dict(zip(known, means, strict=True)), ranks=shards.ranks)
 
 
 def share_decisions(policy: MeasuringPolicy, requested: bool, group: Any) -> bool:
