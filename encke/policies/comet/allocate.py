@@ -34,10 +34,10 @@ class Memory:
         They follow the lower convex hull of error over bits. Where the second step would be steeper than the first,
         both are one.
         """
-        i = self.least
-        while i + 1 < len(self.bits):
-            finer = range(i + 1, len(self.bits))
-            slopes = {j: (self.errors[i] - self.errors[j]) / max(self.cost(i, j), 1) for j in finer}
+        i, errors, bits, count = self.least, self.errors, self.bits, len(self.bits)
+        sizes = [self.values * each for each in bits]
+        while i + 1 < count:
+            slopes = {j: (errors[i] - errors[j]) / max(sizes[j] - sizes[i], 1) for j in range(i + 1, count)}
             j = max(slopes, key=slopes.__getitem__)
             if not slopes[j] > 0:
                 return

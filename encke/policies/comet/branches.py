@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 JOINTS = 2
 """Joints measured in a branch: gate and up projections of a gated block read one input, then comes the block's sum."""
 LONGEST = 100
-"""Nodes of a branch that are followed."""
+"""Nodes that are followed to find a joint."""
 
 
 def single(gradient: Tensor | None) -> TypeGuard[Tensor]:
@@ -90,21 +89,29 @@ def share_of(numbers: Any) -> float:
     return min(part / total, 1.0) if 0 <= part < math.inf and 0 < total < math.inf else 1.0
 
 
+Section = tuple[list["WeightGradientSample"], Joint | None, Any]
+"""Weights on a path without joints, the joint at its end, and that one's node."""
+
+
 class Graph:
     """An autograd graph, in which branches are found."""
 
     def __init__(self, nodes: Iterable[Any], weights: Mapping[Any, Sequence[WeightGradientSample]]) -> None:
         self.edges: dict[Any, list[tuple[Any, int, int]]] = {}
         """Nodes behind each node, with the number of the node's edge and of the result that it leads to; no weights."""
-        self.consumers: Counter[tuple[Any, int]] = Counter()
+        self.consumers: dict[tuple[Any, int], int] = {}
         """Number of nodes that add to the gradient of each result of an operation, by node and index."""
         for node in nodes:
-            behind = [edge for edge in enumerate(node.next_functions) if edge[1][0] is not None]
-            self.consumers.update([edge for _, edge in behind])
-            self.edges[node] = [(source, i, index) for i, (source, index) in behind if leaf_behind(source) is None]
+            self.edges[node] = behind = []
+            for i, edge in enumerate(node.next_functions):
+                if edge[0] is not None:
+                    self.consumers[edge] = self.consumers.get(edge, 0) + 1
+                    if leaf_behind(edge[0]) is None:
+                        behind.append((edge[0], i, edge[1]))
         self.weights = weights
         """Weights whose gradients a node computes."""
         self._joints: dict[tuple[Any, ...], Joint] = {}
+        self._sections: dict[Any, Section] = {}
 
     def branch(self, start: Any) -> Branch:
         """Follow the gradient that a node propagates until other paths have joined it.
@@ -113,11 +120,25 @@ class Graph:
         open, the branch ends, and no share is taken there.
         """
         sections: list[tuple[list[WeightGradientSample], Joint]] = []
+        node, own = start, []
+        while len(sections) < JOINTS:
+            # Many branches have the same end.
+            section = self._sections.get(node)
+            if section is None:
+                section = self._sections[node] = self._section(node)
+            weights, joint, following = section
+            if joint is None:
+                break
+            sections.append(([*own, *weights], joint))
+            node, own = following, self.weights.get(following, ())
+        return Branch(sections)
+
+    def _section(self, node: Any) -> Section:
+        """Return the weights behind a node up to the first joint, that joint, and its node; no joint if none comes."""
         weights: list[WeightGradientSample] = []
         # A node's gradient is complete when all nodes behind it have run: those created later.
         open_nodes: dict[Any, list[tuple[Any, int, int]]] = {}
         latest: list[tuple[int, int, Any]] = []
-        node = start
         for _ in range(LONGEST):
             for source, i, index in self.edges[node]:
                 if source not in open_nodes:
@@ -135,12 +156,9 @@ class Graph:
             if consumers > len(edges):
                 if open_nodes or len(results) > 1:
                     break
-                sections.append((weights, self._joint(node, results.pop(), edges)))
-                weights = []
-                if len(sections) == JOINTS:
-                    break
+                return weights, self._joint(node, results.pop(), edges), node
             weights += self.weights.get(node, ())
-        return Branch(sections)
+        return weights, None, None
 
     def _joint(self, node: Any, index: int, edges: list[tuple[Any, int, int]]) -> Joint:
         """Return the joint at a node, with hooks that measure it in backward."""

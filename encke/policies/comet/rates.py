@@ -165,5 +165,12 @@ def decode_first(packed: Packed, count: int) -> Tensor | None:
 
 def power_at(bits: int, rate: int, signed: float, others: float) -> float:
     """Return the mean square error at a rate from the squared steps at `bits`, as `Scales.powers` returns them."""
-    of_signed, of_others = (steps_of_range(bits, kind) / steps_of_range(rate, kind) for kind in (True, False))
-    return (signed * of_signed**2 + others * of_others**2) / 12
+    of_signed, of_others = power_factors(bits, rate)
+    return signed * of_signed + others * of_others
+
+
+@functools.cache
+def power_factors(bits: int, rate: int) -> tuple[float, float]:
+    """Return the mean square error at a rate over the squared step at `bits`, of signed groups and of others."""
+    ratios = [steps_of_range(bits, kind) / steps_of_range(rate, kind) for kind in (True, False)]
+    return ratios[0] ** 2 / 12, ratios[1] ** 2 / 12

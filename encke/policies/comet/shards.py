@@ -28,7 +28,8 @@ class Shards:
 
     def __init__(self, model: nn.Module | None) -> None:
         self._model = model
-        sharded = [each for _, each in sharded_parameters(model)] if model is not None else []
+        shared = model is not None and dist.is_available() and dist.is_initialized()
+        sharded = [each for _, each in sharded_parameters(model)] if shared else []
         self.mesh: Any = next((each.device_mesh for each in sharded if hasattr(each, "device_mesh")), None)
         """Mesh of the processes; None if nothing is sharded."""
 
