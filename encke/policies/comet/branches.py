@@ -140,7 +140,15 @@ class Graph:
         open_nodes: dict[Any, list[tuple[Any, int, int]]] = {}
         latest: list[tuple[int, int, Any]] = []
         for _ in range(LONGEST):
-            for source, i, index in self.edges[node]:
+            behind = self.edges[node]
+            if len(behind) == 1 and not open_nodes:
+                # As below, without the search for the latest of several.
+                before, ((node, i, index),) = node, behind
+                if self.consumers[node, index] > 1:
+                    return weights, self._joint(node, index, [(before, i, index)]), node
+                weights += self.weights.get(node, ())
+                continue
+            for source, i, index in behind:
                 if source not in open_nodes:
                     open_nodes[source] = []
                     heapq.heappush(latest, (-source._sequence_nr(), id(source), source))
