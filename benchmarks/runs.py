@@ -32,11 +32,10 @@ from pairs import Summary, interval, show, summarise  # noqa: E402
 
 import encke  # noqa: E402
 from encke.api import Handle  # noqa: E402
-from encke.policies.presets import FIXED, PRESETS  # noqa: E402
+from encke.bench.methods import POLICIES  # noqa: E402
 from encke.tools.provenance import command_line, core_count  # noqa: E402
 from encke.tools.units import duration  # noqa: E402
 
-POLICIES = PRESETS | FIXED
 METHODS = ("plain", *POLICIES)
 PAIRS = [f"{method}:{seed}" for seed in range(5) for method in ("plain", "default")]
 """Runs if none is named: five pairs, pair by pair."""
