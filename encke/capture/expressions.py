@@ -188,6 +188,16 @@ def batch_norm_kernel(operands: list[Any], out: torch.dtype) -> Tensor | None:
     return found
 
 
+def group_norm(x: Tensor, mean: Tensor, rstd: Tensor, bias: Tensor, weight: Tensor | None, groups: int) -> Tensor:
+    """Normalise groups of channels with the statistics of the exact input: linear in `x`."""
+    samples, channels = x.shape[:2]
+    each = (samples, channels, *[1] * (x.dim() - 2))
+    mean, scale = (t.view(samples, groups, 1).expand(-1, -1, channels // groups).reshape(each) for t in (mean, rstd))
+    if weight is not None:
+        scale = scale * weight.view(each[1:])
+    return torch.addcmul(bias.view(each[1:]), widened(x) - mean, scale)
+
+
 def normalised(
     source: Saved, rows: Tensor, weight: tuple[Tensor, int], eps: float, dtype: torch.dtype, shape: Any
 ) -> Expression:
@@ -348,6 +358,11 @@ RULES = {
         lambda node: partial(functional.gelu, approximate=saved_setting(node, "approximate")),
         curved=True,
         kernel=lambda node: partial(activation_kernel, kind=GELUS[saved_setting(node, "approximate")]),
+    ),
+    "NativeGroupNorm": Rule(
+        (("input", 0), ("result1", None), ("result2", None), (LEAF, 2), ("weight", None)),
+        lambda node: partial(group_norm, groups=saved_setting(node, "group")),
+        same_bits=False,
     ),
     "NativeLayerNorm": Rule(
         (("input", 0), ("result1", None), ("result2", None), ("weight", None), ("bias", None)),

@@ -422,9 +422,12 @@ def test_a_damaged_state_changes_nothing(state: Any) -> None:
     assert handle.state_dict()["recomputed"] == before["recomputed"]
 
 
-def conv_block(act: nn.Module) -> nn.Sequential:
+NORMS = {"batch": lambda: nn.BatchNorm2d(16), "group": lambda: nn.GroupNorm(4, 16)}
+
+
+def conv_block(act: nn.Module, norm: str = "batch") -> nn.Sequential:
     torch.manual_seed(1)
-    layers = nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), act, nn.Conv2d(16, 8, 1))
+    layers = nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), NORMS[norm](), act, nn.Conv2d(16, 8, 1))
     nn.init.uniform_(layers[1].weight, 0.5, 1.5)
     nn.init.uniform_(layers[1].bias, -0.5, 0.5)
     return layers
@@ -438,23 +441,28 @@ def images(last: bool = False) -> Tensor:
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("act", [nn.SiLU(), nn.SiLU(inplace=True), nn.Hardswish(inplace=True)], ids=str)
-def test_an_activation_reads_what_a_batch_norm_has_saved(act: nn.Module, last: bool, autocast: bool) -> None:
-    plain, model = (conv_block(copy.deepcopy(act)) for _ in range(2))
+@pytest.mark.parametrize("norm", NORMS)
+def test_an_activation_reads_what_the_norm_in_front_has_saved(
+    norm: str, act: nn.Module, last: bool, autocast: bool
+) -> None:
+    plain, model = (conv_block(copy.deepcopy(act), norm) for _ in range(2))
     handle = encke.attach(model, FINE)
     for _ in range(4):
         found = gradients(model, images(last), autocast)
     for _ in range(4):  # running statistics too
         expected = gradients(plain, images(last), autocast)
     name = "2:Silu.self" if isinstance(act, nn.SiLU) else "2:Hardswish.self"
-    assert name in recomputed(handle) and codecs(handle)["1:BatchNorm.input"] == "GroupQuant"
+    saved = {"batch": "1:BatchNorm.input", "group": "1:NativeGroupNorm.input"}[norm]
+    assert name in recomputed(handle) and codecs(handle)[saved] == "GroupQuant"
     # A bias in front of a norm has no gradient but rounding errors.
     assert error(found[:2] + found[3:], expected[:2] + expected[3:]) < (0.04 if autocast else 0.02)
 
 
-def test_a_batch_norm_of_which_the_graph_tells_no_bias_is_not_computed_again() -> None:
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_norm_of_which_the_graph_tells_no_bias_is_not_computed_again(norm: str) -> None:
     """Frozen before the first step, or later: without it the result would be another."""
     for when in (0, 3):
-        plain, model = conv_block(nn.SiLU()), conv_block(nn.SiLU())
+        plain, model = conv_block(nn.SiLU(), norm), conv_block(nn.SiLU(), norm)
         handle = encke.attach(model, FINE)
         for step in range(5):
             for each in (plain, model):
@@ -463,6 +471,22 @@ def test_a_batch_norm_of_which_the_graph_tells_no_bias_is_not_computed_again() -
             assert error(found[:2] + found[3:], expected[:2] + expected[3:]) < 0.02
             if step >= when:
                 assert codecs(handle)["2:Silu.self"] == "GroupQuant"
+
+
+@pytest.mark.parametrize("size", [(2, 12), (2, 12, 5), (2, 12, 3, 4, 5)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_group_norm_is_computed_again_from_its_exact_input(size: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight, bias = torch.randn(size, dtype=dtype) + 3, torch.rand(12), torch.randn(12)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    weight, bias, exact = weight.to(wide), bias.to(wide), x.to(wide)
+    for affine in (True, False):
+        y, mean, rstd = torch.native_group_norm(
+            exact, weight if affine else None, bias, 2, 12, exact[0, 0].numel(), 3, 1e-5
+        )
+        again = expressions.group_norm(x, mean, rstd, bias, weight if affine else None, 3)
+        assert again.dtype == wide and torch.allclose(again, y, atol=1e-5)
+    node = torch.native_group_norm(exact.requires_grad_(), weight, bias, 2, 12, exact[0, 0].numel(), 3, 1e-5)[0].grad_fn
+    assert all(hasattr(node, f"_saved_{name}") for name in ("input", "result1", "result2", "weight", "group"))
 
 
 def test_a_batch_norm_in_evaluation_is_not_computed_again() -> None:
