@@ -120,7 +120,8 @@ class Graph:
         open, the branch ends, and no share is taken there.
         """
         sections: list[tuple[list[WeightGradientSample], Joint]] = []
-        node, own = start, []
+        node = start
+        own: Sequence[WeightGradientSample] = ()
         while len(sections) < JOINTS:
             # Many branches have the same end.
             section = self._sections.get(node)

@@ -28,8 +28,9 @@ class Shards:
 
     def __init__(self, model: nn.Module | None) -> None:
         self._model = model
-        shared = model is not None and dist.is_available() and dist.is_initialized()
-        sharded = [each for _, each in sharded_parameters(model)] if shared else []
+        # Without processes nothing is sharded, and a search through a large model takes its time.
+        processes = dist.is_available() and dist.is_initialized()
+        sharded = [each for _, each in sharded_parameters(model)] if model is not None and processes else []
         self.mesh: Any = next((each.device_mesh for each in sharded if hasattr(each, "device_mesh")), None)
         """Mesh of the processes; None if nothing is sharded."""
 
