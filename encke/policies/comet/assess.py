@@ -103,7 +103,9 @@ def figures_of(step: FinishedStep, norms: bool) -> StepFigures:
     joints = list(dict.fromkeys(joint for each in collected.branches.values() for _, joint in each.sections))
     fetch = Fetch()
     after, at_step = fetch.add(collected.norm_after_backward), fetch.add(step.norm_at_step)
-    weight_rows = [([*map(fetch.add, each.tensors)], fetch.add(step.momenta[id(each.weight)])) for each in weight_samples]
+    weight_rows = [
+        ([*map(fetch.add, each.tensors)], fetch.add(step.momenta[id(each.weight)])) for each in weight_samples
+    ]
     norm_rows = [fetch.add(each.tensor) for each in norm_samples]
     tensor_rows = [[*map(fetch.add, each.tensors)] for each in stats]
     joint_rows = [fetch.add(each.tensor) for each in joints]
