@@ -330,6 +330,12 @@ def dropout(x: Tensor, mask: Tensor, p: float) -> Tensor:
     return x * mask * (0.0 if p == 1 else 1 / (1 - p))
 
 
+def elu_of(node: Any) -> Callable[[Tensor], Tensor]:
+    """Return the ELU or SELU of a node."""
+    alpha, scale, input_scale = (saved_setting(node, name) for name in ("alpha", "scale", "input_scale"))
+    return partial(torch.ops.aten.elu.default, alpha=alpha, scale=scale, input_scale=input_scale)
+
+
 def eps_of(node: Any) -> float:
     """Return what a batch norm adds to the variance."""
     epsilon = saved_setting(node, "epsilon", None)  # cuDNN's name
@@ -359,6 +365,9 @@ RULES = {
         curved=True,
         kernel=lambda node: partial(activation_kernel, kind=GELUS[saved_setting(node, "approximate")]),
     ),
+    "Hardswish": Rule((("self", None),), lambda node: functional.hardswish, curved=True),
+    "Mish": Rule((("self", None),), lambda node: functional.mish, curved=True),
+    "Elu": Rule((("self", None),), elu_of, curved=True),
     "NativeGroupNorm": Rule(
         (("input", 0), ("result1", None), ("result2", None), (LEAF, 2), ("weight", None)),
         lambda node: partial(group_norm, groups=saved_setting(node, "group")),

@@ -440,7 +440,9 @@ def images(last: bool = False) -> Tensor:
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("act", [nn.SiLU(), nn.SiLU(inplace=True), nn.Hardswish(inplace=True)], ids=str)
+@pytest.mark.parametrize(
+    "act", [nn.SiLU(), nn.SiLU(inplace=True), nn.Hardswish(inplace=True), nn.Mish(), nn.ELU(), nn.SELU()], ids=str
+)
 @pytest.mark.parametrize("norm", NORMS)
 def test_an_activation_reads_what_the_norm_in_front_has_saved(
     norm: str, act: nn.Module, last: bool, autocast: bool
@@ -451,9 +453,11 @@ def test_an_activation_reads_what_the_norm_in_front_has_saved(
         found = gradients(model, images(last), autocast)
     for _ in range(4):  # running statistics too
         expected = gradients(plain, images(last), autocast)
-    name = "2:Silu.self" if isinstance(act, nn.SiLU) else "2:Hardswish.self"
+    name = {nn.SiLU: "Silu", nn.SELU: "Elu", nn.ELU: "Elu"}.get(type(act), type(act).__name__)
     saved = {"batch": "1:BatchNorm.input", "group": "1:NativeGroupNorm.input"}[norm]
-    assert name in recomputed(handle) and codecs(handle)[saved] == "GroupQuant"
+    assert f"2:{name}.self" in recomputed(handle) and codecs(handle)[saved] == "GroupQuant"
+    # What is changed in place is not computed from what was before.
+    assert ("3:Convolution.input" in recomputed(handle)) != getattr(act, "inplace", False)
     # A bias in front of a norm has no gradient but rounding errors.
     assert error(found[:2] + found[3:], expected[:2] + expected[3:]) < (0.04 if autocast else 0.02)
 
