@@ -4,8 +4,8 @@ The real capture and the real functions of batch norm, ReLU and convolutions run
 a GPU would compute is left out: kernels are not launched, so values are meaningless and times are those of Python and
 of PyTorch's own dispatch. What is attached minus what is plain is the host's share of Encke; "single layers" are
 attached without blocks. Times are the processor's for this thread, the least of many steps; the numbers of calls do not
-depend on the machine. EfficientNet-B0 has many small tensors, in its squeeze-and-excite layers: they are negligible
-beside the others, as they are on a GPU. BERT and Llama are of transformers, 12 layers of width 64.
+depend on the machine. EfficientNet-B0 and MobileNetV3 have many small tensors, in their squeeze-and-excite layers: they
+are negligible beside the others, as they are on a GPU. BERT and Llama are of transformers, 12 layers of width 64.
 
 python3 benchmarks/host_steps.py [--model MODEL] [--steps N] [--profile]
 """
@@ -99,6 +99,7 @@ SETUPS = {
     for setup in (
         Setup("resnet50", 512, 1),
         Setup("efficientnet_b0", None, 32768),
+        Setup("mobilenet_v3_large", None, 32768),
         # Statistics of norms are negligible, though rows are short here.
         *[Setup(name, 20000 if name == "convnext_tiny" else 4096, 1) for name in (*NARROW, *TRANSFORMERS)],
     )
@@ -126,8 +127,8 @@ def slim_cnn(name: str) -> nn.Module:
             module.__init__(CHANNELS)  # type: ignore[misc]
         elif isinstance(module, nn.MaxPool2d):
             module.stride = 1
-    head, last = (model, "fc") if hasattr(model, "fc") else (model.classifier, "1")
-    setattr(head, last, nn.Linear(CHANNELS, 1000))
+    name, head = next((name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear))
+    model.set_submodule(name, nn.Linear(CHANNELS, head.out_features))
     return model.to(memory_format=torch.channels_last).train()
 
 
