@@ -127,8 +127,9 @@ def slim_cnn(name: str) -> nn.Module:
             module.__init__(CHANNELS)  # type: ignore[misc]
         elif isinstance(module, nn.MaxPool2d):
             module.stride = 1
-    name, head = next((name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear))
-    model.set_submodule(name, nn.Linear(CHANNELS, head.out_features))
+    *hidden, last = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    for name in (*hidden, last):
+        model.set_submodule(name, nn.Linear(CHANNELS, 1000 if name == last else CHANNELS))
     return model.to(memory_format=torch.channels_last).train()
 
 

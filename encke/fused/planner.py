@@ -14,8 +14,12 @@ from encke.capture.passes import EnterHook
 from encke.fused.base import InstalledForward, LayerForward
 from encke.fused.program import ACTIVATIONS, CONVOLUTIONS, NORMS, POOL, PRODUCT, SUM, Call, Program
 from encke.fused.savings import ComputedSaving, PackedSaving, Saving, SharedSaving, SmallSaving
+from encke.fused.smooth import SMOOTH
 from encke.fused.squeeze import ActivationStep, PoolStep, ProductStep
-from encke.fused.steps import ConvStep, NormStep, ReluStep, SiluStep, Step, SumStep
+from encke.fused.steps import ConvStep, NormStep, ReluStep, SmoothStep, Step, SumStep
+
+SLOTS = ("self", "other")
+"""Slots of a product's factors, in order."""
 
 
 class Planner:
@@ -44,7 +48,7 @@ class Planner:
             self.steps.append(step)
         for number, step in enumerate(self.steps, 1):
             if isinstance(step, NormStep):
-                behind: Any = step.relu or step.silu
+                behind: Any = step.relu or step.smooth
                 result = number if behind is None else self.steps.index(behind) + 1
                 readers = [call.kind for call, _ in self.calls if result in call.inputs]
                 # These make their input's gradient; a sum passes on its own, as does whoever calls the block.
@@ -55,12 +59,12 @@ class Planner:
     def sources_are_known(self) -> bool:
         """Return whether all that is computed again from what the block holds is inside of it or finds it there.
 
-        What is behind the block finds the input of a batch norm at its end, or of one and a SiLU.
+        What is behind the block finds the input of a batch norm at its end, or of one and a smooth activation.
         """
         savings = [saving for step in self.steps for saving in step.savings if saving.facts is not None]
         inside = {saving.facts for saving in savings}
         last = self.steps[-1]
-        ends = (*last.savings, *last.norm.savings) if isinstance(last, SiluStep) and last.norm else last.savings
+        ends = (*last.savings, *last.norm.savings) if isinstance(last, SmoothStep) and last.norm else last.savings
         for saving in savings:
             saving.gives_sources = saving in ends or inside.issuperset(saving.facts.dependents)
             if not saving.gives_sources and self.capture.recomputations.concern(saving.facts):
@@ -84,6 +88,15 @@ class Planner:
         readers = [(call, module) for call, module in self.calls if number in call.inputs]
         return [(module, next(iter(self.sites_of(call, module)), None)) for call, module in readers]
 
+    def savers_of(self, number: int) -> set[Any]:
+        """Return the sites at which convolutions and products save a value that they take."""
+        found = {site for module, site in self.readers_of(number) if type(module) in CONVOLUTIONS}
+        products = [(call, module) for call, module in self.calls if call.kind is PRODUCT and number in call.inputs]
+        for call, module in products:
+            layer = layer_of(module, self.capture)
+            found.add(None if layer is None else factors_of(call, layer).get(SLOTS[call.inputs.index(number)]))
+        return found
+
     def step_of(self, call: Call, module: Any) -> Step | None:
         """Return the step of a call."""
         if call.kind is SUM:
@@ -92,9 +105,9 @@ class Planner:
         if layer is None:
             return None
         self.numbers[layer] = call.number
-        sites = layer.calls[call.number] if call.number < len(layer.calls) else []
         if call.kind is PRODUCT:
-            return self.product_of(call, layer, sites)
+            return self.product_of(call, layer)
+        sites = layer.calls[call.number] if call.number < len(layer.calls) else []
         small = call.kind is POOL or call.inputs[0] in self.small
         return self.small_step_of(call, module, sites) if small else self.layer_step_of(call, module)
 
@@ -116,25 +129,23 @@ class Planner:
         if type(module) in CONVOLUTIONS:
             return self.convolution_of(call, module, sites, large)
         self.sizes.append(size)
-        if type(module) is nn.SiLU:
-            reads = (facts.site.operation, facts.site.slot, facts.site.need) == ("Silu", "self", "lossy")
+        if call.kind in SMOOTH:
+            read = (facts.site.operation, facts.site.slot, facts.site.need)
             # What a layer in place saves is a copy. Decisions of the other kind of layer do not hold for it.
             own = steady.recomputed and steady.first is facts and not facts.sharers
             learnt = (facts.signature[3] == "Clone") is module.inplace
-            if not (reads and own and learnt):
+            if not (read == (SMOOTH[call.kind].operation, "self", "lossy") and own and learnt):
                 return None
-            silu = SiluStep(call, facts, module)
-            silu.join(self.steps[call.inputs[0] - 1])
-            return None if silu.norm is None else silu
+            smooth = SmoothStep(call, facts, module)
+            smooth.join(self.steps[call.inputs[0] - 1])
+            return None if smooth.norm is None else smooth
         if not large or not facts.function or steady.first is not facts or not packs_as_planned(facts):
             return None
         if type(module) in NORMS:
             if module.weight is None or facts.sharers or steady.codec.signs:
                 return None
             return NormStep(call, facts, module)
-        readers = self.readers_of(len(self.steps) + 1)
-        inside = {site for reader, site in readers if type(reader) in CONVOLUTIONS}
-        if facts.sharers != inside:
+        if facts.sharers != self.savers_of(len(self.steps) + 1):
             return None
         relu = ReluStep(call, facts)
         relu.join(self.steps[call.inputs[0] - 1])
@@ -194,11 +205,10 @@ class Planner:
                 return None
         return ConvStep(call, saving, module, self.x, size, stride, split, cast, self.capture.keep_casts)
 
-    def product_of(self, call: Call, layer: Layer, sites: list[Any]) -> Step | None:
+    def product_of(self, call: Call, layer: Layer) -> Step | None:
         """Return the step of a product of a value and a small one."""
-        known = {each.site.slot: each for each in sites if each is not None and each.site.operation == "Mul"}
-        savings: list[Saving] = []
-        for value, slot in zip(call.inputs, ("self", "other"), strict=True):
+        known, savings = factors_of(call, layer), list[Saving]()
+        for value, slot in zip(call.inputs, SLOTS, strict=True):
             facts = known.get(slot)
             if value in self.small:
                 saving: Saving | None = self.small_saving(self.sizes[value], facts)
@@ -248,6 +258,12 @@ def layer_of(module: Any, capture: Capture) -> Layer | None:
         return own.layer if own.capture is capture else None
     hooks = [hook for hook in module._forward_pre_hooks.values() if type(hook) is EnterHook]
     return next((hook.layer for hook in hooks if hook.passes is capture.passes), None)
+
+
+def factors_of(call: Call, layer: Layer) -> dict[str, SiteFacts]:
+    """Return the sites at which a product saves its factors, by slot."""
+    sites = layer.calls[call.number] if call.number < len(layer.calls) else []
+    return {each.site.slot: each for each in sites if each is not None and each.site.operation == "Mul"}
 
 
 def packs_as_planned(facts: SiteFacts) -> bool:

@@ -19,10 +19,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from encke.fused.smooth import SMOOTH
+
 CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.Conv2d, nn.Conv3d)
 NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm2d, nn.BatchNorm3d)
 POOL, SUM, PRODUCT = nn.AdaptiveAvgPool2d, operator.add, operator.mul
-ACTIVATIONS: tuple[type[nn.Module], ...] = (nn.ReLU, nn.SiLU, nn.Sigmoid, nn.Hardsigmoid)
+ACTIVATIONS: tuple[type[nn.Module], ...] = (nn.ReLU, *SMOOTH, nn.Sigmoid, nn.Hardsigmoid)
 """Activations of what a pool makes small."""
 LEAVES = (*CONVOLUTIONS, *NORMS, POOL, *ACTIVATIONS)
 FORBIDDEN = {
@@ -238,11 +240,11 @@ def program_of(module: nn.Module) -> Program | None:
 def fits(calls: list[tuple[Any, int, bool, tuple[int, ...]]]) -> bool:
     """Return whether a block runs these calls.
 
-    Convolutions take the block's input or the result of a ReLU, SiLU or product; a batch norm or a ReLU alone takes
-    theirs. A SiLU takes the result of a batch norm alone. One convolution takes its result, or a pool and then the
-    product with what is made of the pool's result: small values, each of which is read once, by convolutions and
-    activations. Every other value is read at most twice: the order in which two gradients are added does not matter.
-    The last one is the result.
+    Convolutions take the block's input or the result of an activation or product; a batch norm or a ReLU alone takes
+    theirs. A smooth activation takes the result of a batch norm alone, and one convolution takes its result. Instead a
+    pool may take the result of any activation, and then the product with what is made of the pool's result: small
+    values, each of which is read once, by convolutions and activations. Every other value is read at most twice: the
+    order in which two gradients are added does not matter. The last one is the result.
     """
     kinds: list[Any] = [Value, *(kind for kind, *_ in calls)]
     readers: list[list[Any]] = [[] for _ in kinds]
@@ -257,7 +259,7 @@ def fits(calls: list[tuple[Any, int, bool, tuple[int, ...]]]) -> bool:
     if not all(map(may_read, kinds[:-1], small, readers)) or small[-1]:
         return False
     first = set(readers[0]) - {SUM}
-    return bool(first) and first <= set(CONVOLUTIONS) and kinds[-1] in (*NORMS, nn.ReLU, nn.SiLU, SUM)
+    return bool(first) and first <= set(CONVOLUTIONS) and kinds[-1] in (*NORMS, nn.ReLU, *SMOOTH, SUM)
 
 
 def may_read(kind: Any, small: bool, readers: list[Any]) -> bool:
@@ -269,9 +271,11 @@ def may_read(kind: Any, small: bool, readers: list[Any]) -> bool:
         return one in (*NORMS, nn.ReLU)
     if kind is PRODUCT:
         return one in CONVOLUTIONS
-    if kind is nn.SiLU:
-        return one in CONVOLUTIONS or readers == [POOL, PRODUCT]
-    if kind in NORMS and one is nn.SiLU:
+    if kind in (nn.ReLU, *SMOOTH) and readers == [POOL, PRODUCT]:
+        return True
+    if kind in SMOOTH:
+        return one in CONVOLUTIONS
+    if kind in NORMS and one in SMOOTH:
         return True
     others = {*NORMS, nn.ReLU, SUM, *(CONVOLUTIONS if kind in (Value, nn.ReLU) else ())}
     return 1 <= len(readers) <= 2 and others.issuperset(readers)

@@ -16,10 +16,10 @@ from encke.fused.gelu import GeluForward
 from encke.fused.instancenorm import InstanceNormForward
 from encke.fused.relu import ReluForward
 from encke.fused.rownorm import RowNormForward
-from encke.fused.silu import SiluForward
+from encke.fused.smooth import SmoothForward
 
 FORWARDS: tuple[type[InstalledForward], ...] = (
-    BatchNormForward, InstanceNormForward, ReluForward, ConvForward, GeluForward, SiluForward, RowNormForward,
+    BatchNormForward, InstanceNormForward, ReluForward, ConvForward, GeluForward, SmoothForward, RowNormForward,
     BlockForward,
 )  # fmt: skip
 
