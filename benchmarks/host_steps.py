@@ -43,6 +43,7 @@ from encke.fused.rownorm import RowNormForward  # noqa: E402
 from encke.kernels import gpu, reference  # noqa: E402
 from encke.kernels.gpu import launch, logs  # noqa: E402
 from encke.train.models.registry import MODELS  # noqa: E402
+from encke.train.models.unet import UNet  # noqa: E402
 from encke.train.models.vision import torchvision_models  # noqa: E402
 
 CHANNELS, BATCH, IMAGE = 16, 256, 2
@@ -91,6 +92,7 @@ NARROW = {
     "vit_b_16": lambda: torchvision_models().VisionTransformer(16, 4, 12, 4, 64, 256),
     "swin_t": lambda: torchvision_models().SwinTransformer([4, 4], 32, [2, 2, 6, 2], [1, 2, 4, 8], [2, 2]),
     "convnext_tiny": narrow_convnext,
+    "unet3d": lambda: UNet(4, 1, 3, (16, 32, 32, 32, 32)),
     "densenet121": lambda: torchvision_models().DenseNet(16, (6, 12, 24, 16), 16, bn_size=1),
 }
 """Models with all their layers, of few channels."""
@@ -178,7 +180,7 @@ def attached(setup: Setup, model: nn.Module, state: dict[str, Any], blocks: bool
     handle.load_state_dict(state)
     # Gradients are meaningless here. A collection step that finds values that are not finite is repeated.
     handle.policy.schedule.begin_pass = lambda: None  # type: ignore[union-attr]
-    convolutions = [module.forward for module in model.modules() if isinstance(module, nn.Conv2d)]
+    convolutions = [module.forward for module in model.modules() if isinstance(module, nn.Conv2d | nn.Conv3d)]
     for forward in convolutions[::2]:
         forward.min_bytes = 1 << 62  # type: ignore[attr-defined]
 
@@ -187,6 +189,8 @@ def inputs(name: str) -> torch.Tensor:
     """Return a batch of small images, or of short sequences."""
     if name in TRANSFORMERS:
         return torch.randint(128, (TOKENS, TOKENS))
+    if name == "unet3d":
+        return torch.randn(2, 1, 32, 32, 32)
     size = (BATCH, 3, IMAGE, IMAGE) if name not in NARROW else (TOKENS, 3, *(2 * [16 if name == "vit_b_16" else 64]))
     return torch.randn(size).contiguous(memory_format=torch.channels_last)
 

@@ -25,7 +25,7 @@ class Smooth(NamedTuple):
     """Name of the operation, in the reader table and in `kernels.formats.SMOOTH`."""
     function: Callable[[Tensor], Tensor]
     function_: Callable[[Tensor], Tensor]
-    """The same in place."""
+    """In-place form."""
     gradient: Callable[[Tensor, Tensor], Tensor]
     """Gradient of the input, from that of the result and the input."""
 
