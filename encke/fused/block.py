@@ -36,7 +36,7 @@ from encke.fused.planner import Planner
 from encke.fused.program import program_of
 from encke.fused.savings import Run, Saving
 from encke.fused.squeeze import PoolStep
-from encke.fused.steps import TOGETHER, ConvStep, NormStep, SmoothStep, Step, SumStep, cast_together
+from encke.fused.steps import TOGETHER, ConvStep, InstanceNormStep, NormStep, SmoothStep, Step, SumStep, cast_together
 from encke.torch_internals import (
     has_global_module_hooks,
     keeps_graph,
@@ -236,6 +236,8 @@ class BlockPlan:
         self.sums_numel = max((plan.sums_numel for plan in plans), default=0)
         self.coefficients_numel = 3 * max((plan.channels for plan in plans), default=0)
         operation = last.savings[0].facts.reader if last.savings else "Add"
+        if isinstance(last, InstanceNormStep):
+            operation = "InstanceNorm"
         functions: Any = {SmoothStep: SmoothBlockFunction, NormStep: NormBlockFunction}
         self.function = in_place_of(operation, functions.get(type(last), BlockFunction))
 

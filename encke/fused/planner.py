@@ -12,11 +12,21 @@ from encke.capture.hooks import Capture
 from encke.capture.modules import Layer
 from encke.capture.passes import EnterHook
 from encke.fused.base import InstalledForward, LayerForward
-from encke.fused.program import ACTIVATIONS, CONVOLUTIONS, NORMS, POOL, PRODUCT, SUM, Call, Program
+from encke.fused.program import (
+    ACTIVATIONS,
+    CONVOLUTIONS,
+    INSTANCE_NORMS,
+    NORMS,
+    POOL,
+    PRODUCT,
+    SUM,
+    Call,
+    Program,
+)
 from encke.fused.savings import ComputedSaving, PackedSaving, Saving, SharedSaving, SmallSaving
 from encke.fused.smooth import SMOOTH
 from encke.fused.squeeze import ActivationStep, PoolStep, ProductStep
-from encke.fused.steps import ConvStep, NormStep, ReluStep, SmoothStep, Step, SumStep
+from encke.fused.steps import ConvStep, InstanceNormStep, LeakyReluStep, NormStep, ReluStep, SmoothStep, Step, SumStep
 
 SLOTS = ("self", "other")
 """Slots of a product's factors, in order."""
@@ -124,28 +134,22 @@ class Planner:
             return None
         facts, steady, size = sites[0], sites[0].steady, self.sizes[call.inputs[0]]
         large = steady.length * self.x.element_size() >= own.min_bytes
-        if steady.size != size:
+        if steady.size != (planes_of(size) if call.kind in INSTANCE_NORMS else size):
             return None
         if type(module) in CONVOLUTIONS:
             return self.convolution_of(call, module, sites, large)
         self.sizes.append(size)
         if call.kind in SMOOTH:
-            read = (facts.site.operation, facts.site.slot, facts.site.need)
-            # What a layer in place saves is a copy. Decisions of the other kind of layer do not hold for it.
-            own = steady.recomputed and steady.first is facts and not facts.sharers
-            learnt = (facts.signature[3] == "Clone") is module.inplace
-            if not (read == (SMOOTH[call.kind].operation, "self", "lossy") and own and learnt):
-                return None
-            smooth = SmoothStep(call, facts, module)
-            smooth.join(self.steps[call.inputs[0] - 1])
-            return None if smooth.norm is None else smooth
-        if not large or not facts.function or steady.first is not facts or not packs_as_planned(facts):
+            return smooth_of(call, module, facts, self.steps[call.inputs[0] - 1])
+        if not large or steady.first is not facts or not packs_as_planned(facts):
             return None
-        if type(module) in NORMS:
-            if module.weight is None or facts.sharers or steady.codec.signs:
-                return None
-            return NormStep(call, facts, module)
+        if call.kind in NORMS:
+            return norm_of(call, module, facts, size)
         if facts.sharers != self.savers_of(len(self.steps) + 1):
+            return None
+        if call.kind is nn.LeakyReLU:
+            return LeakyReluStep(call, facts, module) if reads(facts, "LeakyRelu", "result", "sign") else None
+        if not facts.function:
             return None
         relu = ReluStep(call, facts)
         relu.join(self.steps[call.inputs[0] - 1])
@@ -154,16 +158,19 @@ class Planner:
     def convolution_of(self, call: Call, module: Any, sites: list[Any], split: bool) -> Step | None:
         """Return the step of a convolution."""
         facts, source = sites[0], call.inputs[0]
-        reads, saving = ("Convolution", "input"), None
+        saving = None
         if source:
-            saving = self.saving_of(facts, source, reads)
-        elif (facts.site.operation, facts.site.slot, facts.site.need) == (*reads, "lossy"):
+            saving = self.saving_of(facts, source, ("Convolution", "input"))
+        elif reads(facts, "Convolution", "input", "lossy"):
             saving = Saving()
             self.taken.append(facts)
-        ((_, result),) = self.readers_of(len(self.steps) + 1)
+        ((reader, result),) = self.readers_of(len(self.steps) + 1)
         if saving is None or result is None or result.steady is None:
             return None
-        size, stride = result.steady.size, result.steady.stride
+        size: tuple[int, ...] = result.steady.size
+        stride: tuple[int, ...] | None = result.steady.stride
+        if type(reader) in INSTANCE_NORMS:
+            size, stride = (self.sizes[source][0], module.weight.shape[0], *size[2:]), None
         return self.convolution(call, module, sites, saving, size, stride, split)
 
     def small_step_of(self, call: Call, module: Any, sites: list[Any]) -> Step | None:
@@ -237,10 +244,9 @@ class Planner:
         steady, maker = facts.steady, self.steps[value - 1]
         if steady is None or facts.state is not SiteState.KNOWN or steady.size != self.sizes[value]:
             return None
-        site = facts.site
-        if (site.operation, site.slot, site.need) != (*reader, "lossy") or site.dtype is not self.x.dtype:
+        if not reads(facts, *reader, "lossy") or facts.site.dtype is not self.x.dtype:
             return None
-        if isinstance(maker, ReluStep):
+        if isinstance(maker, ReluStep | LeakyReluStep):
             packed = maker.saving
             shared = steady.first is packed.facts and steady.codec == packed.steady.codec
             return SharedSaving(facts, value - 1) if shared else None
@@ -258,6 +264,38 @@ def layer_of(module: Any, capture: Capture) -> Layer | None:
         return own.layer if own.capture is capture else None
     hooks = [hook for hook in module._forward_pre_hooks.values() if type(hook) is EnterHook]
     return next((hook.layer for hook in hooks if hook.passes is capture.passes), None)
+
+
+def smooth_of(call: Call, module: Any, facts: SiteFacts, before: Step) -> Step | None:
+    """Return the step of a smooth activation; None if the step before it does not compute it."""
+    # What a layer in place saves is a copy. Decisions of the other kind of layer do not hold for it.
+    own = facts.steady.recomputed and facts.steady.first is facts and not facts.sharers  # type: ignore[union-attr]
+    learnt = (facts.signature[3] == "Clone") is module.inplace
+    if not (reads(facts, SMOOTH[call.kind].operation, "self", "lossy") and own and learnt):
+        return None
+    step = SmoothStep(call, facts, module)
+    step.join(before)
+    return None if step.norm is None else step
+
+
+def norm_of(call: Call, module: Any, facts: SiteFacts, size: tuple[int, ...]) -> Step | None:
+    """Return the step of a norm whose input is packed, of values of that size."""
+    if not facts.function or facts.sharers or facts.steady.codec.signs:  # type: ignore[union-attr]
+        return None
+    if call.kind in INSTANCE_NORMS:
+        return InstanceNormStep(call, facts, module, size) if InstanceNormStep.serves(module) else None
+    return None if module.weight is None else NormStep(call, facts, module)
+
+
+def reads(facts: SiteFacts, operation: str, slot: str, need: str) -> bool:
+    """Return whether a site is that of an operation and a slot with that need."""
+    site = facts.site
+    return (site.operation, site.slot, site.need) == (operation, slot, need)
+
+
+def planes_of(size: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the size in which an instance norm saves its input: a single sample with a channel for each plane."""
+    return (1, size[0] * size[1], *size[2:])
 
 
 def factors_of(call: Call, layer: Layer) -> dict[str, SiteFacts]:

@@ -16,10 +16,10 @@ from encke.fused.gelu import GeluForward
 from encke.fused.instancenorm import InstanceNormForward
 from encke.fused.relu import ReluForward
 from encke.fused.rownorm import RowNormForward
-from encke.fused.smooth import SmoothForward
+from encke.fused.smooth import ActivationForward
 
 FORWARDS: tuple[type[InstalledForward], ...] = (
-    BatchNormForward, InstanceNormForward, ReluForward, ConvForward, GeluForward, SmoothForward, RowNormForward,
+    BatchNormForward, InstanceNormForward, ReluForward, ConvForward, GeluForward, ActivationForward, RowNormForward,
     BlockForward,
 )  # fmt: skip
 

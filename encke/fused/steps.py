@@ -20,7 +20,17 @@ from encke.capture.ledger import CAST_AGAIN, CASTS, Record
 from encke.codecs.base import check_version
 from encke.codecs.groupquant import GroupQuantPacked
 from encke.codecs.layout import FORMATS, Layout
-from encke.fused.batchnorm import all_fp32, arguments_of, backward_kernels, forward_kernels, normalise, plain_gradients
+from encke.fused.batchnorm import (
+    Settings,
+    all_fp32,
+    arguments_of,
+    backward_kernels,
+    forward_kernels,
+    gradients_from_codes,
+    normalise,
+    plain_gradients,
+    planes_call,
+)
 from encke.fused.conv import PLAIN, convolution_backward, operands_of, split_gradients
 from encke.fused.program import Call
 from encke.fused.relu import gradient_from_codes, threshold_backward
@@ -35,6 +45,7 @@ Values = list[Any]
 Gradients = tuple[tuple[Any, ...], tuple[Tensor | None, ...]]
 """Gradients of the values that a step took, and of its parameters."""
 ALL = (True, True, True)
+aten = torch.ops.aten
 TOGETHER = 1 << 26
 """Bytes up to which a block allocates all that it packs at once. More is released step by step in backward."""
 
@@ -197,11 +208,8 @@ class NormStep(Step):
 
     def operands(self, module: Any) -> tuple[Any, ...] | None:
         weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
-        for parameter in (weight, bias):
-            if type(parameter) not in PLAIN or not parameter.requires_grad or parameter.shape != self.channels:
-                return None
-            if parameter.dtype is not self.dtype:
-                return None
+        if not trains_plainly((weight, bias), self.channels, self.dtype):
+            return None
         return None if self.kernels is not None and running_of(module) is None else (weight, bias)
 
     def forward(self, module: Any, values: Values, operands: tuple[Any, ...], run: Run) -> Any:
@@ -260,6 +268,16 @@ class NormStep(Step):
         return batch_norm(packed.decode_in(self.layout), mean, invstd, bias, weight, eps).to(packed.dtype)
 
 
+def trains_plainly(parameters: tuple[Any, ...], size: tuple[int, ...], dtype: torch.dtype | None) -> bool:
+    """Return whether all parameters are plain tensors of that size and dtype that get gradients."""
+    for parameter in parameters:
+        if type(parameter) not in PLAIN or not parameter.requires_grad:
+            return False
+        if parameter.shape != size or parameter.dtype is not dtype:
+            return False
+    return True
+
+
 def running_of(module: Any) -> tuple[Tensor, ...] | None:
     """Return running mean, running variance and number of batches, which kernels update; None if they cannot."""
     buffers, parameters = module._buffers, module._parameters
@@ -269,6 +287,50 @@ def running_of(module: Any) -> tuple[Tensor, ...] | None:
     if batches.dtype is not torch.int64 or batches.device != mean.device:
         return None
     return (mean, var, batches) if all_fp32(parameters["weight"], parameters["bias"], mean, var) else None
+
+
+class InstanceNormStep(Step):
+    """Instance norm, whose input is packed: the batch norm of a single sample with a channel for each plane."""
+
+    def __init__(self, call: Call, facts: SiteFacts, module: Any, size: tuple[int, ...]) -> None:
+        super().__init__(call)
+        self.saving = PackedSaving(facts)
+        self.savings = (self.saving,)
+        self.size, self.layout = size, self.saving.layout
+        self.parameters = 0 if module.weight is None else 2
+        self.dtype = None if module.weight is None else module.weight.dtype
+
+    @staticmethod
+    def serves(module: Any) -> bool:
+        """Return whether statistics are those of the input alone."""
+        return not module.track_running_stats and module.running_mean is None
+
+    def operands(self, module: Any) -> tuple[Any, ...] | None:
+        found = tuple(each for each in (module.weight, module.bias) if each is not None)
+        if len(found) != self.parameters or not self.serves(module) or module.num_features != self.size[1]:
+            return None
+        return found if trains_plainly(found, self.size[1:2], self.dtype) else None
+
+    def forward(self, module: Any, values: Values, operands: tuple[Any, ...], run: Run) -> Any:
+        x = values[self.inputs[0]].contiguous().view(self.layout.size)
+        weight, bias = (each.repeat(self.size[0]) for each in operands) if operands else (None, None)
+        settings: Settings = (None, None, 0.0, module.eps, planes_call(x, weight, bias, None))
+        out, kept = normalise(x, weight, bias, settings)
+        values.append(aten._unsafe_view.default(out, self.size))  # no view: an activation in place may be next
+        return self.saving.hold(x, run), kept
+
+    def backward(self, kept: Any, grad: Tensor, held: Any) -> Gradients:
+        packed, settings = kept
+        grad, needs = grad.reshape(self.layout.size), (True, *(self.parameters > 0,) * 2)
+        found = None
+        if grad.dtype is packed.dtype:
+            found = gradients_from_codes(packed, self.layout, settings, needs, grad)
+        if found is None:
+            found = plain_gradients(packed.decode_in(self.layout), settings, needs, grad)
+        grad_x, *others = found
+        assert grad_x is not None
+        rows = [each.view(self.size[:2]).sum(0) for each in others if each is not None]
+        return (grad_x.view(self.size),), tuple(rows)
 
 
 class ReluStep(Step):
@@ -311,6 +373,26 @@ class ReluStep(Step):
 
     def backward(self, kept: Any, grad: Any, held: Any) -> Gradients:
         return ((grad, kept) if self.norm is not None else relu_gradient(kept, self.layout, grad),), ()
+
+
+class LeakyReluStep(Step):
+    """Leaky ReLU in place, whose result is packed with its signs."""
+
+    def __init__(self, call: Call, facts: SiteFacts, module: Any) -> None:
+        super().__init__(call)
+        self.saving = PackedSaving(facts)
+        self.savings = (self.saving,)
+        self.slope: float = module.negative_slope
+
+    def operands(self, module: Any) -> tuple[Any, ...] | None:
+        return () if module.inplace and module.negative_slope == self.slope else None
+
+    def forward(self, module: Any, values: Values, operands: tuple[Any, ...], run: Run) -> Any:
+        values.append(aten.leaky_relu_.default(values[self.inputs[0]], self.slope))
+        return self.saving.hold(values[-1], run)
+
+    def backward(self, kept: Any, grad: Tensor, held: Any) -> Gradients:
+        return (aten.leaky_relu_backward.default(grad, self.saving.restore(kept, held), self.slope, True),), ()
 
 
 class SmoothStep(Step):
