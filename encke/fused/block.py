@@ -1,12 +1,12 @@
-"""Blocks: convolutions, batch norms, activations, sums and squeeze-and-excite that run as one autograd function.
+"""Blocks: convolutions, norms, activations, sums and squeeze-and-excite that run as one autograd function.
 
 Layer by layer, each tensor that is saved costs a module's call, an autograd function, a node and a hook, all of them
 in Python, and with small batches the GPU waits for that. A container whose forward is a plain program of such layers
 (`program.py`), such as a bottleneck of ResNet or what an `MBConv` of EfficientNet consists of, runs layer by layer
 until all of its sites save as in the pass before. From then on one function runs the same kernels in the same order
 (`steps.py`, `squeeze.py`) and holds what they have packed (`savings.py`). Values, gradients, random numbers and the
-report are the same, bit for bit; but a SiLU or hard swish is computed by the kernels of the batch norm in
-front of it, within rounding. A ReLU at the end stays a layer of its own.
+report are the same, bit for bit; but a SiLU or hard swish is computed by the kernels of the batch norm in front of it,
+within rounding. A ReLU or leaky ReLU at the end stays a layer of its own.
 
 Before anything is computed, the block asks what each layer would have asked: whether modules, hooks, parameters or the
 policy's choices have changed. If so, the call goes layer by layer, and the block is planned again once its sites are

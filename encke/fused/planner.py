@@ -147,10 +147,10 @@ class Planner:
             return norm_of(call, module, facts, size)
         if facts.sharers != self.savers_of(len(self.steps) + 1):
             return None
-        if call.kind is nn.LeakyReLU:
-            return LeakyReluStep(call, facts, module) if reads(facts, "LeakyRelu", "result", "sign") else None
         if not facts.function:
             return None
+        if call.kind is nn.LeakyReLU:
+            return LeakyReluStep(call, facts, module)
         relu = ReluStep(call, facts)
         relu.join(self.steps[call.inputs[0] - 1])
         return relu

@@ -38,10 +38,10 @@ SMOOTH: dict[type[nn.Module], Smooth] = {
 }  # fmt: skip
 
 
-class ActivationForward(LayerForward):
+class SmoothForward(LayerForward):
     """Run the layer as it is. On its own it reads packed values as the plain hooks restore them."""
 
-    layers = (*SMOOTH, nn.LeakyReLU)
+    layers = tuple(SMOOTH)
 
     def function(self, facts: SiteFacts) -> Any:
         """Return None: no function runs in its place."""

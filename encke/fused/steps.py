@@ -32,6 +32,7 @@ from encke.fused.batchnorm import (
     planes_call,
 )
 from encke.fused.conv import PLAIN, convolution_backward, operands_of, split_gradients
+from encke.fused.leaky import gradient_from_signs, leaky_relu_, leaky_relu_backward
 from encke.fused.program import Call
 from encke.fused.relu import gradient_from_codes, threshold_backward
 from encke.fused.savings import ComputedSaving, PackedSaving, Run, Saving
@@ -45,7 +46,6 @@ Values = list[Any]
 Gradients = tuple[tuple[Any, ...], tuple[Tensor | None, ...]]
 """Gradients of the values that a step took, and of its parameters."""
 ALL = (True, True, True)
-aten = torch.ops.aten
 TOGETHER = 1 << 26
 """Bytes up to which a block allocates all that it packs at once. More is released step by step in backward."""
 
@@ -316,7 +316,9 @@ class InstanceNormStep(Step):
         weight, bias = (each.repeat(self.size[0]) for each in operands) if operands else (None, None)
         settings: Settings = (None, None, 0.0, module.eps, planes_call(x, weight, bias, None))
         out, kept = normalise(x, weight, bias, settings)
-        values.append(aten._unsafe_view.default(out, self.size))  # no view: an activation in place may be next
+        values.append(
+            torch.ops.aten._unsafe_view.default(out, self.size)
+        )  # no view: an activation in place may be next
         return self.saving.hold(x, run), kept
 
     def backward(self, kept: Any, grad: Tensor, held: Any) -> Gradients:
@@ -388,11 +390,16 @@ class LeakyReluStep(Step):
         return () if module.inplace and module.negative_slope == self.slope else None
 
     def forward(self, module: Any, values: Values, operands: tuple[Any, ...], run: Run) -> Any:
-        values.append(aten.leaky_relu_.default(values[self.inputs[0]], self.slope))
+        values.append(leaky_relu_(values[self.inputs[0]], self.slope))
         return self.saving.hold(values[-1], run)
 
     def backward(self, kept: Any, grad: Tensor, held: Any) -> Gradients:
-        return (aten.leaky_relu_backward.default(grad, self.saving.restore(kept, held), self.slope, True),), ()
+        layout, found = self.saving.layout, None
+        if grad.dtype is kept.dtype:
+            found = gradient_from_signs(kept, layout, grad, self.slope)
+        if found is None:
+            found = leaky_relu_backward(grad, kept.decode_in(layout), self.slope, True)
+        return (found,), ()
 
 
 class SmoothStep(Step):

@@ -188,6 +188,8 @@ def exercise_plan(
         if plan.fuses_norm_relu:
             rows = torch.empty(4, format.stride, device=META)
             plan.encode_norm_relu(x, tuple(rows) if seed_table else rows, x, seed)
+    if format.signs:
+        plan.leak(data, x, 0.01)
     if norm:
         exercise_norm(x, plan, data, last, seed, seed_table, gated, smooth)
 

@@ -55,6 +55,15 @@ def test_smooth_activations_have_kernels_of_their_own():
     assert len(kernels) == len(hardswish - none) == 3
 
 
+def test_signs_have_kernels_of_their_own():
+    """What leaky ReLU reads has them, and nothing else."""
+    uses = [
+        PackedUse(GroupFormat(4, 128, torch.float32, 1, s), (1 << 16,), False, False, False, (), (4,)) for s in (0, 1)
+    ]
+    found = [[str(function.fn) for function, *_ in ahead.launches((), [use])] for use in uses]
+    assert ["gate" in str(names) for names in found] == [False, True]
+
+
 def test_launching_works_again_after_the_record():
     from encke.kernels.gpu import bits
 

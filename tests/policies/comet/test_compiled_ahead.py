@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -102,6 +103,7 @@ def network(channels: int, activation: type[nn.Module]) -> nn.Sequential:
         (torch.contiguous_format, nn.ReLU),
         (torch.channels_last, nn.SiLU),
         (torch.channels_last, nn.Hardswish),
+        (torch.contiguous_format, functools.partial(nn.LeakyReLU, inplace=True)),
     ],
 )
 def test_kernels_of_all_settings_are_known_after_the_first_pass(
