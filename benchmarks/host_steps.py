@@ -4,8 +4,8 @@ The real capture and the real functions of batch norm, ReLU and convolutions run
 a GPU would compute is left out: kernels are not launched, so values are meaningless and times are those of Python and
 of PyTorch's own dispatch. What is attached minus what is plain is the host's share of Encke; "single layers" are
 attached without blocks. Times are the processor's for this thread, the least of many steps; the numbers of calls do not
-depend on the machine. EfficientNet-B0 has many small tensors, in its squeeze-and-excite layers: they are negligible
-beside the others, as they are on a GPU. BERT and Llama are of transformers, 12 layers of width 64.
+depend on the machine. EfficientNet-B0 and MobileNetV3 have many small tensors, in their squeeze-and-excite layers: they
+are negligible beside the others, as they are on a GPU. BERT and Llama are of transformers, 12 layers of width 64.
 
 python3 benchmarks/host_steps.py [--model MODEL] [--steps N] [--profile]
 """
@@ -43,6 +43,7 @@ from encke.fused.rownorm import RowNormForward  # noqa: E402
 from encke.kernels import gpu, reference  # noqa: E402
 from encke.kernels.gpu import launch, logs  # noqa: E402
 from encke.train.models.registry import MODELS  # noqa: E402
+from encke.train.models.unet import UNet  # noqa: E402
 from encke.train.models.vision import torchvision_models  # noqa: E402
 
 CHANNELS, BATCH, IMAGE = 16, 256, 2
@@ -91,6 +92,7 @@ NARROW = {
     "vit_b_16": lambda: torchvision_models().VisionTransformer(16, 4, 12, 4, 64, 256),
     "swin_t": lambda: torchvision_models().SwinTransformer([4, 4], 32, [2, 2, 6, 2], [1, 2, 4, 8], [2, 2]),
     "convnext_tiny": narrow_convnext,
+    "unet3d": lambda: UNet(4, 1, 3, (16, 32, 32, 32, 32)),
     "densenet121": lambda: torchvision_models().DenseNet(16, (6, 12, 24, 16), 16, bn_size=1),
 }
 """Models with all their layers, of few channels."""
@@ -99,6 +101,7 @@ SETUPS = {
     for setup in (
         Setup("resnet50", 512, 1),
         Setup("efficientnet_b0", None, 32768),
+        Setup("mobilenet_v3_large", None, 32768),
         # Statistics of norms are negligible, though rows are short here.
         *[Setup(name, 20000 if name == "convnext_tiny" else 4096, 1) for name in (*NARROW, *TRANSFORMERS)],
     )
@@ -126,8 +129,9 @@ def slim_cnn(name: str) -> nn.Module:
             module.__init__(CHANNELS)  # type: ignore[misc]
         elif isinstance(module, nn.MaxPool2d):
             module.stride = 1
-    head, last = (model, "fc") if hasattr(model, "fc") else (model.classifier, "1")
-    setattr(head, last, nn.Linear(CHANNELS, 1000))
+    *hidden, last = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    for name in (*hidden, last):
+        model.set_submodule(name, nn.Linear(CHANNELS, 1000 if name == last else CHANNELS))
     return model.to(memory_format=torch.channels_last).train()
 
 
@@ -176,7 +180,7 @@ def attached(setup: Setup, model: nn.Module, state: dict[str, Any], blocks: bool
     handle.load_state_dict(state)
     # Gradients are meaningless here. A collection step that finds values that are not finite is repeated.
     handle.policy.schedule.begin_pass = lambda: None  # type: ignore[union-attr]
-    convolutions = [module.forward for module in model.modules() if isinstance(module, nn.Conv2d)]
+    convolutions = [module.forward for module in model.modules() if isinstance(module, nn.Conv2d | nn.Conv3d)]
     for forward in convolutions[::2]:
         forward.min_bytes = 1 << 62  # type: ignore[attr-defined]
 
@@ -185,6 +189,8 @@ def inputs(name: str) -> torch.Tensor:
     """Return a batch of small images, or of short sequences."""
     if name in TRANSFORMERS:
         return torch.randint(128, (TOKENS, TOKENS))
+    if name == "unet3d":
+        return torch.randn(2, 1, 32, 32, 32)
     size = (BATCH, 3, IMAGE, IMAGE) if name not in NARROW else (TOKENS, 3, *(2 * [16 if name == "vit_b_16" else 64]))
     return torch.randn(size).contiguous(memory_format=torch.channels_last)
 

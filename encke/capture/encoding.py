@@ -30,7 +30,9 @@ EXAMINED = ("cpu",)
 """Kinds of devices on which whatever is packed is examined for NaN and infinities."""
 RECOMPUTED = "recomputed"
 """Entry of the report for tensors that backward computes again."""
-STEADY_NEEDS = ("lossy", "mask", "attention")
+ONE_BIT = ("mask", "sign")
+"""Needs that one bit of each value serves, whatever the policy."""
+STEADY_NEEDS = ("lossy", "attention", *ONE_BIT)
 """Needs of sites that may save as in the pass before."""
 storage_ref = weakref.ref
 """A storage's Python object lives as long as its memory does, whoever holds that."""
@@ -126,15 +128,15 @@ def steady_save(
     if cell.waiting or packed is None or codec is None or not cell.settled or not layout.dense:
         return None
     recomputed = isinstance(packed, Recomputed)
-    if packed.plan is None and not recomputed:
+    if packed.plan is None and not recomputed and packed.codec not in (MASK, SIGN):
         return None
-    asked: list[SiteFacts] = [facts] if need != "mask" else []
+    asked: list[SiteFacts] = [facts] if need not in ONE_BIT else []
     if first is facts:
         if saved.device.type in EXAMINED and not deferred and not recomputed:
             return None
         asked += facts.sharers
         asked += [each for each in all_dependents(facts) if each.site.need == "lossy"] if facts.dependents else []
-    if any(each.site.need not in STEADY_NEEDS or each.site.need == "mask" for each in asked):
+    if any(each.site.need not in STEADY_NEEDS or each.site.need in ONE_BIT for each in asked):
         return None
     # Readers that need more bits than the policy chooses need the same in each pass, but for attention.
     choose = scores.policy.choose

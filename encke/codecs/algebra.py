@@ -18,7 +18,11 @@ def stricter(first: Codec, second: Codec) -> Codec:
     """Return a codec that serves readers of both; a bit-exact one if there is no other."""
     if second is first or satisfies(first, second):
         return first
-    return second if satisfies(second, first) else first.join(second) or second.join(first) or ErrorBounded(0)
+    if satisfies(second, first):
+        return second
+    joined = first.join(second) or second.join(first) or ErrorBounded(0)
+    # The same object where nothing changes: memory that is packed with it is as all have asked.
+    return first if joined == first else joined
 
 
 def satisfies(codec: Codec, other: Codec) -> bool:

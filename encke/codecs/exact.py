@@ -47,6 +47,10 @@ class SignPacked(BitsPacked):
 
     __slots__ = ()
 
+    def leak(self, grad: Tensor, slope: float) -> Tensor:
+        positive = operations(self.buffers[0]).bits_decode(self.buffers[0], 1, self.numel).view(torch.bool)
+        return torch.where(positive.as_strided(grad.shape, grad.stride()), grad, grad * slope)
+
     def decode_flat(self, mask: bool = False) -> Tensor:
         positive = operations(self.buffers[0]).bits_decode(self.buffers[0], 1, self.numel)
         return positive.bool() if mask else positive.to(self.dtype).mul_(2).sub_(1)

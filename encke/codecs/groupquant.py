@@ -42,6 +42,9 @@ class GroupQuantPacked(FlatPacked):
     def gate(self, grad: Tensor) -> Tensor | None:
         return self.plan.gate(self.buffers[0], grad)
 
+    def leak(self, grad: Tensor, slope: float) -> Tensor | None:
+        return self.plan.leak(self.buffers[0], grad, slope) if self.codec.signs else None
+
     def decode_in(self, layout: Layout) -> Tensor:
         if layout.dense and self.layout.dense:
             return self.plan.decode_strided(self.buffers[0], self.seed, layout.size, layout.stride)

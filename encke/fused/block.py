@@ -1,12 +1,12 @@
-"""Blocks: convolutions, batch norms, activations, sums and squeeze-and-excite that run as one autograd function.
+"""Blocks: convolutions, norms, activations, sums and squeeze-and-excite that run as one autograd function.
 
 Layer by layer, each tensor that is saved costs a module's call, an autograd function, a node and a hook, all of them
 in Python, and with small batches the GPU waits for that. A container whose forward is a plain program of such layers
 (`program.py`), such as a bottleneck of ResNet or what an `MBConv` of EfficientNet consists of, runs layer by layer
 until all of its sites save as in the pass before. From then on one function runs the same kernels in the same order
 (`steps.py`, `squeeze.py`) and holds what they have packed (`savings.py`). Values, gradients, random numbers and the
-report are the same, bit for bit; but a SiLU is computed by the kernels of the batch norm in front of it, within
-rounding. A ReLU at the end stays a layer of its own.
+report are the same, bit for bit; but a SiLU or hard swish is computed by the kernels of the batch norm in front of it,
+within rounding. A ReLU or leaky ReLU at the end stays a layer of its own.
 
 Before anything is computed, the block asks what each layer would have asked: whether modules, hooks, parameters or the
 policy's choices have changed. If so, the call goes layer by layer, and the block is planned again once its sites are
@@ -36,7 +36,7 @@ from encke.fused.planner import Planner
 from encke.fused.program import program_of
 from encke.fused.savings import Run, Saving
 from encke.fused.squeeze import PoolStep
-from encke.fused.steps import TOGETHER, ConvStep, NormStep, SiluStep, Step, SumStep, cast_together
+from encke.fused.steps import TOGETHER, ConvStep, InstanceNormStep, NormStep, SmoothStep, Step, SumStep, cast_together
 from encke.torch_internals import (
     has_global_module_hooks,
     keeps_graph,
@@ -70,21 +70,21 @@ class BlockSaved(Saved):
         """Return itself: the hook that packs the block's input."""
         return self
 
-    def silu_input(self, silu: SiluStep | None = None) -> Saved:
-        """Return what stands for the input of a SiLU, or of the one at the end, as plain layers would have saved it.
+    def smooth_input(self, smooth: SmoothStep | None = None) -> Saved:
+        """Return what stands for the input of a smooth activation, or of the one at the end, as plain layers save it.
 
         It is computed again from the codes of the batch norm's input. What is saved behind the block may be computed
         again from it.
         """
         last: Any = self.plan.steps[-1]
-        silu = silu or last
-        assert silu is not None
-        source, (rows, _, weight, version, *_, eps) = self.norm_input(silu.inputs[0] - 1)
-        steady = silu.saving.steady
+        smooth = smooth or last
+        assert smooth is not None
+        source, (rows, _, weight, version, *_, eps) = self.norm_input(smooth.inputs[0] - 1)
+        steady = smooth.saving.steady
         again = normalised(source, rows.view(4, -1), (weight, version), eps, source.dtype, steady.layout.size)
         numel = source.cell.packed.numel  # type: ignore[union-attr]
         stands = Recomputed(steady.codec, steady.packed_layout, source.dtype, numel, again)
-        return self.saved_by(silu.saving, stands)
+        return self.saved_by(smooth.saving, stands)
 
     def norm_input(self, number: int) -> tuple[Saved, Any]:
         """Return what a batch norm has saved, as the plain layer would have, and what else it has kept."""
@@ -161,10 +161,10 @@ class BlockFunction(torch.autograd.Function):
         return (grads[0], None, None, None, None, *found)
 
 
-class SiluBlockFunction(BlockFunction):
-    """A block with a SiLU at its end: capture finds SiLU's input where the plain operation's node has it."""
+class SmoothBlockFunction(BlockFunction):
+    """A block with a smooth activation at its end: capture finds its input where the plain operation's node has it."""
 
-    node = {"_raw_saved_self": property(lambda ctx: Slot(held_by(ctx).silu_input()))}
+    node = {"_raw_saved_self": property(lambda ctx: Slot(held_by(ctx).smooth_input()))}
 
 
 class NormBlockFunction(BlockFunction):
@@ -236,7 +236,9 @@ class BlockPlan:
         self.sums_numel = max((plan.sums_numel for plan in plans), default=0)
         self.coefficients_numel = 3 * max((plan.channels for plan in plans), default=0)
         operation = last.savings[0].facts.reader if last.savings else "Add"
-        functions: Any = {SiluStep: SiluBlockFunction, NormStep: NormBlockFunction}
+        if isinstance(last, InstanceNormStep):
+            operation = "InstanceNorm"
+        functions: Any = {SmoothStep: SmoothBlockFunction, NormStep: NormBlockFunction}
         self.function = in_place_of(operation, functions.get(type(last), BlockFunction))
 
     def holds(self, forward: ForwardPass, capture: Capture) -> bool:

@@ -1,16 +1,36 @@
-"""Instance norm that reads its packed input in backward: torch computes it as a batch norm of one sample."""
+"""Instance norm that reads its packed input in backward: torch computes it as a batch norm of one sample.
+
+The result is a view of that batch norm's. Where an activation in place is next, autograd makes it a part of a
+`CopySlices` node, whose backward copies the gradient three times and hides the operation (capture/hidden.py). So the
+layer returns a tensor of its own in the memory of the view.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from encke.capture.facts import SiteFacts
-from encke.capture.passes import ForwardPass
+from encke.capture.passes import ForwardPass, Frame
 from encke.capture.readers import matches
-from encke.fused.base import LayerForward
+from encke.fused.base import LayerForward, in_place_of
 from encke.fused.batchnorm import BatchNormForward, Settings, apply_function, planes_call
+
+
+class AliasFunction(torch.autograd.Function):
+    """A view as a tensor that is none for autograd, in the same memory."""
+
+    @staticmethod
+    def forward(ctx: Any, view: Tensor) -> Tensor:
+        """Return the tensor."""
+        return view.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Return the gradient as it is."""
+        return grad
 
 
 class InstanceNormForward(LayerForward):
@@ -18,6 +38,18 @@ class InstanceNormForward(LayerForward):
 
     layers = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
     function = BatchNormForward.function
+
+    def attempt(self, module: Any, inputs: tuple[Any, ...], frame: Frame, forward: ForwardPass) -> Tensor | None:
+        """Return a result that is no view, of the class's own forward too: what is next saves alike in each pass."""
+        y = super().attempt(module, inputs, frame, forward)
+        if y is None:
+            x = inputs[0] if len(inputs) == 1 else None
+            if type(x) is not Tensor or x.device.type != self.device_type or type(module) not in self.layers:
+                return None
+            if not torch.is_grad_enabled() or not self.captured(x):
+                return None
+            y = type(module).forward(module, x)
+        return in_place_of("Alias", AliasFunction)(y) if y.requires_grad and y._is_view() else y
 
     def run(self, module: Any, x: Tensor, facts: SiteFacts, forward: ForwardPass) -> Tensor | None:
         """Run the call through batch norm's function; None where the layer may raise, and where the codec is exact."""

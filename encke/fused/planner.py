@@ -12,10 +12,24 @@ from encke.capture.hooks import Capture
 from encke.capture.modules import Layer
 from encke.capture.passes import EnterHook
 from encke.fused.base import InstalledForward, LayerForward
-from encke.fused.program import ACTIVATIONS, CONVOLUTIONS, NORMS, POOL, PRODUCT, SUM, Call, Program
+from encke.fused.program import (
+    ACTIVATIONS,
+    CONVOLUTIONS,
+    INSTANCE_NORMS,
+    NORMS,
+    POOL,
+    PRODUCT,
+    SUM,
+    Call,
+    Program,
+)
 from encke.fused.savings import ComputedSaving, PackedSaving, Saving, SharedSaving, SmallSaving
+from encke.fused.smooth import SMOOTH
 from encke.fused.squeeze import ActivationStep, PoolStep, ProductStep
-from encke.fused.steps import ConvStep, NormStep, ReluStep, SiluStep, Step, SumStep
+from encke.fused.steps import ConvStep, InstanceNormStep, LeakyReluStep, NormStep, ReluStep, SmoothStep, Step, SumStep
+
+SLOTS = ("self", "other")
+"""Slots of a product's factors, in order."""
 
 
 class Planner:
@@ -44,7 +58,7 @@ class Planner:
             self.steps.append(step)
         for number, step in enumerate(self.steps, 1):
             if isinstance(step, NormStep):
-                behind: Any = step.relu or step.silu
+                behind: Any = step.relu or step.smooth
                 result = number if behind is None else self.steps.index(behind) + 1
                 readers = [call.kind for call, _ in self.calls if result in call.inputs]
                 # These make their input's gradient; a sum passes on its own, as does whoever calls the block.
@@ -55,12 +69,12 @@ class Planner:
     def sources_are_known(self) -> bool:
         """Return whether all that is computed again from what the block holds is inside of it or finds it there.
 
-        What is behind the block finds the input of a batch norm at its end, or of one and a SiLU.
+        What is behind the block finds the input of a batch norm at its end, or of one and a smooth activation.
         """
         savings = [saving for step in self.steps for saving in step.savings if saving.facts is not None]
         inside = {saving.facts for saving in savings}
         last = self.steps[-1]
-        ends = (*last.savings, *last.norm.savings) if isinstance(last, SiluStep) and last.norm else last.savings
+        ends = (*last.savings, *last.norm.savings) if isinstance(last, SmoothStep) and last.norm else last.savings
         for saving in savings:
             saving.gives_sources = saving in ends or inside.issuperset(saving.facts.dependents)
             if not saving.gives_sources and self.capture.recomputations.concern(saving.facts):
@@ -84,6 +98,15 @@ class Planner:
         readers = [(call, module) for call, module in self.calls if number in call.inputs]
         return [(module, next(iter(self.sites_of(call, module)), None)) for call, module in readers]
 
+    def savers_of(self, number: int) -> set[Any]:
+        """Return the sites at which convolutions and products save a value that they take."""
+        found = {site for module, site in self.readers_of(number) if type(module) in CONVOLUTIONS}
+        products = [(call, module) for call, module in self.calls if call.kind is PRODUCT and number in call.inputs]
+        for call, module in products:
+            layer = layer_of(module, self.capture)
+            found.add(None if layer is None else factors_of(call, layer).get(SLOTS[call.inputs.index(number)]))
+        return found
+
     def step_of(self, call: Call, module: Any) -> Step | None:
         """Return the step of a call."""
         if call.kind is SUM:
@@ -92,9 +115,9 @@ class Planner:
         if layer is None:
             return None
         self.numbers[layer] = call.number
-        sites = layer.calls[call.number] if call.number < len(layer.calls) else []
         if call.kind is PRODUCT:
-            return self.product_of(call, layer, sites)
+            return self.product_of(call, layer)
+        sites = layer.calls[call.number] if call.number < len(layer.calls) else []
         small = call.kind is POOL or call.inputs[0] in self.small
         return self.small_step_of(call, module, sites) if small else self.layer_step_of(call, module)
 
@@ -111,31 +134,23 @@ class Planner:
             return None
         facts, steady, size = sites[0], sites[0].steady, self.sizes[call.inputs[0]]
         large = steady.length * self.x.element_size() >= own.min_bytes
-        if steady.size != size:
+        if steady.size != (planes_of(size) if call.kind in INSTANCE_NORMS else size):
             return None
         if type(module) in CONVOLUTIONS:
             return self.convolution_of(call, module, sites, large)
         self.sizes.append(size)
-        if type(module) is nn.SiLU:
-            reads = (facts.site.operation, facts.site.slot, facts.site.need) == ("Silu", "self", "lossy")
-            # What a layer in place saves is a copy. Decisions of the other kind of layer do not hold for it.
-            own = steady.recomputed and steady.first is facts and not facts.sharers
-            learnt = (facts.signature[3] == "Clone") is module.inplace
-            if not (reads and own and learnt):
-                return None
-            silu = SiluStep(call, facts, module)
-            silu.join(self.steps[call.inputs[0] - 1])
-            return None if silu.norm is None else silu
-        if not large or not facts.function or steady.first is not facts or not packs_as_planned(facts):
+        if call.kind in SMOOTH:
+            return smooth_of(call, module, facts, self.steps[call.inputs[0] - 1])
+        if not large or steady.first is not facts or not packs_as_planned(facts):
             return None
-        if type(module) in NORMS:
-            if module.weight is None or facts.sharers or steady.codec.signs:
-                return None
-            return NormStep(call, facts, module)
-        readers = self.readers_of(len(self.steps) + 1)
-        inside = {site for reader, site in readers if type(reader) in CONVOLUTIONS}
-        if facts.sharers != inside:
+        if call.kind in NORMS:
+            return norm_of(call, module, facts, size)
+        if facts.sharers != self.savers_of(len(self.steps) + 1):
             return None
+        if not facts.function:
+            return None
+        if call.kind is nn.LeakyReLU:
+            return LeakyReluStep(call, facts, module)
         relu = ReluStep(call, facts)
         relu.join(self.steps[call.inputs[0] - 1])
         return relu
@@ -143,16 +158,19 @@ class Planner:
     def convolution_of(self, call: Call, module: Any, sites: list[Any], split: bool) -> Step | None:
         """Return the step of a convolution."""
         facts, source = sites[0], call.inputs[0]
-        reads, saving = ("Convolution", "input"), None
+        saving = None
         if source:
-            saving = self.saving_of(facts, source, reads)
-        elif (facts.site.operation, facts.site.slot, facts.site.need) == (*reads, "lossy"):
+            saving = self.saving_of(facts, source, ("Convolution", "input"))
+        elif reads(facts, "Convolution", "input", "lossy"):
             saving = Saving()
             self.taken.append(facts)
-        ((_, result),) = self.readers_of(len(self.steps) + 1)
+        ((reader, result),) = self.readers_of(len(self.steps) + 1)
         if saving is None or result is None or result.steady is None:
             return None
-        size, stride = result.steady.size, result.steady.stride
+        size: tuple[int, ...] = result.steady.size
+        stride: tuple[int, ...] | None = result.steady.stride
+        if type(reader) in INSTANCE_NORMS:
+            size, stride = (self.sizes[source][0], module.weight.shape[0], *size[2:]), None
         return self.convolution(call, module, sites, saving, size, stride, split)
 
     def small_step_of(self, call: Call, module: Any, sites: list[Any]) -> Step | None:
@@ -194,11 +212,10 @@ class Planner:
                 return None
         return ConvStep(call, saving, module, self.x, size, stride, split, cast, self.capture.keep_casts)
 
-    def product_of(self, call: Call, layer: Layer, sites: list[Any]) -> Step | None:
+    def product_of(self, call: Call, layer: Layer) -> Step | None:
         """Return the step of a product of a value and a small one."""
-        known = {each.site.slot: each for each in sites if each is not None and each.site.operation == "Mul"}
-        savings: list[Saving] = []
-        for value, slot in zip(call.inputs, ("self", "other"), strict=True):
+        known, savings = factors_of(call, layer), list[Saving]()
+        for value, slot in zip(call.inputs, SLOTS, strict=True):
             facts = known.get(slot)
             if value in self.small:
                 saving: Saving | None = self.small_saving(self.sizes[value], facts)
@@ -227,10 +244,9 @@ class Planner:
         steady, maker = facts.steady, self.steps[value - 1]
         if steady is None or facts.state is not SiteState.KNOWN or steady.size != self.sizes[value]:
             return None
-        site = facts.site
-        if (site.operation, site.slot, site.need) != (*reader, "lossy") or site.dtype is not self.x.dtype:
+        if not reads(facts, *reader, "lossy") or facts.site.dtype is not self.x.dtype:
             return None
-        if isinstance(maker, ReluStep):
+        if isinstance(maker, ReluStep | LeakyReluStep):
             packed = maker.saving
             shared = steady.first is packed.facts and steady.codec == packed.steady.codec
             return SharedSaving(facts, value - 1) if shared else None
@@ -248,6 +264,44 @@ def layer_of(module: Any, capture: Capture) -> Layer | None:
         return own.layer if own.capture is capture else None
     hooks = [hook for hook in module._forward_pre_hooks.values() if type(hook) is EnterHook]
     return next((hook.layer for hook in hooks if hook.passes is capture.passes), None)
+
+
+def smooth_of(call: Call, module: Any, facts: SiteFacts, before: Step) -> Step | None:
+    """Return the step of a smooth activation; None if the step before it does not compute it."""
+    # What a layer in place saves is a copy. Decisions of the other kind of layer do not hold for it.
+    own = facts.steady.recomputed and facts.steady.first is facts and not facts.sharers  # type: ignore[union-attr]
+    learnt = (facts.signature[3] == "Clone") is module.inplace
+    if not (reads(facts, SMOOTH[call.kind].operation, "self", "lossy") and own and learnt):
+        return None
+    step = SmoothStep(call, facts, module)
+    step.join(before)
+    return None if step.norm is None else step
+
+
+def norm_of(call: Call, module: Any, facts: SiteFacts, size: tuple[int, ...]) -> Step | None:
+    """Return the step of a norm whose input is packed, of values of that size."""
+    if not facts.function or facts.sharers or facts.steady.codec.signs:  # type: ignore[union-attr]
+        return None
+    if call.kind in INSTANCE_NORMS:
+        return InstanceNormStep(call, facts, module, size) if InstanceNormStep.serves(module) else None
+    return None if module.weight is None else NormStep(call, facts, module)
+
+
+def reads(facts: SiteFacts, operation: str, slot: str, need: str) -> bool:
+    """Return whether a site is that of an operation and a slot with that need."""
+    site = facts.site
+    return (site.operation, site.slot, site.need) == (operation, slot, need)
+
+
+def planes_of(size: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the size in which an instance norm saves its input: a single sample with a channel for each plane."""
+    return (1, size[0] * size[1], *size[2:])
+
+
+def factors_of(call: Call, layer: Layer) -> dict[str, SiteFacts]:
+    """Return the sites at which a product saves its factors, by slot."""
+    sites = layer.calls[call.number] if call.number < len(layer.calls) else []
+    return {each.site.slot: each for each in sites if each is not None and each.site.operation == "Mul"}
 
 
 def packs_as_planned(facts: SiteFacts) -> bool:

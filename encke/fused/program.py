@@ -19,12 +19,17 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from encke.fused.smooth import SMOOTH
+
 CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.Conv2d, nn.Conv3d)
-NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm2d, nn.BatchNorm3d)
+INSTANCE_NORMS: tuple[type[nn.Module], ...] = (nn.InstanceNorm2d, nn.InstanceNorm3d)
+NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm2d, nn.BatchNorm3d, *INSTANCE_NORMS)
+RECTIFIERS: tuple[type[nn.Module], ...] = (nn.ReLU, nn.LeakyReLU)
+"""Activations whose result is packed: backward reads which values are zero, or their signs."""
 POOL, SUM, PRODUCT = nn.AdaptiveAvgPool2d, operator.add, operator.mul
-ACTIVATIONS: tuple[type[nn.Module], ...] = (nn.ReLU, nn.SiLU, nn.Sigmoid, nn.Hardsigmoid)
+ACTIVATIONS: tuple[type[nn.Module], ...] = (nn.ReLU, *SMOOTH, nn.Sigmoid, nn.Hardsigmoid)
 """Activations of what a pool makes small."""
-LEAVES = (*CONVOLUTIONS, *NORMS, POOL, *ACTIVATIONS)
+LEAVES = (*CONVOLUTIONS, *NORMS, POOL, *ACTIVATIONS, *RECTIFIERS)
 FORBIDDEN = {
     "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "STORE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "IMPORT_NAME",
     "MAKE_FUNCTION",
@@ -67,7 +72,7 @@ class Program(NamedTuple):
     children: tuple[Children, ...]
     """Containers with all that their forwards name."""
     last: int
-    """Number of a ReLU that is called with the result; -1 if there is none."""
+    """Number of a rectifier that is called with the result; -1 if there is none."""
 
     def current(self) -> list[Any] | None:
         """Return the modules, if all of them are there and the containers have the children that they had."""
@@ -215,11 +220,11 @@ def program_of(module: nn.Module) -> Program | None:
     calls, last = trace.calls, -1
     if type(result) is not Value or result.number != len(calls) or len(calls) > MOST_CALLS:
         return None
-    if calls and calls[-1][0] is nn.ReLU:
+    if calls and calls[-1][0] in RECTIFIERS and (calls[-1][0] is nn.ReLU or calls[-1][2]):
         # On its own it releases the gradient of its result, which a function would hold to its end.
         last = calls.pop()[1]
-    if not fits(calls):
-        return None
+    if not fits(calls) or (last < 0 and calls[-1][0] in INSTANCE_NORMS):
+        return None  # nothing behind an instance norm is to be computed again from its result, which has another size
     uses = Counter(value for *_, inputs in calls for value in inputs)
     found: list[Call] = []
     numbers: Counter[int] = Counter()
@@ -238,11 +243,11 @@ def program_of(module: nn.Module) -> Program | None:
 def fits(calls: list[tuple[Any, int, bool, tuple[int, ...]]]) -> bool:
     """Return whether a block runs these calls.
 
-    Convolutions take the block's input or the result of a ReLU, SiLU or product; a batch norm or a ReLU alone takes
-    theirs. A SiLU takes the result of a batch norm alone. One convolution takes its result, or a pool and then the
-    product with what is made of the pool's result: small values, each of which is read once, by convolutions and
-    activations. Every other value is read at most twice: the order in which two gradients are added does not matter.
-    The last one is the result.
+    Convolutions take the block's input or the result of an activation or product; a norm or a rectifier alone takes
+    theirs. A smooth activation takes the result of a batch norm alone, and one convolution takes its result. Instead a
+    pool may take the result of any activation, and then the product with what is made of the pool's result: small
+    values, each of which is read once, by convolutions and activations. Every other value is read at most twice: the
+    order in which two gradients are added does not matter. The last one is the result.
     """
     kinds: list[Any] = [Value, *(kind for kind, *_ in calls)]
     readers: list[list[Any]] = [[] for _ in kinds]
@@ -257,7 +262,7 @@ def fits(calls: list[tuple[Any, int, bool, tuple[int, ...]]]) -> bool:
     if not all(map(may_read, kinds[:-1], small, readers)) or small[-1]:
         return False
     first = set(readers[0]) - {SUM}
-    return bool(first) and first <= set(CONVOLUTIONS) and kinds[-1] in (*NORMS, nn.ReLU, nn.SiLU, SUM)
+    return bool(first) and first <= set(CONVOLUTIONS) and kinds[-1] in (*NORMS, *RECTIFIERS, *SMOOTH, SUM)
 
 
 def may_read(kind: Any, small: bool, readers: list[Any]) -> bool:
@@ -266,12 +271,14 @@ def may_read(kind: Any, small: bool, readers: list[Any]) -> bool:
     if small:
         return one in (*CONVOLUTIONS, *ACTIVATIONS, PRODUCT)
     if kind in CONVOLUTIONS:
-        return one in (*NORMS, nn.ReLU)
+        return one in (*NORMS, *RECTIFIERS)
     if kind is PRODUCT:
         return one in CONVOLUTIONS
-    if kind is nn.SiLU:
-        return one in CONVOLUTIONS or readers == [POOL, PRODUCT]
-    if kind in NORMS and one is nn.SiLU:
+    if kind in (*RECTIFIERS, *SMOOTH) and readers == [POOL, PRODUCT]:
         return True
-    others = {*NORMS, nn.ReLU, SUM, *(CONVOLUTIONS if kind in (Value, nn.ReLU) else ())}
+    if kind in SMOOTH:
+        return one in CONVOLUTIONS
+    if kind in NORMS and one in SMOOTH:
+        return kind not in INSTANCE_NORMS
+    others = {*NORMS, *RECTIFIERS, SUM, *(CONVOLUTIONS if kind in (Value, *RECTIFIERS) else ())}
     return 1 <= len(readers) <= 2 and others.issuperset(readers)

@@ -14,13 +14,14 @@ from encke.fused.block import BlockForward
 from encke.fused.conv import ConvForward
 from encke.fused.gelu import GeluForward
 from encke.fused.instancenorm import InstanceNormForward
+from encke.fused.leaky import LeakyReluForward
 from encke.fused.relu import ReluForward
 from encke.fused.rownorm import RowNormForward
-from encke.fused.silu import SiluForward
+from encke.fused.smooth import SmoothForward
 
 FORWARDS: tuple[type[InstalledForward], ...] = (
-    BatchNormForward, InstanceNormForward, ReluForward, ConvForward, GeluForward, SiluForward, RowNormForward,
-    BlockForward,
+    BatchNormForward, InstanceNormForward, ReluForward, LeakyReluForward, ConvForward, GeluForward, SmoothForward,
+    RowNormForward, BlockForward,
 )  # fmt: skip
 
 ENABLED = True

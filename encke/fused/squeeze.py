@@ -11,14 +11,15 @@ from torch import Tensor, nn
 from encke.fused.program import POOL, Call
 from encke.fused.relu import threshold_backward
 from encke.fused.savings import Run, Saving, SmallSaving
-from encke.fused.steps import Gradients, Step, Values, laid_out, silu_backward
+from encke.fused.smooth import SMOOTH
+from encke.fused.steps import Gradients, Step, Values, laid_out
 
 aten = torch.ops.aten
 OPERATIONS: dict[Any, tuple[Callable[..., Tensor], Callable[..., Tensor], bool]] = {
     nn.ReLU: (torch.relu, lambda grad, y: threshold_backward(grad, y, 0), True),
-    nn.SiLU: (aten.silu.default, silu_backward, False),
     nn.Sigmoid: (torch.sigmoid, aten.sigmoid_backward.default, True),
     nn.Hardsigmoid: (aten.hardsigmoid.default, aten.hardsigmoid_backward.default, False),
+    **{kind: (each.function, each.gradient, False) for kind, each in SMOOTH.items()},
 }
 """Activation, its gradient, and whether that reads the result, not the input."""
 

@@ -1,4 +1,4 @@
-"""Steps of a block: convolution, batch norm, ReLU, SiLU and sum, computed as the fused layers compute them.
+"""Steps of a block: convolution, batch norm, activations and sum, computed as the fused layers compute them.
 
 A step has what does not change from pass to pass. Its `forward` computes a value and returns what backward needs; its
 `backward` returns the gradients of the values that it took and of its parameters.
@@ -20,12 +20,25 @@ from encke.capture.ledger import CAST_AGAIN, CASTS, Record
 from encke.codecs.base import check_version
 from encke.codecs.groupquant import GroupQuantPacked
 from encke.codecs.layout import FORMATS, Layout
-from encke.fused.batchnorm import all_fp32, arguments_of, backward_kernels, forward_kernels, normalise, plain_gradients
+from encke.fused.batchnorm import (
+    Settings,
+    all_fp32,
+    arguments_of,
+    backward_kernels,
+    forward_kernels,
+    gradients_from_codes,
+    normalise,
+    plain_gradients,
+    planes_call,
+)
 from encke.fused.conv import PLAIN, convolution_backward, operands_of, split_gradients
+from encke.fused.leaky import gradient_from_signs, leaky_relu_, leaky_relu_backward
 from encke.fused.program import Call
 from encke.fused.relu import gradient_from_codes, threshold_backward
 from encke.fused.savings import ComputedSaving, PackedSaving, Run, Saving
+from encke.fused.smooth import SMOOTH
 from encke.kernels.formats import NORM_GROUP
+from encke.kernels.formats import SMOOTH as ACTS
 from encke.torch_internals import copy_together
 
 Values = list[Any]
@@ -33,7 +46,6 @@ Values = list[Any]
 Gradients = tuple[tuple[Any, ...], tuple[Tensor | None, ...]]
 """Gradients of the values that a step took, and of its parameters."""
 ALL = (True, True, True)
-silu_, silu_backward = torch.ops.aten.silu_.default, torch.ops.aten.silu_backward.default
 TOGETHER = 1 << 26
 """Bytes up to which a block allocates all that it packs at once. More is released step by step in backward."""
 
@@ -171,8 +183,10 @@ class NormStep(Step):
         self.channels, self.dtype = layout.size[1:2], module.weight.dtype
         self.relu: ReluStep | None = None
         """ReLU that writes the result of both, and leaves its gradient to this step."""
-        self.silu: SiluStep | None = None
-        """SiLU that this step computes too."""
+        self.smooth: SmoothStep | None = None
+        """Smooth activation that this step computes too."""
+        self.act = 0
+        """Its number, for the kernels."""
         self.kernels = None
         """Plan of kernels that compute the forward while the input is packed."""
         if plan.fuses_forward and plan.format.group == NORM_GROUP and running_of(module) is not None:
@@ -189,16 +203,13 @@ class NormStep(Step):
         if layout.channels_last is not None:
             size, last = tuple(layout.size), layout.channels_last
             self.backward_plan = backward_kernels().norm_plan(
-                size, self.plan.format, last, self.dtype, device, gate=gate, silu=self.silu is not None
+                size, self.plan.format, last, self.dtype, device, gate=gate, act=self.act
             )
 
     def operands(self, module: Any) -> tuple[Any, ...] | None:
         weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
-        for parameter in (weight, bias):
-            if type(parameter) not in PLAIN or not parameter.requires_grad or parameter.shape != self.channels:
-                return None
-            if parameter.dtype is not self.dtype:
-                return None
+        if not trains_plainly((weight, bias), self.channels, self.dtype):
+            return None
         return None if self.kernels is not None and running_of(module) is None else (weight, bias)
 
     def forward(self, module: Any, values: Values, operands: tuple[Any, ...], run: Run) -> Any:
@@ -219,7 +230,7 @@ class NormStep(Step):
             values.append((x if self.in_place else torch.empty_like(x), x, statistics))
         else:
             values.append(x if self.in_place else torch.empty_like(x))
-            kernels.normalise(x, statistics, values[-1], self.silu is not None)
+            kernels.normalise(x, statistics, values[-1], self.act)
         return packed, (statistics, None, weight, weight._version, None, 0, module.eps)
 
     def backward(self, kept: Any, grad: Any, held: Any) -> Gradients:
@@ -229,8 +240,8 @@ class NormStep(Step):
             grad, gate = grad
             if plan is None or not plan.gate_bits or grad.dtype is not packed.dtype:
                 grad, gate, own = relu_gradient(gate, self.relu.layout, grad), None, False
-        elif self.silu is not None and (plan is None or grad.dtype is not packed.dtype):
-            grad, plan = self.silu_gradient(packed, settings, grad), None
+        elif self.smooth is not None and (plan is None or grad.dtype is not packed.dtype):
+            grad, plan = self.smooth.kind.gradient(grad, self.restore_result(packed, settings)), None
         if plan is None or grad.dtype is not packed.dtype:
             if self.kernels is not None:
                 settings = (settings[0].view(4, -1), *settings[1:])
@@ -243,19 +254,28 @@ class NormStep(Step):
             last = self.layout.channels_last
             grad, own = grad.contiguous(memory_format=FORMATS[grad.dim()] if last else torch.contiguous_format), True
         codes, out = None if gate is None else gate.buffers[0], grad if own else None
-        if self.silu is not None:
+        if self.smooth is not None:
             codes = mean
         grad_x, grad_weight, grad_bias = backward_kernels().norm_backward(
             grad, packed.buffers[0], mean, invstd, weight, plan, packed.seed, True, codes, out, held.scratch
         )
         return (grad_x,), (grad_weight, grad_bias)
 
-    def silu_gradient(self, packed: GroupQuantPacked, settings: Any, grad: Tensor) -> Tensor:
-        """Return the gradient of SiLU's input, for gradients that the kernels do not take."""
+    def restore_result(self, packed: GroupQuantPacked, settings: Any) -> Tensor:
+        """Return the result before the activation, by plain operations."""
         rows, _, weight, *_, eps = settings
         mean, invstd, _, bias = rows.view(4, -1)
-        y = batch_norm(packed.decode_in(self.layout), mean, invstd, bias, weight, eps)
-        return silu_backward(grad, y.to(packed.dtype))
+        return batch_norm(packed.decode_in(self.layout), mean, invstd, bias, weight, eps).to(packed.dtype)
+
+
+def trains_plainly(parameters: tuple[Any, ...], size: tuple[int, ...], dtype: torch.dtype | None) -> bool:
+    """Return whether all parameters are plain tensors of that size and dtype that get gradients."""
+    for parameter in parameters:
+        if type(parameter) not in PLAIN or not parameter.requires_grad:
+            return False
+        if parameter.shape != size or parameter.dtype is not dtype:
+            return False
+    return True
 
 
 def running_of(module: Any) -> tuple[Tensor, ...] | None:
@@ -267,6 +287,52 @@ def running_of(module: Any) -> tuple[Tensor, ...] | None:
     if batches.dtype is not torch.int64 or batches.device != mean.device:
         return None
     return (mean, var, batches) if all_fp32(parameters["weight"], parameters["bias"], mean, var) else None
+
+
+class InstanceNormStep(Step):
+    """Instance norm, whose input is packed: the batch norm of a single sample with a channel for each plane."""
+
+    def __init__(self, call: Call, facts: SiteFacts, module: Any, size: tuple[int, ...]) -> None:
+        super().__init__(call)
+        self.saving = PackedSaving(facts)
+        self.savings = (self.saving,)
+        self.size, self.layout = size, self.saving.layout
+        self.parameters = 0 if module.weight is None else 2
+        self.dtype = None if module.weight is None else module.weight.dtype
+
+    @staticmethod
+    def serves(module: Any) -> bool:
+        """Return whether statistics are those of the input alone."""
+        return not module.track_running_stats and module.running_mean is None
+
+    def operands(self, module: Any) -> tuple[Any, ...] | None:
+        found = tuple(each for each in (module.weight, module.bias) if each is not None)
+        if len(found) != self.parameters or not self.serves(module) or module.num_features != self.size[1]:
+            return None
+        return found if trains_plainly(found, self.size[1:2], self.dtype) else None
+
+    def forward(self, module: Any, values: Values, operands: tuple[Any, ...], run: Run) -> Any:
+        x = values[self.inputs[0]].contiguous().view(self.layout.size)
+        weight, bias = (each.repeat(self.size[0]) for each in operands) if operands else (None, None)
+        settings: Settings = (None, None, 0.0, module.eps, planes_call(x, weight, bias, None))
+        out, kept = normalise(x, weight, bias, settings)
+        values.append(
+            torch.ops.aten._unsafe_view.default(out, self.size)
+        )  # no view: an activation in place may be next
+        return self.saving.hold(x, run), kept
+
+    def backward(self, kept: Any, grad: Tensor, held: Any) -> Gradients:
+        packed, settings = kept
+        grad, needs = grad.reshape(self.layout.size), (True, *(self.parameters > 0,) * 2)
+        found = None
+        if grad.dtype is packed.dtype:
+            found = gradients_from_codes(packed, self.layout, settings, needs, grad)
+        if found is None:
+            found = plain_gradients(packed.decode_in(self.layout), settings, needs, grad)
+        grad_x, *others = found
+        assert grad_x is not None
+        rows = [each.view(self.size[:2]).sum(0) for each in others if each is not None]
+        return (grad_x.view(self.size),), tuple(rows)
 
 
 class ReluStep(Step):
@@ -311,13 +377,41 @@ class ReluStep(Step):
         return ((grad, kept) if self.norm is not None else relu_gradient(kept, self.layout, grad),), ()
 
 
-class SiluStep(Step):
-    """SiLU of a batch norm's result, computed by that step; its input is computed again from what that has packed."""
-
-    makes = "Silu"
+class LeakyReluStep(Step):
+    """Leaky ReLU in place, whose result is packed with its signs."""
 
     def __init__(self, call: Call, facts: SiteFacts, module: Any) -> None:
         super().__init__(call)
+        self.saving = PackedSaving(facts)
+        self.savings = (self.saving,)
+        self.slope: float = module.negative_slope
+
+    def operands(self, module: Any) -> tuple[Any, ...] | None:
+        return () if module.inplace and module.negative_slope == self.slope else None
+
+    def forward(self, module: Any, values: Values, operands: tuple[Any, ...], run: Run) -> Any:
+        values.append(leaky_relu_(values[self.inputs[0]], self.slope))
+        return self.saving.hold(values[-1], run)
+
+    def backward(self, kept: Any, grad: Tensor, held: Any) -> Gradients:
+        layout, found = self.saving.layout, None
+        if grad.dtype is kept.dtype:
+            found = gradient_from_signs(kept, layout, grad, self.slope)
+        if found is None:
+            found = leaky_relu_backward(grad, kept.decode_in(layout), self.slope, True)
+        return (found,), ()
+
+
+class SmoothStep(Step):
+    """Smooth activation of a batch norm's result, computed by that step.
+
+    Its input is computed again from what that step has packed.
+    """
+
+    def __init__(self, call: Call, facts: SiteFacts, module: Any) -> None:
+        super().__init__(call)
+        self.kind = SMOOTH[call.kind]
+        self.makes, self.act = self.kind.operation, ACTS[self.kind.operation]
         self.saving = ComputedSaving(facts, self.restore_input)
         self.savings = (self.saving,)
         self.norm: NormStep | None = None
@@ -326,10 +420,10 @@ class SiluStep(Step):
         """Whether the layer works in place, after which its result is not computed again."""
 
     def join(self, norm: Step) -> None:
-        """Leave the step to a batch norm, if its kernels compute both and its input is what SiLU's is made of."""
+        """Leave the step to a batch norm, if its kernels compute both and this input is made of its input."""
         if isinstance(norm, NormStep) and norm.kernels is not None:
             if norm.saving.facts.dependents >= {self.saving.facts}:
-                self.norm, norm.silu = norm, self
+                self.norm, norm.smooth, norm.act = norm, self, self.act
 
     def operands(self, module: Any) -> tuple[Any, ...] | None:
         return () if module.inplace is self.inplace else None
@@ -342,12 +436,12 @@ class SiluStep(Step):
 
     def restore_input(self, held: Any) -> Tensor:
         """Return the value that was taken."""
-        found: Tensor = held.silu_input(self).restore()
+        found: Tensor = held.smooth_input(self).restore()
         return found
 
     def restore(self, held: Any) -> Tensor:
         """Return the result."""
-        return silu_(self.restore_input(held))
+        return self.kind.function_(self.restore_input(held))
 
     def backward(self, kept: Any, grad: Tensor, held: Any) -> Gradients:
         return (grad,), ()

@@ -34,6 +34,8 @@ NORM_GROUP = 128
 """The only group size that batch norm's kernels read packed."""
 SMALLEST_PLANE = 32
 """Values of the smallest plane in NCHW memory that they read packed."""
+SMOOTH = {"Silu": 2, "Hardswish": 3}
+"""Activations that these compute behind a batch norm, with their gradients: operation and number. 0 stands for none."""
 LOG_KNEE = 8.0
 """Distance below zero from which log-probabilities have another step."""
 
@@ -244,14 +246,14 @@ class PackedUse(NamedTuple):
     """Whether batch norm reads it."""
     relu: bool
     """Whether ReLU reads it; for what batch norm reads, whether ReLU may read what comes of that."""
-    silu: bool
-    """Whether batch norm reads it, and SiLU may read what comes of that."""
+    smooth: tuple[str, ...]
+    """Smooth activations that may read what batch norm makes of it, of `SMOOTH`."""
     rates: tuple[int, ...]
     """Numbers of bits that it may have; that of `format` does not count."""
 
-    def before(self, relu: bool, silu: bool) -> PackedUse:
+    def before(self, relu: bool, smooth: tuple[str, ...]) -> PackedUse:
         """Return this use with activations that may be next."""
-        return PackedUse(self.format, self.size, self.channels_last, self.norm, relu, silu, self.rates)
+        return PackedUse(self.format, self.size, self.channels_last, self.norm, relu, smooth, self.rates)
 
 
 class SampledUnits(NamedTuple):

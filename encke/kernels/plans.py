@@ -100,6 +100,12 @@ class GroupPlan(ABC):
         self.gate_into(data, grad, out)
         return out
 
+    def leak(self, data: Tensor, grad: Tensor, slope: float) -> Tensor:
+        """Return `grad` where the values in `data`, packed with `signs`, are positive, else `slope` times that."""
+        size, stride = grad.shape, grad.stride()
+        negative = self.decode_strided(data, 0, size, stride) < 0  # whatever the seed
+        return torch.where(self.mask(data).as_strided(size, stride) & ~negative, grad, grad * slope)
+
     def finite(self, data: Tensor) -> bool | Tensor:
         """Return whether no group holds a NaN or an infinity, which its step tells; as a tensor without dimensions."""
         if self.numel == 0:

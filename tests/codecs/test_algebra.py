@@ -21,6 +21,7 @@ from encke.codecs.exact import Mask, Sign
         ([GroupQuant(4, group=256), GroupQuant(2, group=64)], GroupQuant(4, group=64)),
         ([Sign(), GroupQuant(2)], GroupQuant(4, signs=True)),
         ([Sign(), GroupQuant(4)], GroupQuant(8, signs=True)),
+        ([Sign(), GroupQuant(8)], GroupQuant(8, signs=True)),
         ([GroupQuant(4, signs=True), GroupQuant(4)], GroupQuant(8, signs=True)),
         ([ErrorBounded(0.1), ErrorBounded(0.02)], ErrorBounded(0.02)),
         ([ErrorBounded(0.1), ErrorBounded(0.01, "rel")], ErrorBounded(0.1, limit=0.01)),
@@ -49,6 +50,7 @@ def test_readers_of_one_tensor_share_one_codec_whatever_the_order(asked: list[Co
         found = strictest(list(order))
         assert found == expected, order
         assert all(strictest([found, codec]) == strictest([codec, found]) == found for codec in order)
+        assert all(strictest([found, codec]) is found for codec in order), "the same object, for who compares these"
 
 
 def test_a_joined_codec_keeps_both_promises() -> None:

@@ -16,10 +16,12 @@ from torch import nn
 import encke
 from encke import kernels
 from encke.capture import expressions
+from encke.capture.expressions import RULES
 from encke.codecs import Codec, GroupQuant
 from encke.fused import block, registry, steps
 from encke.fused.base import LayerForward
 from encke.fused.program import program_of
+from encke.fused.smooth import SMOOTH
 from encke.policies import Comet, Fixed, Policy
 from encke.torch_internals import top_saved_tensors_hooks
 
@@ -226,17 +228,17 @@ def test_autocast_and_channels_last(ran, split, monkeypatch):
     assert same(train_half(True), expected) and len(ran) == len(together) == 3
 
 
-def silu_blocks(inplace: bool = True) -> list[nn.Module]:
-    """Convolution, batch norm and SiLU, and the same with one filter for each channel, as in EfficientNet."""
+def smooth_blocks(activation: type[nn.Module], inplace: bool) -> list[nn.Module]:
+    """Convolution, batch norm and activation, and the same with one filter for each channel, as in EfficientNet."""
     layers = [nn.Conv2d(8, 8, 1, bias=False), nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False)]
-    return [nn.Sequential(layer, nn.BatchNorm2d(8), nn.SiLU(inplace)) for layer in layers]
+    return [nn.Sequential(layer, nn.BatchNorm2d(8), activation(inplace)) for layer in layers]
 
 
-def train_silu(
-    blocks: bool, inplace: bool = True, change: Change | None = None, count: int = STEPS
+def train_smooth(
+    blocks: bool, activation: type[nn.Module], inplace: bool = True, change: Change | None = None, count: int = STEPS
 ) -> tuple[list[torch.Tensor], list[Any]]:
     """Return outputs, gradients and buffers of every step, and all records."""
-    model = model_of(*silu_blocks(inplace)).to(memory_format=torch.channels_last)
+    model = model_of(*smooth_blocks(activation, inplace)).to(memory_format=torch.channels_last)
     handle = attach(model, Fixed(GroupQuant(bits=4)), blocks)
     tensors: list[torch.Tensor] = []
     noted: list[Any] = []
@@ -268,24 +270,27 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_silu_behind_a_batch_norm(ran, launched, inplace):
+@pytest.mark.parametrize("activation", SMOOTH)
+def test_smooth_activation_behind_a_batch_norm(ran, launched, activation, inplace):
     """One step computes both; what the convolution behind it reads is computed again from the batch norm's codes."""
-    expected, before = train_silu(False, inplace)
+    expected, before = train_smooth(False, activation, inplace)
     assert not ran
-    found, noted = train_silu(True, inplace)
-    assert ran == ["SiluStep"] * 2 * (STEPS - 2)
+    found, noted = train_smooth(True, activation, inplace)
+    assert ran == ["SmoothStep"] * 2 * (STEPS - 2)
     assert close(found, expected) and noted == before
     again = {(site.layer, site.operation) for site, _, _, codec in noted[-1] if codec == "recomputed"}
-    # What was changed in place is packed.
-    behind = set() if inplace else {("3.0", "Convolution"), ("4", "Convolution")}
-    assert again == {("2.2", "Silu"), ("3.2", "Silu"), *behind}
+    operation = SMOOTH[activation].operation
+    # What was changed in place is packed, and what no rule of recomputation makes.
+    behind = set() if inplace or operation not in RULES else {("3.0", "Convolution"), ("4", "Convolution")}
+    assert again == {("2.2", operation), ("3.2", operation), *behind}
 
 
-def test_gradients_of_another_dtype_go_through_silu(ran, launched, monkeypatch):
+@pytest.mark.parametrize("activation", SMOOTH)
+def test_gradients_of_another_dtype_go_through_a_smooth_activation(ran, launched, activation, monkeypatch):
     """Where the kernels do not take them, plain operations compute the same."""
-    expected, _ = train_silu(False)
+    expected, _ = train_smooth(False, activation)
     monkeypatch.setattr(steps.NormStep, "plan_backward", lambda self, device: None)
-    found, _ = train_silu(True)
+    found, _ = train_smooth(True, activation)
     assert len(ran) == 2 * (STEPS - 2) and close(found, expected, 0.05)
 
 
@@ -297,31 +302,35 @@ def evaluate_first_norm(step: int, model: nn.Module) -> None:
     model[2][1].train(step != 4)
 
 
-def hook_first_silu(step: int, model: nn.Module) -> None:
+def hook_first_activation(step: int, model: nn.Module) -> None:
     if step == 4:
         model[2][2].register_forward_hook(lambda m, args, out: out * 2)
 
 
-@pytest.mark.parametrize("change", [freeze_first_norm, evaluate_first_norm, hook_first_silu], ids=lambda f: f.__name__)
-def test_changes_around_a_silu_count(ran, launched, change):
-    expected, _ = train_silu(False, change=change, count=7)
-    found, _ = train_silu(True, change=change, count=7)
-    assert ran[:4] == ["SiluStep"] * 4 and close(found, expected)
+SMOOTH_CHANGES = [freeze_first_norm, evaluate_first_norm, hook_first_activation]
 
 
-def test_a_silu_elsewhere_is_no_part_of_a_block():
+@pytest.mark.parametrize("change", SMOOTH_CHANGES, ids=lambda f: f.__name__)
+def test_changes_around_a_smooth_activation_count(ran, launched, change):
+    expected, _ = train_smooth(False, nn.Hardswish, change=change, count=7)
+    found, _ = train_smooth(True, nn.Hardswish, change=change, count=7)
+    assert ran[:4] == ["SmoothStep"] * 4 and close(found, expected)
+
+
+@pytest.mark.parametrize("activation", SMOOTH)
+def test_a_smooth_activation_elsewhere_is_no_part_of_a_block(activation):
     """In front of a batch norm, behind a convolution, or read again within the container."""
 
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.conv, self.norm, self.act = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.SiLU()
+            self.conv, self.norm, self.act = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), activation()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.norm(self.conv(x))
             return self.act(y) + y
 
-    conv, norm, act = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.SiLU()
+    conv, norm, act = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), activation()
     assert program_of(nn.Sequential(conv, norm, act)) is not None
     others = [nn.Sequential(conv, act), nn.Sequential(conv, act, norm), Twice(), nn.Sequential(conv, norm, act, conv)]
     assert [program_of(each) for each in others] == [None] * 4

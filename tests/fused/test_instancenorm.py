@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from encke.capture import encoding
 from encke.codecs import ErrorBounded, GroupQuant
+from encke.codecs.exact import Sign
+from encke.fused.planner import layer_of
 from encke.policies import Comet, Fixed
 from tests.fused.common import DEVICE, EXACT, attach, gradients, near, second_order
 
@@ -60,6 +63,31 @@ def test_gradients_are_those_of_plain_hooks(norm, inplace, calls):
     model = net(norm, inplace)
     got, expected = compared(model, data(model), Fixed(GroupQuant(bits=4)))
     assert calls == ["forward", "packed"] and near(got, expected, 1e-5)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_activation_in_place_behind_it_is_seen(fused, monkeypatch):
+    """Autograd does not hide it in a node of copies, and it saves as in the pass before: its own bits, or shared."""
+    monkeypatch.setattr(encoding, "EXAMINED", ())
+    model = nn.Sequential(net(nn.InstanceNorm2d(8, affine=True)), nn.InstanceNorm2d(4), nn.LeakyReLU(0.01, True))
+    x = data(model, 6)
+    handle = attach(model, Fixed(GroupQuant(bits=4)))
+    if not fused:
+        for forward in handle._hooks:
+            forward.min_bytes = 1 << 40
+    gradients(model, x, 3)
+    layers = [layer_of(module, handle._capture) for module in model.modules()]
+    facts = [known for layer in layers if layer is not None for known in layer.calls[0]]
+    found = {known.site.layer: known for known in facts if known.site.operation == "LeakyRelu"}
+    codecs = {name: known.steady.codec for name, known in found.items()}
+    assert codecs == {"0.2": GroupQuant(bits=8, signs=True), "2": Sign()}
+    assert {known.reader for known in found.values()} == {"LeakyRelu"}
+    names, stack = set(), [model(x).grad_fn]
+    while stack:
+        node = stack.pop()
+        names.add(node.name())
+        stack += [each for each, _ in node.next_functions if each is not None]
+    assert "CopySlices" not in names and "AliasBackward" in names
 
 
 def test_values_that_other_codecs_decode_to(calls):

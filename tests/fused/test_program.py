@@ -314,12 +314,13 @@ def squeezed(squeeze: nn.Module, act: nn.Module | None = None) -> nn.Sequential:
     return nn.Sequential(nn.Sequential(*first), squeeze, nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8)))
 
 
+@pytest.mark.parametrize("activation", [nn.SiLU, nn.Hardswish, nn.ReLU])
 @pytest.mark.parametrize("kind", [Squeeze, OtherOrder])
-def test_calls_of_squeeze_and_excite(kind):
-    block = squeezed(kind())
+def test_calls_of_squeeze_and_excite(kind, activation):
+    block = squeezed(kind(), activation())
     program = program_of(block)
     assert program is not None
-    kinds = [nn.Conv2d, nn.BatchNorm2d, nn.SiLU, nn.AdaptiveAvgPool2d, nn.Conv2d, nn.SiLU, nn.Conv2d, nn.Sigmoid]
+    kinds = [nn.Conv2d, nn.BatchNorm2d, activation, nn.AdaptiveAvgPool2d, nn.Conv2d, nn.SiLU, nn.Conv2d, nn.Sigmoid]
     assert [call.kind for call in program.calls] == [*kinds, PRODUCT, nn.Conv2d, nn.BatchNorm2d]
     product = program.calls[8]
     assert product.inputs == ((8, 3) if kind is Squeeze else (3, 8))
@@ -340,7 +341,7 @@ class Short(Squeeze):
 def test_squeeze_and_excite_elsewhere():
     """Behind another activation, at the end, alone, or without one; called twice it saves two products."""
     squeeze = Short()
-    others: list[nn.Module] = [squeezed(squeeze, nn.ReLU()), squeezed(squeeze)[:2], squeeze, squeezed(nn.Sigmoid())]
+    others: list[nn.Module] = [squeezed(squeeze, nn.Sigmoid()), squeezed(squeeze)[:2], squeeze, squeezed(nn.Sigmoid())]
     assert [program_of(each) for each in others] == [None] * 4
     first, silu = squeezed(squeeze), nn.SiLU()
     assert program_of(nn.Sequential(first, silu, *squeezed(Short())[1:])) is not None

@@ -14,6 +14,8 @@ from encke import kernels
 from encke.capture import encoding, expressions, hooks, negligible
 from encke.codecs import Codec, GroupQuant
 from encke.fused import block, steps
+from encke.fused.smooth import SMOOTH
+from encke.kernels.formats import SMOOTH as ACTS
 from encke.policies import Comet, Fixed, Policy
 from encke.train.models.vision import torchvision_models
 from tests.fused import test_block
@@ -40,26 +42,27 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels of batch norm leave SiLU to torch: results are those of single layers bit for bit."""
+    """The kernels of batch norm leave activations to torch: results are those of single layers bit for bit."""
     from encke.kernels.gpu.norm_forward import ForwardPlan
 
     normalise, step = ForwardPlan.normalise, steps.NormStep
     plan_backward, backward = step.plan_backward, step.backward
 
-    def forward(self: Any, x: torch.Tensor, kept: torch.Tensor, out: torch.Tensor, silu: bool = False) -> None:
+    def forward(self: Any, x: torch.Tensor, kept: torch.Tensor, out: torch.Tensor, act: int = 0) -> None:
         normalise(self, x, kept, out)
-        if silu:
-            nn.functional.silu(out, inplace=True)
+        for kind in SMOOTH.values():
+            if ACTS[kind.operation] == act:
+                kind.function_(out)
 
     def without(self: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-        silu, self.silu = self.silu, None
+        kept, (self.smooth, self.act) = (self.smooth, self.act), (None, 0)
         found = function(self, *arguments)
-        self.silu = silu
+        self.smooth, self.act = kept
         return found
 
     def backward_in_two(self: Any, kept: Any, grad: torch.Tensor, held: Any) -> Any:
-        if self.silu is not None:
-            grad = steps.silu_backward(grad, held.silu_input(self.silu).restore())
+        if self.smooth is not None:
+            grad = self.smooth.kind.gradient(grad, held.smooth_input(self.smooth).restore())
         return without(self, backward, kept, grad, held)
 
     monkeypatch.setattr(ForwardPlan, "normalise", forward)
@@ -94,6 +97,14 @@ def mbconv(
         if isinstance(module, nn.SiLU):
             module.inplace = inplace
     return found
+
+
+def residual(activation: str) -> nn.Module:
+    """Return a block of MobileNetV3 with 8 channels, without a shortcut: activations are "RE" or "HS"."""
+    torchvision_models()
+    from torchvision.models.mobilenetv3 import InvertedResidual, InvertedResidualConfig
+
+    return InvertedResidual(InvertedResidualConfig(8, 3, 16, 16, True, activation, 1, 1, 1), nn.BatchNorm2d)
 
 
 def train(
@@ -142,8 +153,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "hard": lambda: model_of(mbconv(gate=nn.Hardsigmoid)),
     "other order": lambda: model_of(squeezed(OtherOrder())),
     "with a stride": lambda: model_of(mbconv(stride=2)),
+    "hard swish": lambda: model_of(residual("HS"), nn.Conv2d(16, 8, 1)),
+    "ReLU": lambda: model_of(residual("RE"), nn.Conv2d(16, 8, 1)),
     "in a row": lambda: model_of(mbconv(out=16), nn.Conv2d(16, 8, 1)),
 }
+WITHOUT_SHORTCUT = ("hard swish", "ReLU", "in a row", "other order", "with a stride")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -155,13 +169,14 @@ def test_values_and_records_are_those_of_single_layers(ran, apart, name, monkeyp
     again = {(site.layer, site.operation) for site, _, _, codec in noted if codec == "recomputed"}
     behind = {("2.block.3.0", "Convolution"), ("2.block.2.0", "Convolution"), ("2.2.0", "Convolution")}
     assert behind & again, "the product"
-    assert (("3", "Convolution") in again) == (name in ("in a row", "other order", "with a stride"))
+    assert (("3", "Convolution") in again) == (name in WITHOUT_SHORTCUT)
     assert (("2.block.1.0", "Convolution") in again) == (name == "not in place")
 
 
-def test_kernels_compute_the_silus(ran):
-    expected, before, _ = train(MODELS["expanded"], False)
-    found, noted, _ = train(MODELS["expanded"], True)
+@pytest.mark.parametrize("name", ["expanded", "hard swish"])
+def test_kernels_compute_smooth_activations(ran, name):
+    expected, before, _ = train(MODELS[name], False)
+    found, noted, _ = train(MODELS[name], True)
     assert ran == [14, 14] and noted == before and close(found, expected, 4e-2)
 
 

@@ -16,21 +16,11 @@ from encke.kernels.formats import GroupFormat
 from encke.kernels.gpu.common import narrow, widen
 from encke.kernels.gpu.launch import TYPES, Launch, seed_halves
 from encke.kernels.gpu.row_norm import TAKEN, VALUES, WIDEST, columns, inside, load_packed, readable, tile_of, unpack
+from encke.kernels.gpu.smooth import GELU, GELU_TANH, SILU, activated
 
-KINDS = {"silu": 0, "gelu": 1, "gelu tanh": 2}
+KINDS = {"silu": SILU.value, "gelu": GELU.value, "gelu tanh": GELU_TANH.value}
 """Activations, by the number that the kernel knows them by."""
 ALONE, VALUES_BESIDE, CODES_BESIDE = 0, 1, 2
-
-
-@triton.jit
-def activated(v, KIND: tl.constexpr):
-    """Return an activation of values."""
-    if KIND == 1:
-        return 0.5 * v * (1.0 + tl.erf(v * 0.7071067811865476))
-    elif KIND == 2:
-        return v * tl.sigmoid(1.5957691216057308 * (v + 0.044715 * v * v * v))
-    else:
-        return v * tl.sigmoid(v)
 
 
 @triton.jit(do_not_specialize=["rows", "seed_low", "seed_high", "factor_low", "factor_high"])

@@ -26,7 +26,7 @@ import torch
 import triton
 from torch import Tensor
 
-from encke.kernels.formats import GroupFormat, PackedUse, SampledUnits
+from encke.kernels.formats import SMOOTH, GroupFormat, PackedUse, SampledUnits
 from encke.kernels.gpu import bits, launch, norm_backward, norm_forward, norm_planes, norm_values, plans
 from encke.tools import process
 from encke.tools.provenance import core_count
@@ -150,12 +150,12 @@ def exercise_use(use: PackedUse, rate: int) -> None:
     size = (*use.size[:2], math.prod(use.size[2:]), 1) if len(use.size) > 2 else (numel,)
     format = replace(use.format, bits=rate)
     norm = use.norm and len(size) > 1
-    exercise_plan(format, size, use.channels_last, 0, False, norm, use.relu and not use.norm, use.relu, use.silu)
+    exercise_plan(format, size, use.channels_last, 0, False, norm, use.relu and not use.norm, use.relu, use.smooth)
 
 
 def exercise_plan(
     format: GroupFormat, size: tuple[int, ...], last: bool, seed: Any, seed_table: bool, norm: bool, relu: bool = True,
-    gated: bool = True, silu: bool = False,
+    gated: bool = True, smooth: Iterable[str] = (),
 ) -> None:  # fmt: skip
     """Launch the kernels of one plan.
 
@@ -168,7 +168,7 @@ def exercise_plan(
         norm: Whether batch norm reads it.
         relu: Whether ReLU may read it.
         gated: Whether ReLU may read what batch norm makes of it.
-        silu: Whether SiLU may.
+        smooth: Smooth activations that may.
     """
     layout = torch.channels_last if last and len(size) == 4 else torch.contiguous_format
     x = torch.empty(size, dtype=format.dtype, device=META, memory_format=layout)
@@ -188,13 +188,16 @@ def exercise_plan(
         if plan.fuses_norm_relu:
             rows = torch.empty(4, format.stride, device=META)
             plan.encode_norm_relu(x, tuple(rows) if seed_table else rows, x, seed)
+    if format.signs:
+        plan.leak(data, x, 0.01)
     if norm:
-        exercise_norm(x, plan, data, last, seed, seed_table, gated, silu)
+        exercise_norm(x, plan, data, last, seed, seed_table, gated, smooth)
 
 
 def exercise_norm(
-    x: Tensor, plan: Any, data: Tensor, last: bool, seed: Any, seed_table: bool, gated: bool, silu: bool
-) -> None:
+    x: Tensor, plan: Any, data: Tensor, last: bool, seed: Any, seed_table: bool, gated: bool,
+    smooth: Iterable[str],
+) -> None:  # fmt: skip
     """Launch the kernels of batch norm that read or write one format."""
     size, channels = tuple(x.shape), x.shape[1]
     backward = norm_backward.norm_plan(size, plan.format, last, torch.float32, META, seed_table)
@@ -210,8 +213,8 @@ def exercise_norm(
         gate = norm_backward.norm_plan(size, plan.format, last, torch.float32, META, seed_table, plan.format)
         assert gate is not None
         norm_backward.norm_backward(x, data, rows, None, row, gate, seed, True, data)
-    if silu and plan.fuses_forward:
-        through = norm_backward.norm_plan(size, plan.format, last, torch.float32, META, seed_table, silu=True)
+    for act in [SMOOTH[each] for each in smooth] if plan.fuses_forward else ():
+        through = norm_backward.norm_plan(size, plan.format, last, torch.float32, META, seed_table, act=act)
         if through is not None:
             norm_backward.norm_backward(x, data, rows, None, row, through, seed, True, rows)
     if not last and (planes := norm_planes.planes_forward(size, x.dtype, torch.float32, META)) is not None:
@@ -223,9 +226,8 @@ def exercise_norm(
         count = torch.empty((), dtype=torch.int64, device=META)
         plan.encode_moments(x, workspace, seed)
         forward.gather(workspace, row, row, (row, row, count), 0.1, 1e-5, rows)
-        forward.normalise(x, rows, x)
-        if silu:
-            forward.normalise(x, rows, x, silu=True)
+        for act in (0, *[SMOOTH[each] for each in smooth]):
+            forward.normalise(x, rows, x, act)
 
 
 def specialisation(function: Any, tensors: Any, numbers: Any, constants: Any, specialised: int = 2) -> tuple[Any, ...]:
@@ -295,8 +297,8 @@ def work(settings: dict[str, Any]) -> None:
     target = GPUTarget(settings["backend"], settings["arch"], settings["warp_size"])
     triton.runtime.driver.set_active(OtherTarget(target))
     uses = [
-        PackedUse(GroupFormat.from_numbers(numbers), tuple(size), last, norm, relu, silu, tuple(rates))
-        for numbers, size, last, norm, relu, silu, rates in settings["uses"]
+        PackedUse(GroupFormat.from_numbers(numbers), tuple(size), last, norm, relu, tuple(smooth), tuple(rates))
+        for numbers, size, last, norm, relu, smooth, rates in settings["uses"]
     ]
     for _ in compile_part(settings["part"], settings["workers"], uses, settings["seed_table"]):
         pass

@@ -17,6 +17,7 @@ from encke.kernels.gpu.codes import (
     first_values,
     fixed_codes,
     flags_of,
+    gated,
     inverted_random32,
     load_scales,
     origin_of,
@@ -27,7 +28,7 @@ from encke.kernels.gpu.codes import (
     store_scales,
     values_of,
 )
-from encke.kernels.gpu.common import load_sum, narrow, random32, seed_of, widen
+from encke.kernels.gpu.common import narrow, random32, seed_of, widen
 from encke.kernels.gpu.places import group_bytes
 
 
@@ -216,10 +217,11 @@ def gq_normalise_channels_kernel(
 @triton.jit(do_not_specialize=["row", "count", "blocks", "length"])
 def gq_gate_channels_kernel(
     data, x, other, out, stride: tl.int64, row: tl.int64, count: tl.int32, blocks: tl.int32, length: tl.int32,
+    slope: tl.float32,
     DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr, LENGTH: tl.constexpr, WHOLE: tl.constexpr,
-    CHANNELS: tl.constexpr, BYTES: tl.constexpr, ADD: tl.constexpr,
+    CHANNELS: tl.constexpr, BYTES: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Write x, with ADD plus `other`, where the packed values are not zero, else zero: ReLU's gradient."""
+    """Write x, or x plus `other`, where the packed values are not zero, else zero; see `gated`."""
     FIELD: tl.constexpr = 2 if BITS == 3 else BITS
     T: tl.constexpr = 8 // FIELD
     PARTS: tl.constexpr = LENGTH // BYTES
@@ -232,9 +234,10 @@ def gq_gate_channels_kernel(
     lo, step = load_scales(at_lo, data + codes + c, block * stride + c, here, groups, DTYPE, SIGNS)
     j, packed, third = load_channels(data, codes, part * BYTES, stride, length, c, here, BITS, BYTES)
     t = tl.arange(0, T)[None, None, :, None]
-    flag = flags_of(slices_of(packed, third, t, BITS), of_channel(lo), of_channel(step), BITS, SIGNS)
+    code, lo, step = slices_of(packed, third, t, BITS), of_channel(lo), of_channel(step)
     at = start + ((t * length + j) * stride + of_channel(c))
     inside = of_channel(here) & (t * length + j < valid)
     if not WHOLE:
         inside = inside & (j < length)
-    tl.store(out + at, tl.where(flag != 0, load_sum(x, other, at, inside, DTYPE, ADD), 0), mask=inside)
+    value = gated(x, other, at, inside, code, lo, step, slope, DTYPE, BITS, SIGNS, KIND)
+    tl.store(out + at, value, mask=inside)

@@ -5,7 +5,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from encke.kernels.gpu.common import INTERPRETED, divide, nan_max, nan_min, narrow, random32, rotate_right, widen
+from encke.kernels.gpu.common import (
+    INTERPRETED,
+    divide,
+    load_sum,
+    nan_max,
+    nan_min,
+    narrow,
+    random32,
+    rotate_right,
+    widen,
+)
+
+GATE, ADD, LEAK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""Kinds of gradients that codes gate: ReLU's, ReLU's of a sum, and leaky ReLU's."""
 
 
 def _shifted_codes(bits: int) -> str:
@@ -284,6 +297,25 @@ def flags_of(code, lo, step, BITS: tl.constexpr, SIGNS: tl.constexpr):
         return ((size != 0) | (known == 0)).to(tl.uint8)
     else:
         return ((code != 0) | (known == 0) | signed).to(tl.uint8)
+
+
+@triton.jit
+def gated(
+    x, other, at, there, code, lo, step, slope, DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr,
+    KIND: tl.constexpr,
+):  # fmt: skip
+    """Return x + at, with ADD plus other + at, where values are not zero, else zero: ReLU's gradient.
+
+    With LEAK, where values are positive, else `slope` times that: leaky ReLU's.
+    """
+    flag = flags_of(code, lo, step, BITS, SIGNS)
+    value = load_sum(x, other, at, there, DTYPE, KIND == ADD)
+    if KIND == LEAK:
+        size = code & tl.where(lo < 0, (1 << (BITS - 1)) - 1, (1 << BITS) - 1).to(tl.uint32)
+        passes = (flag != 0) & ((code == size) | (step != step))
+        return tl.where(passes, value, narrow(widen(value, DTYPE) * slope, DTYPE))
+    else:
+        return tl.where(flag != 0, value, 0)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from encke.kernels.gpu.codes import (
     first_values,
     fixed_codes,
     flags_of,
+    gated,
     group_max,
     group_min,
     inverted_random32,
@@ -27,7 +28,7 @@ from encke.kernels.gpu.codes import (
     store_scales,
     values_of,
 )
-from encke.kernels.gpu.common import load_sum, random32, seed_of, widen
+from encke.kernels.gpu.common import random32, seed_of, widen
 from encke.kernels.gpu.places import all_groups, byte_places, group_bytes, group_places, pair_places
 
 
@@ -140,11 +141,11 @@ def gq_decode_kernel(
 @triton.jit(do_not_specialize=["full", "rest", "rows", "magic", "shift", "length"])
 def gq_gate_kernel(
     data, x, other, out, full: tl.int32, rest: tl.int32, rows: tl.int32, magic: tl.int32, shift: tl.int32,
-    length: tl.int32,
+    length: tl.int32, slope: tl.float32,
     DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr, G: tl.constexpr, LENGTH: tl.constexpr,
-    WHOLE: tl.constexpr, THREADS: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, ADD: tl.constexpr,
+    WHOLE: tl.constexpr, THREADS: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Write x, with ADD plus `other`, where the packed values are not zero, else zero: ReLU's gradient."""
+    """Write x, or x plus `other`, where the packed values are not zero, else zero; see `gated`."""
     FIELD: tl.constexpr = 2 if BITS == 3 else BITS
     T: tl.constexpr = 8 // FIELD
     length = LENGTH if WHOLE else length // UNIT * UNIT
@@ -157,10 +158,11 @@ def gq_gate_kernel(
     packed, third = load_codes(data, codes, j, length, BITS, LENGTH, THREADS, LANES)
     t = tl.arange(0, T)[None, None, None, :, None]
     code = slices_of(packed[:, :, :, None, :], third[:, :, :, None, :], t, BITS)
-    flag = flags_of(code, of_group(lo), of_group(step), BITS, SIGNS)
+    lo, step = of_group(lo), of_group(step)
     at = of_group(start) + (t * length + j[:, :, :, None, :])
     if UNIT > 1 and valid == length * T:
-        tl.store(out + at, tl.where(flag != 0, load_sum(x, other, at, None, DTYPE, ADD), 0))
+        tl.store(out + at, gated(x, other, at, None, code, lo, step, slope, DTYPE, BITS, SIGNS, KIND))
     else:
         there = (t * length + j[:, :, :, None, :] < valid) & (j < length)[:, :, :, None, :]
-        tl.store(out + at, tl.where(flag != 0, load_sum(x, other, at, there, DTYPE, ADD), 0), mask=there)
+        value = gated(x, other, at, there, code, lo, step, slope, DTYPE, BITS, SIGNS, KIND)
+        tl.store(out + at, value, mask=there)

@@ -20,7 +20,6 @@ from encke.kernels.formats import NORM_GROUP, SMALLEST_PLANE, GroupFormat, Seed
 from encke.kernels.gpu.launch import TYPES, Launch, power_of_two, seed_arguments
 from encke.kernels.gpu.norm_kernels import (
     RELU,
-    SILU,
     finish_kernel,
     gather_kernel,
     last_apply_kernel,
@@ -33,7 +32,7 @@ from encke.kernels.plans import Gate, GroupPlan
 
 WARPS = 1  # of a program in channels_last memory; eight threads have 16 bytes each of a pixel
 PROGRAMS = 132 * 16  # programs that sum up, where there is enough to do
-REGISTERS = (128, 96, 112, 128)  # of programs that sum up, and write: alone, behind a ReLU or a SiLU; with few spills
+REGISTERS = (128, 96, 112, 128)  # of programs that sum up, and write: alone, behind ReLU or a smooth one; few spills
 REDUCED = 1024  # values that a program sums up in NCHW memory, with one warp
 WRITTEN = 512  # accesses of 16 bytes of a program that writes the gradient there
 GATHER = 1024  # sums that a program of the gathering reads at a time
@@ -46,8 +45,8 @@ class NormPlan:
 
     gate_bits = 0
     """Bits of a ReLU's codes that gradients are gated by; 0 if there are none."""
-    silu = False
-    """Whether gradients are those of a SiLU of the result."""
+    act = 0
+    """Number of a smooth activation of the result whose gradients are taken; 0 if there is none."""
 
     def __init__(
         self, numel: int, channels: int, splits: int, weight_dtype: torch.dtype | None, device: torch.device
@@ -83,9 +82,9 @@ class CodesPlan(NormPlan):
 
     def __init__(
         self, size: tuple[int, ...], format: GroupFormat, channels_last: bool, weight_dtype: torch.dtype | None,
-        device: torch.device, seed_table: bool, gate_bits: int = 0, silu: bool = False,
+        device: torch.device, seed_table: bool, gate_bits: int = 0, act: int = 0,
     ) -> None:  # fmt: skip
-        numel, self.gate_bits, self.silu = math.prod(size), gate_bits, silu
+        numel, self.gate_bits, self.act = math.prod(size), gate_bits, act
         self.format, self.channels_last, self.channels = format, channels_last, size[1]
         plan = self._plan_channels_last if channels_last else self._plan_planes
         splits = plan(numel, size[0], seed_table)
@@ -99,14 +98,14 @@ class CodesPlan(NormPlan):
         columns = 8 * vector
         blocks, tiles = -(-pixels // NORM_GROUP), -(-channels // columns)
         splits = -(-blocks // -(-blocks // max(PROGRAMS // tiles, 1)))
-        bits, gate = self.gate_bits, SILU.value if self.silu else RELU.value * (self.gate_bits > 0)
+        bits, gate = self.gate_bits, self.act or RELU.value * (self.gate_bits > 0)
         constants = (TYPES[dtype], self.format.bits, unit, vector, 4 * WARPS, columns, ROUND, seed_table, gate)
         self.workspace_numel = 0
         self.numbers: tuple[tuple, ...] = (
             (channels // unit, pixels, tiles, splits, bits), (channels // unit, pixels, tiles, bits),
         )  # fmt: skip
         self.reduce = Launch(last_reduce_kernel, tiles * splits, constants, WARPS, 2, REGISTERS[0])
-        self.write = Launch(last_apply_kernel, blocks * tiles, constants, WARPS, 2, REGISTERS[1 + gate])
+        self.write = Launch(last_apply_kernel, blocks * tiles, constants, WARPS, 2, REGISTERS[1 + min(gate, 2)])
         return splits
 
     def _plan_planes(self, numel: int, samples: int, seed_table: bool) -> int:
@@ -156,13 +155,14 @@ class CodesPlan(NormPlan):
 @functools.lru_cache(maxsize=4096)
 def norm_plan(
     size: tuple[int, ...], format: GroupFormat, channels_last: bool, weight_dtype: torch.dtype | None,
-    device: torch.device, seed_table: bool = False, gate: GroupFormat | None = None, silu: bool = False,
+    device: torch.device, seed_table: bool = False, gate: GroupFormat | None = None, act: int = 0,
 ) -> CodesPlan | None:  # fmt: skip
     """Return the plan for gradients of that size; None where the kernels do not take them.
 
     The packed input, in `format`, has the size and the memory format of the gradient: channels_last or contiguous. With
     `seed_table` seeds come as a tensor and a row. `gate` is the format of a ReLU's codes; where the kernels do not read
-    it, the plan has no `gate_bits`. With `silu` gradients are those of a SiLU of the result, in channels_last memory.
+    it, the plan has no `gate_bits`. With `act`, the number of a smooth activation, gradients are those of that
+    activation of the result, in channels_last memory.
     """
     numel, channels = math.prod(size), size[1]
     if format.bits not in (2, 3, 4, 8) or format.group != NORM_GROUP or format.signs or not numel:
@@ -171,13 +171,13 @@ def norm_plan(
         return None
     if format.stride != (channels if channels_last else 1):
         return None
-    if format.groups(numel) >= 1 << 30 or (silu and not channels_last):
+    if format.groups(numel) >= 1 << 30 or (act and not channels_last):
         return None
     plane = numel // (size[0] * channels)
     if format.row if channels_last else plane < SMALLEST_PLANE or format.row != (plane if plane % NORM_GROUP else 0):
         return None
     bits = gate.bits if gate is not None and channels_last and replace(gate, bits=format.bits) == format else 0
-    return CodesPlan(size, format, channels_last, weight_dtype, device, seed_table, bits, silu)
+    return CodesPlan(size, format, channels_last, weight_dtype, device, seed_table, bits, act)
 
 
 def norm_backward(
@@ -197,7 +197,7 @@ def norm_backward(
         seed: Seed of the packed input.
         apply: Whether the input's gradient is needed.
         gate: Codes of the ReLU of the result: `grad` is the ReLU's gradient, and counts where they are not zero. Only
-            for a plan with `gate_bits`. For a plan with `silu`: mean, 1 / deviation, scale and bias of each channel.
+            for a plan with `gate_bits`. For a plan with `act`: mean, 1 / deviation, scale and bias of each channel.
         out: Memory for the input's gradient: `grad`, or values, may be written over.
         scratch: Memory for `sums_numel` sums and for three coefficients of each channel, in fp32.
     """

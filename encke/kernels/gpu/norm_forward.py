@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from encke.kernels.formats import NORM_GROUP, channel_stride, run_length
+from encke.kernels.formats import NORM_GROUP, SMOOTH, channel_stride, run_length
 from encke.kernels.gpu.common import narrow, widen
 from encke.kernels.gpu.launch import TYPES, Launch
+from encke.kernels.gpu.smooth import activated
 
 MOMENTS = 4096  # moments of groups that a program reads at a time, of eight channels
 MANY = 2048  # groups of a channel that one program goes through; more are first merged by many programs
@@ -121,9 +122,9 @@ def statistics_kernel(
 @triton.jit(do_not_specialize=["units", "pixels"])
 def normalise_kernel(
     x, kept, out, units: tl.int32, pixels: tl.int64,
-    DTYPE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, CH: tl.constexpr, SILU: tl.constexpr,
+    DTYPE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, CH: tl.constexpr, ACT: tl.constexpr,
 ):  # fmt: skip
-    """Write (x - mean) * scale + bias, or with SILU the SiLU of that, for ROWS pixels of CH channels."""
+    """Write (x - mean) * scale + bias, or with ACT a smooth activation of that, for ROWS pixels of CH channels."""
     channels = units * UNIT
     c = tl.program_id(1) * CH + tl.arange(0, CH)
     here = c < channels
@@ -139,10 +140,9 @@ def normalise_kernel(
         inside = here[None, :] & (row < (pixels - first).to(tl.int32))
     v = widen(tl.load(x + at, mask=inside, other=0), DTYPE)
     y = tl.fma(v - mean[None, :], scale[None, :], bias[None, :])
-    if SILU:
+    if ACT:
         # Of what batch norm's result would be in memory.
-        y = widen(narrow(y, DTYPE), DTYPE)
-        y = y * tl.sigmoid(y)
+        y = activated(widen(narrow(y, DTYPE), DTYPE), ACT)
     tl.store(out + at, narrow(y, DTYPE), mask=inside)
 
 
@@ -170,9 +170,10 @@ class ForwardPlan:
         width = min(triton.next_power_of_2(channels), 256)
         rows = VALUES // width
         grid = (-(-pixels // rows), -(-channels // width))
-        self.apply, self.apply_silu = (
-            Launch(normalise_kernel, grid, (TYPES[dtype], UNIT, rows, width, silu), 4, 0) for silu in (False, True)
-        )
+        self.apply = {
+            act: Launch(normalise_kernel, grid, (TYPES[dtype], UNIT, rows, width, act), 4, 0)
+            for act in (0, *SMOOTH.values())
+        }
 
     def gather(
         self, workspace: Tensor, weight: Tensor, bias: Tensor, running: tuple[Tensor, ...] | None, momentum: float,
@@ -186,9 +187,9 @@ class ForwardPlan:
         moments = workspace if self.merge is None else self._merged(workspace)
         self.statistics[running is not None]((moments, weight, bias, *means, kept), (*self.numbers[0], momentum, eps))
 
-    def normalise(self, x: Tensor, kept: Tensor, out: Tensor, silu: bool = False) -> None:
-        """Write the result of batch norm, or the SiLU of that, to `out`, which may be `x`."""
-        (self.apply_silu if silu else self.apply)((x, kept, out), self.numbers[1])
+    def normalise(self, x: Tensor, kept: Tensor, out: Tensor, act: int = 0) -> None:
+        """Write the result of batch norm, or a smooth activation of that, to `out`, which may be `x`."""
+        self.apply[act]((x, kept, out), self.numbers[1])
 
     def measure(self, workspace: Tensor, mean: Tensor, var: Tensor) -> None:
         """Write mean and variance alone from what the encoder wrote to `workspace`."""

@@ -13,6 +13,7 @@ import triton.language as tl
 from encke.kernels.gpu.codes import join_scales, scales_at, split_thirds
 from encke.kernels.gpu.common import INTERPRETED, narrow, random32, seed_of, widen
 from encke.kernels.gpu.places import all_groups, byte_range, group_bytes, group_places, pair_places, quotient
+from encke.kernels.gpu.smooth import slope_of
 
 
 def _passed() -> str:
@@ -30,8 +31,8 @@ def _passed() -> str:
     return "{ " + " ".join(lines) + " }"
 
 
-RELU, SILU = tl.constexpr(1), tl.constexpr(2)
-"""Activations behind a batch norm whose gradient is left to it: by codes of a ReLU's result, or by its own result."""
+RELU = tl.constexpr(1)
+"""Activation behind a batch norm whose gradient is left to it by the codes of its result, not by that of the norm."""
 PASSED = tl.constexpr(_passed())
 PASSED_REGISTERS = tl.constexpr(",".join(["=&r"] * 4 + ["r"] * 19))
 
@@ -114,23 +115,16 @@ def column_codes(
 
 
 @triton.jit
-def silu_slope(y):
-    """Return the derivative of SiLU."""
-    share = tl.sigmoid(y)
-    return share * (1.0 + y * (1.0 - share))
-
-
-@triton.jit
-def through_silu(v, x, middle, scale, shift, DTYPE: tl.constexpr):
-    """Return gradients of SiLU's result as those of its input, the normalised x as a tensor of that dtype holds it."""
+def through_smooth(v, x, middle, scale, shift, DTYPE: tl.constexpr, GATE: tl.constexpr):
+    """Return gradients of a smooth activation as those of its input, the normalised x as that dtype holds it."""
     y = tl.fma(x - middle, scale, shift)
-    return v * silu_slope(rounded(y, DTYPE, True))
+    return v * slope_of(rounded(y, DTYPE, True), GATE)
 
 
 @triton.jit
 def affine_rows(rows, c, channels, here, GATE: tl.constexpr):
-    """Return mean, scale and bias of the channels from rows of statistics, if SiLU is next; else anything."""
-    if GATE == SILU:
+    """Return mean, scale and bias of the channels from rows of statistics for a smooth activation; else anything."""
+    if GATE > RELU:
         middle = tl.load(rows + c, mask=here, other=0.0)
         scale = tl.load(rows + 2 * channels + c, mask=here, other=0.0)
         return middle, scale, tl.load(rows + 3 * channels + c, mask=here, other=0.0)
@@ -192,8 +186,8 @@ def last_reduce_kernel(
     """Sum g and g * (x - mean) for each channel over every `splits`-th block of pixels, in channels_last memory.
 
     A tile is R pixels x CH channels, of which a thread has a piece of a row; 128 pixels make a group. With GATE, g is
-    the gradient of an activation: of a ReLU, whose codes are in `gate`, with `gate_bits` bits, or of a SiLU of what the
-    rows of statistics in `gate` make of x.
+    the gradient of an activation: of a ReLU, whose codes are in `gate`, with `gate_bits` bits, or of a smooth one of
+    what the rows of statistics in `gate` make of x.
     """
     seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
     T: tl.constexpr = 4 if BITS == 3 else 8 // BITS
@@ -217,7 +211,7 @@ def last_reduce_kernel(
         opened = open_gates(gate, groups, start, c, here, gate_bits, DTYPE, GATE)
         left = tl.minimum(pixels - block.to(tl.int64) * 128, 128).to(tl.int32)
         # Groups without a level for zero, as before a ReLU, are a straight line: group by group, not value by value.
-        if ROUND or GATE == SILU or tl.max(tl.max((zero > 0).to(tl.int32), 1), 0) > 0:
+        if ROUND or GATE > RELU or tl.max(tl.max((zero > 0).to(tl.int32), 1), 0) > 0:
             for u in range(LENGTH // R):
                 byte, third, h = column_codes(data, start, u, row, c, channels, here, seed_low, seed_high, BITS, R, V)
                 for s in tl.static_range(T):
@@ -227,8 +221,8 @@ def last_reduce_kernel(
                     v = gated(v, gate, opened, start, pixel, row, c, channels, here, gate_bits, GATE, V)
                     mark = code_as_mantissa(byte, third, h, s, BITS)
                     x = rounded(tl.where(mark < zero, 0.0, tl.fma(mark, step, base)), DTYPE, ROUND)
-                    if GATE == SILU:
-                        v = through_silu(v, x, own, scale, shift, DTYPE)
+                    if GATE > RELU:
+                        v = through_smooth(v, x, own, scale, shift, DTYPE, GATE)
                     sum_g += v
                     sum_gx = tl.fma(v, x - middle, sum_gx)
         else:
@@ -286,10 +280,10 @@ def last_apply_kernel(
             v = widen(tl.load(grad + start * 128 + pixel * channels + place, mask=there, other=0), DTYPE)
             v = gated(v, gate, opened, start, pixel, row, c, channels, here, gate_bits, GATE, V)
             mark = code_as_mantissa(byte, third, h, s, BITS)
-            if ROUND or GATE == SILU:
+            if ROUND or GATE > RELU:
                 x = rounded(tl.where(mark < zero, 0.0, tl.fma(mark, step, base)), DTYPE, ROUND)
-                if GATE == SILU:
-                    v = through_silu(v, x, own, scale, bias, DTYPE)
+                if GATE > RELU:
+                    v = through_smooth(v, x, own, scale, bias, DTYPE, GATE)
                 rest = tl.fma(x, k2, k3)
             else:
                 rest = tl.where(mark < zero, k3, tl.fma(mark, slope, shift))

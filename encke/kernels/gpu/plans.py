@@ -14,6 +14,7 @@ from encke.kernels.gpu.channels import (
     gq_gate_channels_kernel,
     gq_normalise_channels_kernel,
 )
+from encke.kernels.gpu.codes import ADD, GATE, LEAK
 from encke.kernels.gpu.group import gq_decode_kernel, gq_encode_kernel, gq_gate_kernel
 from encke.kernels.gpu.launch import TYPES, Launch, power_of_two, seed_arguments
 from encke.kernels.gpu.norm_relu import norm_relu_encode_kernel
@@ -91,9 +92,9 @@ class GpuPlan(GroupPlan):
         if dtype != torch.float64:
             constants_of_norm = (*constants, longer, seed_table)
             self.normaliser = Launch(gq_normalise_channels_kernel, grid * (room // longer), constants_of_norm, 4, 1)
-        self.gater, self.adder = (
-            Launch(gq_gate_channels_kernel, grid * (room // piece), (*constants, piece, add), 4, 1)
-            for add in (False, True)
+        self.gater, self.adder, self.leaker = (
+            Launch(gq_gate_channels_kernel, grid * (room // piece), (*constants, piece, kind), 4, 1)
+            for kind in (GATE.value, ADD.value, LEAK.value)
         )
 
     def _plan_rows(self, seed_table: bool) -> None:
@@ -115,7 +116,9 @@ class GpuPlan(GroupPlan):
             Launch(gq_decode_kernel, grid, (*rated, *shape, mask, seed_table), 4, 0) for mask in (False, True)
         )
         grid, shape = rows.tiles(GATED, lanes)
-        self.gater, self.adder = (Launch(gq_gate_kernel, grid, (*rated, *shape, add), 4, 0) for add in (False, True))
+        self.gater, self.adder, self.leaker = (
+            Launch(gq_gate_kernel, grid, (*rated, *shape, kind), 4, 0) for kind in (GATE.value, ADD.value, LEAK.value)
+        )
 
     def encode_into(self, x: Tensor, seed: Seed, data: Tensor) -> None:
         seeds, low, high = seed_arguments(seed, data)
@@ -181,13 +184,20 @@ class GpuPlan(GroupPlan):
 
     def gate_into(self, data: Tensor, grad: Tensor, out: Tensor, other: Tensor | None = None) -> None:
         if other is None:
-            self.gater((data, grad, grad, out), self.numbers)
+            self.gater((data, grad, grad, out), (*self.numbers, 0.0))
         else:
-            self.adder((data, grad, other, out), self.numbers)
+            self.adder((data, grad, other, out), (*self.numbers, 0.0))
 
     def gate(self, data: Tensor, grad: Tensor) -> Tensor:
         out = torch.empty_like(grad)
-        self.gater((data, grad, grad, out), self.numbers)
+        self.gater((data, grad, grad, out), (*self.numbers, 0.0))
+        return out
+
+    def leak(self, data: Tensor, grad: Tensor, slope: float) -> Tensor:
+        if self.format.dtype == torch.float64:
+            return super().leak(data, grad, slope)
+        out = torch.empty_like(grad)
+        self.leaker((data, grad, grad, out), (*self.numbers, slope))
         return out
 
 

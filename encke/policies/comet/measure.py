@@ -25,6 +25,7 @@ from encke.capture.sites import Site
 from encke.codecs import GroupQuant, Packed
 from encke.codecs.layout import Layout
 from encke.kernels import GroupFormat, GroupPlan, PackedUse, compile_ahead
+from encke.kernels.formats import SMOOTH
 from encke.policies.base import PackedMemory, SavedTensor
 from encke.policies.comet.branches import Branch, Graph, ScoresShare, single
 from encke.policies.comet.momentum import gradient_norm
@@ -279,10 +280,10 @@ class CometCollector:
         """Note the kernels that this memory takes at every rate, and those of its probe."""
         norm, last = site.operation.endswith("BatchNorm"), bool(layout.channels_last)
         rates, size = tuple(each.bits for each in self.trials), layout.size if layout.dense else (plan.numel,)
-        self._uses[PackedUse(plan.format, size, last, norm, masked, False, rates)] = None
+        self._uses[PackedUse(plan.format, size, last, norm, masked, (), rates)] = None
         if not norm:
             errors = GroupFormat(ERRORS.bits, ERRORS.group, torch.float32, plan.format.stride)
-            self._uses[PackedUse(errors, (plan.numel,), False, False, False, False, (ERRORS.bits,))] = None
+            self._uses[PackedUse(errors, (plan.numel,), False, False, False, (), (ERRORS.bits,))] = None
 
     def walk(self, nodes: Iterable[Any], saved_by: Callable[[Any], Iterable[tuple[str, SavedTensor]]]) -> None:
         """Put hooks on the nodes behind `nodes` that compute a weight's gradient: the forward pass is over."""
@@ -330,8 +331,9 @@ class CometCollector:
         if self._uses:
             # Batch norms take kernels of their own where an activation is next; which of them is not known here.
             relu = any(use.relu for use in self._uses)
-            silu = any(site.operation == "Silu" for site, _ in self.sites.values())
-            compile_ahead(use.before(relu, silu) if use.norm else use for use in self._uses)
+            operations = {site.operation for site, _ in self.sites.values()}
+            smooth = tuple(each for each in SMOOTH if each in operations)
+            compile_ahead(use.before(relu, smooth) if use.norm else use for use in self._uses)
 
     def _follow(self, readers: dict[str, Any], graph: Graph) -> None:
         """Measure the branches in which the readers of some places are."""

@@ -36,11 +36,32 @@ def test_without_a_relu_its_kernels_are_left_out():
     """A model of SiLUs, such as EfficientNet, takes neither gates nor encoders that compute a ReLU."""
     format = GroupFormat(4, 128, torch.bfloat16, 64)
     for norm in (False, True):
-        uses = [PackedUse(format, (8, 64, 16, 16), True, norm, relu, False, (2, 4)) for relu in (True, False)]
+        uses = [PackedUse(format, (8, 64, 16, 16), True, norm, relu, (), (2, 4)) for relu in (True, False)]
         some, fewer = ({ahead.specialisation(*each[:4]) for each in ahead.launches((2, 4), [use])} for use in uses)
         assert fewer < some
     gates = [function for function, *_ in ahead.launches((2, 4), uses[1:]) if "gate" in str(function)]
     assert not gates
+
+
+def test_smooth_activations_have_kernels_of_their_own():
+    """A model takes those of the activations that it has."""
+    format = GroupFormat(4, 128, torch.bfloat16, 64)
+    names: list[tuple[str, ...]] = [(), ("Silu",), ("Hardswish",), ("Silu", "Hardswish")]
+    uses = [PackedUse(format, (8, 64, 16, 16), True, True, False, each, (4,)) for each in names]
+    found = [{ahead.specialisation(*each[:4]) for each in ahead.launches((), [use])} for use in uses]
+    none, silu, hardswish, both = found
+    assert silu & hardswish == none and silu | hardswish == both
+    kernels = {str(function.fn) for function, *_ in hardswish - none}
+    assert len(kernels) == len(hardswish - none) == 3
+
+
+def test_signs_have_kernels_of_their_own():
+    """What leaky ReLU reads has them, and nothing else."""
+    uses = [
+        PackedUse(GroupFormat(4, 128, torch.float32, 1, s), (1 << 16,), False, False, False, (), (4,)) for s in (0, 1)
+    ]
+    found = [[str(function.fn) for function, *_ in ahead.launches((), [use])] for use in uses]
+    assert ["gate" in str(names) for names in found] == [False, True]
 
 
 def test_launching_works_again_after_the_record():

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from encke.kernels import GroupFormat, reference
+from encke.kernels.formats import SMOOTH
 from encke.kernels.reference.fields import hash24
 from tests.kernels.gpu.common import DEVICE, SEED, compile_for_hopper
 
@@ -17,6 +18,11 @@ norm_backward = pytest.importorskip("encke.kernels.gpu.norm_backward", reason="n
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 GROUP = 128
+SLOPES = {
+    "Silu": torch.ops.aten.silu_backward,
+    "Hardswish": torch.ops.aten.hardswish_backward,
+}
+"""Gradients of smooth activations, from that of the result and the input."""
 
 
 def format_for(size: tuple[int, ...], dtype: torch.dtype, bits: int, last: bool) -> GroupFormat:
@@ -271,19 +277,18 @@ def test_a_relu_between_batch_norm_and_gradient(bits, gate_bits):
 
 @pytest.mark.parametrize("bits", [2, 3, 8])
 @pytest.mark.parametrize(("size", "dtype"), [((2, 8, 9, 15), torch.bfloat16), ((3, 24, 8, 8), torch.float32)], ids=str)
-def test_a_silu_between_batch_norm_and_gradient(size, dtype, bits):
+@pytest.mark.parametrize("activation", SLOPES)
+def test_a_smooth_activation_between_batch_norm_and_gradient(activation, size, dtype, bits):
     """Its slope comes from the decoded input: the gradients are those of both, by the formula."""
     grad, mean, invstd, weight = tensors(size, True, dtype, torch.float32)
     bias, numel = torch.rand_like(mean) - 0.5, grad.numel()
-    plan = norm_backward.norm_plan(
-        size, format_for(size, dtype, bits, True), True, torch.float32, grad.device, silu=True
-    )
+    act = SMOOTH[activation]
+    plan = norm_backward.norm_plan(size, format_for(size, dtype, bits, True), True, torch.float32, grad.device, act=act)
     data = packed(plan.format, numel, True)
     x = in_memory(decoded(data, plan.format, numel), grad)
     rows = torch.stack([mean, invstd, invstd * weight, bias])
     y = (x - mean.double().view(1, -1, 1, 1)) * rows[2].double().view(1, -1, 1, 1) + bias.double().view(1, -1, 1, 1)
-    share = y.to(dtype).double().sigmoid()
-    through = grad.double() * share * (1 + y.to(dtype).double() * (1 - share))
+    through = SLOPES[activation](grad.double(), y.to(dtype).double())
     expected = formula(x, through, mean, invstd, weight)
     found = norm_backward.norm_backward(grad, data, rows, None, weight, plan, SEED, gate=rows)
     half = 2**-7 if dtype == torch.bfloat16 else 1e-5
@@ -303,7 +308,7 @@ def test_what_is_left_to_others():
     assert not takes((2, 8, 5, 5), row=25) and not takes(row=128) and not takes(last=True, stride=8, row=512)
     assert not takes(last=True) and not takes(stride=8) and not takes(group=256) and not takes(dtype=torch.float64)
     assert not takes(bits=4, signs=True) and takes(bits=3)
-    assert norm_backward.norm_plan(size, good, False, None, torch.device(DEVICE), silu=True) is None
+    assert norm_backward.norm_plan(size, good, False, None, torch.device(DEVICE), act=SMOOTH["Silu"]) is None
 
 
 COMPILE = """
@@ -316,8 +321,8 @@ for dtype, name in (TYPES[each] for each in ("float32", "float16", "bfloat16")):
     last = common | {"UNIT": 8, "V": 8, "R": 4, "CH": 64}
     planes = common | {"G": 8, "LENGTH": 32, "WHOLE": dtype == tl.float32, "THREADS": 4, "LANES": 8, "UNIT": 8}
     ragged = planes | {"BITS": 3, "WHOLE": False, "LANES": 2, "UNIT": 1}
-    for bits, gate in ((2, 0), (3, 0), (2, 1), (3, 1), (2, 2), (3, 2)):
-        beside = pointers | {"gate": "*fp32" if gate == 2 else "*u8"}
+    for bits, gate in ((2, 0), (3, 0), (2, 1), (3, 1), (2, 2), (3, 2), (2, 3), (3, 3)):
+        beside = pointers | {"gate": "*fp32" if gate > 1 else "*u8"}
         build(norm_kernels.last_reduce_kernel, beside, last | {"BITS": bits, "GATE": gate}, num_warps=1)
         build(norm_kernels.last_apply_kernel, beside, last | {"BITS": bits, "GATE": gate}, num_warps=1)
     build(norm_kernels.plane_reduce_kernel, pointers, planes, num_warps=1)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional
 
 from encke.kernels import GroupFormat, GroupPlan
+from encke.kernels.formats import SMOOTH
 from tests.kernels.gpu.common import DEVICE, SEED, compile_for_hopper
 
 gpu = pytest.importorskip("encke.kernels.gpu", reason="needs triton")
@@ -78,16 +80,18 @@ def test_norm(size, dtype, bits, offset):
 
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_silu_behind_norm(dtype, inplace):
+@pytest.mark.parametrize(("name", "function"), [("Silu", functional.silu), ("Hardswish", functional.hardswish)])
+def test_smooth_activation_behind_norm(name, function, dtype, inplace):
     """It is that of batch norm's result as a tensor holds it."""
-    x = values((5, 24, 23, 23), dtype, 1.0)
+    x = values((5, 24, 23, 23), dtype, 1.0) * 2
     kept = torch.stack([torch.rand(24, device=DEVICE) + offset for offset in (0.5, 0.5, 0.5, -0.5)])
     forward = norm_forward.forward_plan(x.shape, x.stride(), dtype, x.device)
     y = torch.empty_like(x)
     forward.normalise(x, kept, y)
     out = x if inplace else torch.empty_like(x)
-    forward.normalise(x, kept, out, silu=True)
-    expected = torch.nn.functional.silu(y)
+    forward.normalise(x, kept, out, SMOOTH[name])
+    expected = function(y)
+    assert (y < -3).any() and (y > 3).any()
     half = 2**-8 if dtype == torch.bfloat16 else 2**-11
     assert ((out.double() - expected.double()).abs() <= 2 * half * expected.double().abs() + 1e-6).all()
     assert (out == expected).float().mean() > 0.99
@@ -162,6 +166,7 @@ def test_relu(size, dtype, inplace):
 
 
 COMPILE = """
+from encke.kernels.formats import SMOOTH
 from encke.kernels.gpu import norm_forward, pairs
 floats = ("workspace", "weight", "bias", "running_mean", "running_var", "kept")
 for dtype, name in ((tl.float16, "*fp16"), (tl.bfloat16, "*i16")):
@@ -172,8 +177,8 @@ for dtype, name in ((tl.float16, "*fp16"), (tl.bfloat16, "*i16")):
         for full in (True, False):
             more = {"WITH": beside, "FULL": full, "TABLE": full}
             build(pairs.gq_encode_channels_pairs_kernel, pointers | {"beside": kind}, encode | more, maxnreg=96)
-    for silu in (False, True):
-        constants = {"DTYPE": dtype, "UNIT": 8, "ROWS": 64, "CH": 64, "SILU": silu}
+    for act in (0, *SMOOTH.values()):
+        constants = {"DTYPE": dtype, "UNIT": 8, "ROWS": 64, "CH": 64, "ACT": act}
         build(norm_forward.normalise_kernel, pointers, constants)
 for running in (True, False):
     constants = {"RUNNING": running, "ROWS": 512, "CH": 8, "GROUP": 128}

@@ -75,6 +75,22 @@ def test_gate(dtype, bits, signs, group, channels):
         assert same(out, torch.where(mask, x.nan_to_num(0) + other, 0))
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("row", "channels"), [(0, 1), (343, 1), (0, 24)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_leak(dtype, row, channels, bits):
+    """The gradient where the packed values are positive, else a part of it, as from values with these signs."""
+    numel = 343 * 24
+    x, gradient = content("normal", numel, dtype), content("normal", numel, dtype).flip(0)
+    x[::7], x[2000:3000], x[4000:4200] = 0, x[2000:3000].abs(), 1 / 3
+    x[1000:1128] = torch.where(x[1000:1128] < 0, -1 / 3, 0.0)
+    ours, theirs = plans(GroupFormat(bits, 128, dtype, channels, True, row), numel)
+    data = ours.encode(x, SEED)
+    expected = torch.ops.aten.leaky_relu_backward(gradient, x, 0.1, True)
+    for plan in (ours, theirs):
+        assert same(plan.leak(data, gradient, 0.1), expected)
+
+
 @pytest.mark.parametrize("group", [128, 512, 200, 8192])
 def test_groups(group):
     x, (ours, theirs) = content("normal", 3200, torch.float32), plans(GroupFormat(4, group, torch.float32), 3200)

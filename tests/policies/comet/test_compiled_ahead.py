@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +19,9 @@ from encke.codecs import GroupQuant  # noqa: E402
 from encke.codecs.layout import flatten, rows_for, with_rows  # noqa: E402
 from encke.fused.base import LayerForward  # noqa: E402
 from encke.fused.conv import ConvForward  # noqa: E402
+from encke.fused.smooth import SMOOTH  # noqa: E402
 from encke.kernels import PackedUse, gpu, reference  # noqa: E402
+from encke.kernels.formats import SMOOTH as NUMBERS  # noqa: E402
 from encke.kernels.gpu import ahead, launch, plans, samples  # noqa: E402, samples
 from encke.policies.comet import measure  # noqa: E402
 from encke.policies.comet.allocate import BITS  # noqa: E402
@@ -95,7 +98,13 @@ def network(channels: int, activation: type[nn.Module]) -> nn.Sequential:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     ("memory", "activation"),
-    [(torch.channels_last, nn.ReLU), (torch.contiguous_format, nn.ReLU), (torch.channels_last, nn.SiLU)],
+    [
+        (torch.channels_last, nn.ReLU),
+        (torch.contiguous_format, nn.ReLU),
+        (torch.channels_last, nn.SiLU),
+        (torch.channels_last, nn.Hardswish),
+        (torch.contiguous_format, functools.partial(nn.LeakyReLU, inplace=True)),
+    ],
 )
 def test_kernels_of_all_settings_are_known_after_the_first_pass(
     batch: int, channels: int, side: int, dtype: torch.dtype, memory: torch.memory_format, activation: type[nn.Module],
@@ -126,9 +135,11 @@ def test_kernels_of_all_settings_are_known_after_the_first_pass(
     names = {function.__name__ if hasattr(function, "__name__") else str(function) for function, *_ in watch.needed}
     assert len(watch.needed) > 12 and any("encode" in name for name in names), names
     assert not watch.needed - early
-    if activation is nn.SiLU and dtype == torch.bfloat16 and side % 16 == 0:
-        # Batch norm's backward has read SiLU's gradient.
-        assert any("last_apply" in str(function.fn) and constants[-1] == 2 for function, constants, *_ in watch.needed)
+    if activation in SMOOTH and dtype == torch.bfloat16 and side % 16 == 0:
+        # Batch norm's backward has read the activation's gradient.
+        number = NUMBERS[SMOOTH[activation].operation]
+        gates = {constants[-1] for function, constants, *_ in watch.needed if "last_apply" in str(function.fn)}
+        assert number in gates
 
 
 def saved_tensors(batch: int, memory: torch.memory_format, dtype: torch.dtype) -> list[tuple[Tensor, bool]]:
@@ -156,7 +167,7 @@ def test_kernels_of_resnet50_are_few(batch: int, dtype: torch.dtype, watch: Watc
         flat, layout = flatten(x)
         layout = with_rows(layout, rows_for(layout, flat.numel(), ("channels", 0)) if norm else None)
         plan = GroupQuant(2)._plan(flat, layout, flat.numel())
-        use = PackedUse(plan.format, layout.size, bool(layout.channels_last), norm, True, False, BITS)
+        use = PackedUse(plan.format, layout.size, bool(layout.channels_last), norm, True, (), BITS)
         watch.asked.append(use)
     watch.asked = list(dict.fromkeys(watch.asked))
     assert len(watch.asked) < 40
