@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from encke.capture.sites import Site
 from encke.codecs.base import Codec, EncoderState
@@ -65,6 +67,7 @@ class SiteFacts:
     """Everything about a site that is learnt from one pass to the next. Each fact is checked when it is used."""
 
     __slots__ = (
+        "activation",
         "cast",
         "changed",
         "copied",
@@ -115,6 +118,8 @@ class SiteFacts:
         """Kernel, stride, padding and dilation, if this is where a max-pool saves its indices."""
         self.input_index = -1
         """Index, within the same call, of the site where that max-pool saves its input."""
+        self.activation: weakref.ref[nn.Module] | None = None
+        """Module of an activation of torch that saves its input here; it may work in place."""
         self.high: int | None = None
         """A known limit of the integers saved here."""
         self.sources: frozenset[int] | None = None

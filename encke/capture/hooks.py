@@ -269,7 +269,7 @@ class Capture:
             saved.tensor, saved.version = keep(t)
         cell.waiting += 1
         cell.hold(flat)
-        if cell.record.facts is facts and not t._version:
+        if cell.record.facts is facts:
             cell.producer = (t.grad_fn, t.output_nr, layout)
         forward.pending.add(saved)
         return saved

@@ -70,6 +70,8 @@ from encke.torch_internals import RAW_SAVED, saved_setting
 LINEAR_MODULES = (nn.Linear, nn.LazyLinear)
 POOLS = (nn.MaxPool2d.forward, nn.MaxPool3d.forward)
 EMBEDDINGS = (nn.Embedding.forward,)
+ACTIVATIONS = (nn.SiLU.forward, nn.Hardswish.forward, nn.Mish.forward, nn.ELU.forward, nn.SELU.forward)
+"""Activations that may work in place."""
 SETTING_SITES = {reader for reader in TABLE if reader[0] in SETTINGS}
 """Sites whose need goes by a setting of the operation."""
 
@@ -174,6 +176,8 @@ class Readers:
         elif site.operation == "ScaledDotProductAttention":
             facts.sources = frozenset(other.facts.index for name, other in savings if name in INPUTS)
         facts.of_module = forward in (POOLS if facts.window is not None else EMBEDDINGS)
+        if owner is not None and forward in ACTIVATIONS and slot == "self":
+            facts.activation = weakref.ref(owner)
         if site.need == "lossy":
             facts.norm = norm_of(node, site.operation, site.slot)
         told = facts.window is not None or facts.high is not None

@@ -166,7 +166,9 @@ def recompute(
     if facts.site.need != "lossy" or facts.site.slot == "result":
         return None
     # Of codecs that promise a bound, a source within the bound tells nothing about the result.
-    if t._version or not layout.dense or not (codec.exact or codec.reads_packed):
+    if not layout.dense or not (codec.exact or codec.reads_packed):
+        return None
+    if t._version and not (t._version == 1 and made_in_place(producer[0])):
         return None
     sources: dict[SiteFacts, bool] = {}
     expression = express(*producer, t.shape, t.device, codec, sources)
@@ -192,6 +194,17 @@ def recompute(
         if not good:
             return None
     return found
+
+
+def made_in_place(node: Any) -> bool:
+    """Return whether an activation in place made its result: it counts as one modification of its input's memory.
+
+    The layer tells. Its node does not: what a function in place saves is a copy, as another one's input may be.
+    """
+    raw = raw_operand(node, "self", getattr(node, "encke_slots", ()))
+    activation = raw.facts.activation if isinstance(raw, Saved) else None
+    module: Any = None if activation is None else activation()
+    return module is not None and bool(module.inplace)
 
 
 def express(
