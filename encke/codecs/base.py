@@ -292,20 +292,12 @@ class Packed(ABC):
             flat = tensor.as_strided((self.numel,), (1,))
         return flat != 0 if mask else flat
 
-    def leak(self, grad: Tensor, slope: float) -> Tensor | None:
-        """Return `grad` where the values are positive, elsewhere `slope` times that; None as for `gate`.
-
-        Args:
-            grad: Tensor of the same dtype that lies in memory as the run does.
-            slope: The factor.
-        """
-        return None
-
-    def gate(self, grad: Tensor) -> Tensor | None:
+    def gate(self, grad: Tensor, slope: float | None = None) -> Tensor | None:
         """Return `grad` where the values are not zero, elsewhere zero; None where no kernel reads them packed.
 
         Args:
             grad: Tensor of the same dtype that lies in memory as the run does.
+            slope: Return `grad` where the values are positive, elsewhere `slope` times that.
         """
         return None
 

@@ -26,10 +26,10 @@ class ErrorBoundedPacked(PendingPacked):
     def intact(self, source: Tensor) -> bool:
         return True
 
-    def gate(self, grad: Tensor) -> Tensor | None:
+    def gate(self, grad: Tensor, slope: float | None = None) -> Tensor | None:
         meta, payload = self.buffers
         kernel: Any = getattr(operations(meta), "bounded_gate", None)
-        if kernel is None:
+        if kernel is None or slope is not None:
             return None
         self.confirm()
         found: Tensor = kernel(meta, payload, self.format, grad)

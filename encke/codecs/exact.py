@@ -47,7 +47,9 @@ class SignPacked(BitsPacked):
 
     __slots__ = ()
 
-    def leak(self, grad: Tensor, slope: float) -> Tensor:
+    def gate(self, grad: Tensor, slope: float | None = None) -> Tensor | None:
+        if slope is None:
+            return None
         positive = operations(self.buffers[0]).bits_decode(self.buffers[0], 1, self.numel).view(torch.bool)
         return torch.where(positive.as_strided(grad.shape, grad.stride()), grad, grad * slope)
 

@@ -39,11 +39,8 @@ class GroupQuantPacked(FlatPacked):
     def intact(self, source: Tensor) -> bool | Tensor:
         return self.plan.finite(self.buffers[0])
 
-    def gate(self, grad: Tensor) -> Tensor | None:
-        return self.plan.gate(self.buffers[0], grad)
-
-    def leak(self, grad: Tensor, slope: float) -> Tensor | None:
-        return self.plan.leak(self.buffers[0], grad, slope) if self.codec.signs else None
+    def gate(self, grad: Tensor, slope: float | None = None) -> Tensor | None:
+        return self.plan.gate(self.buffers[0], grad, slope) if slope is None or self.codec.signs else None
 
     def decode_in(self, layout: Layout) -> Tensor:
         if layout.dense and self.layout.dense:

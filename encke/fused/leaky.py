@@ -49,7 +49,7 @@ class LeakyReluFunction(torch.autograd.Function):
 def gradient_from_signs(packed: Packed, layout: Layout, grad: Tensor, slope: float) -> Tensor | None:
     """Return the gradient where the packed result is positive, else `slope` times that; None if no kernel reads it."""
     # For other slopes torch raises an error: the result does not have the signs of the input.
-    return packed.leak(grad, slope) if slope >= 0 and layout.dense and grad.stride() == layout.stride else None
+    return packed.gate(grad, slope) if slope >= 0 and layout.dense and grad.stride() == layout.stride else None
 
 
 class LeakyReluForward(LayerForward):

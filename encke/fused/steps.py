@@ -208,8 +208,11 @@ class NormStep(Step):
 
     def operands(self, module: Any) -> tuple[Any, ...] | None:
         weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
-        if not trains_plainly((weight, bias), self.channels, self.dtype):
-            return None
+        for parameter in (weight, bias):
+            if type(parameter) not in PLAIN or not parameter.requires_grad or parameter.shape != self.channels:
+                return None
+            if parameter.dtype is not self.dtype:
+                return None
         return None if self.kernels is not None and running_of(module) is None else (weight, bias)
 
     def forward(self, module: Any, values: Values, operands: tuple[Any, ...], run: Run) -> Any:
@@ -268,16 +271,6 @@ class NormStep(Step):
         return batch_norm(packed.decode_in(self.layout), mean, invstd, bias, weight, eps).to(packed.dtype)
 
 
-def trains_plainly(parameters: tuple[Any, ...], size: tuple[int, ...], dtype: torch.dtype | None) -> bool:
-    """Return whether all parameters are plain tensors of that size and dtype that get gradients."""
-    for parameter in parameters:
-        if type(parameter) not in PLAIN or not parameter.requires_grad:
-            return False
-        if parameter.shape != size or parameter.dtype is not dtype:
-            return False
-    return True
-
-
 def running_of(module: Any) -> tuple[Tensor, ...] | None:
     """Return running mean, running variance and number of batches, which kernels update; None if they cannot."""
     buffers, parameters = module._buffers, module._parameters
@@ -309,7 +302,12 @@ class InstanceNormStep(Step):
         found = tuple(each for each in (module.weight, module.bias) if each is not None)
         if len(found) != self.parameters or not self.serves(module) or module.num_features != self.size[1]:
             return None
-        return found if trains_plainly(found, self.size[1:2], self.dtype) else None
+        for parameter in found:
+            if type(parameter) not in PLAIN or not parameter.requires_grad or parameter.shape != self.size[1:2]:
+                return None
+            if parameter.dtype is not self.dtype:
+                return None
+        return found
 
     def forward(self, module: Any, values: Values, operands: tuple[Any, ...], run: Run) -> Any:
         x = values[self.inputs[0]].contiguous().view(self.layout.size)

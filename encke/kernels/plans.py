@@ -94,17 +94,18 @@ class GroupPlan(ABC):
         self.mask_into(data, out)
         return out
 
-    def gate(self, data: Tensor, grad: Tensor) -> Tensor:
-        """Return `grad` where the values in `data` are not zero, else zero: ReLU's gradient."""
+    def gate(self, data: Tensor, grad: Tensor, slope: float | None = None) -> Tensor:
+        """Return `grad` where the values in `data` are not zero, else zero: ReLU's gradient.
+
+        With `slope`, where the values, packed with `signs`, are positive, else `slope` times that: leaky ReLU's.
+        """
+        if slope is not None:
+            size, stride = grad.shape, grad.stride()
+            negative = self.decode_strided(data, 0, size, stride) < 0  # whatever the seed
+            return torch.where(self.mask(data).as_strided(size, stride) & ~negative, grad, grad * slope)
         out = torch.empty_like(grad)
         self.gate_into(data, grad, out)
         return out
-
-    def leak(self, data: Tensor, grad: Tensor, slope: float) -> Tensor:
-        """Return `grad` where the values in `data`, packed with `signs`, are positive, else `slope` times that."""
-        size, stride = grad.shape, grad.stride()
-        negative = self.decode_strided(data, 0, size, stride) < 0  # whatever the seed
-        return torch.where(self.mask(data).as_strided(size, stride) & ~negative, grad, grad * slope)
 
     def finite(self, data: Tensor) -> bool | Tensor:
         """Return whether no group holds a NaN or an infinity, which its step tells; as a tensor without dimensions."""

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from encke import kernels
 from encke.codecs import ErrorBounded, GroupQuant
+from encke.codecs.exact import Sign
 from encke.fused import leaky
 from encke.policies import Fixed
 from tests.fused.common import DEVICE, EXACT, attach, gradients, second_order
@@ -61,9 +63,20 @@ def test_gradients_are_those_of_plain_hooks(behind, dtype, last, read, determini
     assert read == [True]
 
 
-def test_codes_that_no_kernel_reads(read, deterministic):
+@pytest.mark.parametrize("launched", [False, True])
+def test_codes_that_no_kernel_reads(launched, read, deterministic, monkeypatch):
+    """Those of `ErrorBounded`: the kernel that reads their bitmap computes ReLU's gradient."""
+    if launched:
+        monkeypatch.setattr(kernels, "backend_for", lambda device: gpu)
     assert compared(net(), data(), Fixed(ErrorBounded(1e-2))) and read == [False]
     assert compared(net(), data(), EXACT)
+
+
+def test_codes_without_signs_give_no_gradient_and_signs_no_mask():
+    x = data()
+    assert GroupQuant(4).encode(x).gate(x, 0.1) is None and Sign().encode(x).gate(x) is None
+    found = [codec.encode(x).gate(x, 0.1) for codec in (GroupQuant(4, signs=True), Sign())]
+    assert all(torch.equal(each, nn.functional.leaky_relu(x, 0.1)) for each in found)
 
 
 def test_calls_that_go_the_plain_way(read, deterministic):

@@ -113,7 +113,7 @@ def test_collection_steps_go_layer_by_layer_and_decide_the_same(ran):  # noqa: F
         return train(model, attached(model, Comet(every=4), blocks), count=8)
 
     expected = results(False)
-    assert same(results(True), expected) and len(ran) == 2
+    assert same(results(True), expected) and len(ran) == 3
 
 
 def other_slope(step: int, model: nn.Module) -> None:

@@ -189,7 +189,7 @@ def exercise_plan(
             rows = torch.empty(4, format.stride, device=META)
             plan.encode_norm_relu(x, tuple(rows) if seed_table else rows, x, seed)
     if format.signs:
-        plan.leak(data, x, 0.01)
+        plan.gate(data, x, 0.01)
     if norm:
         exercise_norm(x, plan, data, last, seed, seed_table, gated, smooth)
 

@@ -188,16 +188,12 @@ class GpuPlan(GroupPlan):
         else:
             self.adder((data, grad, other, out), (*self.numbers, 0.0))
 
-    def gate(self, data: Tensor, grad: Tensor) -> Tensor:
+    def gate(self, data: Tensor, grad: Tensor, slope: float | None = None) -> Tensor:
+        if slope is not None and self.format.dtype == torch.float64:
+            return super().gate(data, grad, slope)
         out = torch.empty_like(grad)
-        self.gater((data, grad, grad, out), (*self.numbers, 0.0))
-        return out
-
-    def leak(self, data: Tensor, grad: Tensor, slope: float) -> Tensor:
-        if self.format.dtype == torch.float64:
-            return super().leak(data, grad, slope)
-        out = torch.empty_like(grad)
-        self.leaker((data, grad, grad, out), (*self.numbers, slope))
+        launch = self.gater if slope is None else self.leaker
+        launch((data, grad, grad, out), (*self.numbers, slope or 0.0))
         return out
 
 

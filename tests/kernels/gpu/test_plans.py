@@ -78,7 +78,7 @@ def test_gate(dtype, bits, signs, group, channels):
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("row", "channels"), [(0, 1), (343, 1), (0, 24)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_leak(dtype, row, channels, bits):
+def test_gate_with_a_slope(dtype, row, channels, bits):
     """The gradient where the packed values are positive, else a part of it, as from values with these signs."""
     numel = 343 * 24
     x, gradient = content("normal", numel, dtype), content("normal", numel, dtype).flip(0)
@@ -88,7 +88,7 @@ def test_leak(dtype, row, channels, bits):
     data = ours.encode(x, SEED)
     expected = torch.ops.aten.leaky_relu_backward(gradient, x, 0.1, True)
     for plan in (ours, theirs):
-        assert same(plan.leak(data, gradient, 0.1), expected)
+        assert same(plan.gate(data, gradient, 0.1), expected)
 
 
 @pytest.mark.parametrize("group", [128, 512, 200, 8192])
