@@ -11,7 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from encke.codecs import Codec, ErrorBounded
-from encke.codecs.errorbounded import ROUNDINGS
+from encke.codecs.errorbounded import KINDS
 from encke.codecs.exact import Sign
 from encke.kernels import Backend, BoundedFormat, reference
 from encke.policies.comet.policy import initial_codec
@@ -24,7 +24,7 @@ cases = st.fixed_dictionaries(
         "content": st.sampled_from(sorted(CONTENT)),
         "bound": st.sampled_from([0.0, 1e-45, 1e-30, 2.0**-24, 2.0**-22, 1e-3, 0.01, 0.1, 0.3, 1.0, 7.5, 1e6, 1e38]),
         "mode": st.sampled_from(["abs", "rel"]),
-        "rounding": st.sampled_from(["nearest", "stochastic", "dithered"]),
+        "rounding": st.sampled_from(["nearest", "stochastic", "dithered", "dithered with signs"]),
         "seed": st.integers(-(2**63), 2**63 - 1),
     }
 )
@@ -35,7 +35,7 @@ def check_promise(backend: Backend, device: str, case: dict) -> None:
     x = CONTENT[case["content"]](case["n"], generator).to(case["dtype"])
     bound, rel = (case["bound"], math.inf) if case["mode"] == "abs" else (math.inf, case["bound"])
     seed, dithered = case["seed"], case["rounding"] == "dithered"
-    format = BoundedFormat(bound, rel, ROUNDINGS[case["rounding"]], x.dtype)
+    format = BoundedFormat(bound, rel, KINDS[case["rounding"]], x.dtype)
     meta, payload = backend.bounded_encode(x.to(device), format, seed)
     y, mask = (backend.bounded_decode(meta, payload, format, x.numel(), flag).cpu() for flag in (False, True))
     finite = torch.isfinite(x)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from encke.kernels.formats import COIN, MASK32
 from encke.kernels.gpu.common import INTERPRETED, divide, exponent, float_bits, narrow, widen
 from encke.kernels.gpu.planes_forms import bit_width, choose_forms, integers_of, less_four, shift_planes
 from encke.kernels.gpu.planes_put import (
@@ -24,6 +25,7 @@ from encke.kernels.gpu.tiles import (
     NEAREST,
     REPEATED,
     ROUNDS,
+    SIGNED,
     STOCHASTIC,
     block_max,
     block_min,
@@ -36,12 +38,14 @@ from encke.kernels.gpu.tiles import (
     lanes_max,
     lanes_min,
     lanes_sum,
+    least_of,
     moves_of,
     nonzero_bits,
     of_block,
     places_of,
     random_of,
     shrink,
+    signed_values,
     slice_index,
     split_tile,
     tile_index,
@@ -49,6 +53,7 @@ from encke.kernels.gpu.tiles import (
 )
 
 ORIGIN = tl.constexpr(12582912.0)  # 1.5 * 2^23: a float that is larger by an integer has it in its last bits
+COIN_LOW, COIN_HIGH = tl.constexpr(COIN & MASK32), tl.constexpr(COIN >> 32)
 RANGE = tl.constexpr(4)  # where the keys of largest and smallest value stand among the sizes
 
 
@@ -202,10 +207,38 @@ def levels_of(v, eb_c, inverse, hash, ROUNDING: tl.constexpr):
 
 
 @triton.jit
-def decoded_of(level, eb_c, hash, DTYPE: tl.constexpr, ROUNDING: tl.constexpr):
+def signed_levels_of(v, step, hash, coin):
+    """Return ORIGIN plus the levels of finite values whose signs are kept; zeros have 0. See the reference."""
+    eb_c, inverse, least = step
+    size = tl.abs(v)
+    cell = floor_of(size * inverse)
+    rest = (size - (cell - ORIGIN).to(v.dtype) * (eb_c * 2.0)) * inverse
+    more = ((rest * 16777216.0).to(tl.int32) - hash + 25165823) >> 24
+    above = tl.minimum((size - least) * inverse, 0.5)
+    kept = coin.to(v.dtype) * 5.9604644775390625e-08 * ((above + 0.5) * (above + 0.5)) < above * 2.0
+    cell = tl.where(kept, (cell.to(tl.int32, bitcast=True) + more).to(tl.float32, bitcast=True), ORIGIN)
+    return tl.where(v < 0, (ORIGIN - 1.0) - (cell - ORIGIN), cell)
+
+
+@triton.jit
+def random_levels(v, step, group, i, seed, ROUNDING: tl.constexpr):
+    """Return ORIGIN plus the levels of values i of a group, and their random numbers."""
+    eb_c, inverse, _ = step
+    hash = random_of(group, i, seed[0], seed[1])
+    if ROUNDING == SIGNED:
+        coin = random_of(group, i, seed[0] ^ COIN_LOW, seed[1] ^ COIN_HIGH)
+        return signed_levels_of(v, step, hash, coin), hash
+    return levels_of(v, eb_c, inverse, hash, ROUNDING), hash
+
+
+@triton.jit
+def decoded_of(level, step, hash, DTYPE: tl.constexpr, ROUNDING: tl.constexpr):
     """Return the values that levels decode to."""
+    eb_c, _, least = step
     level = level.to(eb_c.dtype)
-    if ROUNDING == DITHERED:
+    if ROUNDING == SIGNED:
+        value = signed_values(level + 0.5, hash, eb_c, least)
+    elif ROUNDING == DITHERED:
         value = (level + dither_of(hash, eb_c.dtype)) * (eb_c * 2.0)
     elif DTYPE == tl.float32:
         # All digits fit: nothing is rounded, as in (level + 0.5) * 2 eb_c.
@@ -231,12 +264,11 @@ def quotient_bytes(levels, form, k):
 def far_numbers(x, group, left, limits, step, seed, form, DTYPE: tl.constexpr, ROUNDING: tl.constexpr):
     """Return the numbers of a tile, from its values: few groups need more than bytes when they are written."""
     limit, eb = limits
-    eb_c, inverse = step
     slope, shift = form
     i = tile_index()
     v = usable_values(widen(tl.load(x + i, mask=i < left, other=0), DTYPE), limit, eb, ROUNDING)
-    level = levels_of(v, eb_c, inverse, random_of(group, i, seed[0], seed[1]), ROUNDING) - ORIGIN
-    return integers_of(level, of_block(slope), of_block(shift)) & 0x7FFFFF
+    level, _ = random_levels(v, step, group, i, seed, ROUNDING)
+    return integers_of(level - ORIGIN, of_block(slope), of_block(shift)) & 0x7FFFFF
 
 
 @triton.jit(do_not_specialize=["capacity", "attempt", "seed_low", "seed_high"])
@@ -298,20 +330,20 @@ def encode_kernel(
     code = tl.where(eb == 0, 0, shrink_code(largest, safe, DTYPE))
     eb_c = shrink(safe, code, DTYPE)
     inverse = divide(tl.full((), 0.5, eb_c.dtype), eb_c)
+    step, seed = (eb_c, inverse, least_of(safe, DTYPE)), (seed_low, seed_high)
     # Slice by slice, so that no thread has to keep all values, levels and errors.
     slices, levels = split_tile(v), ()
     level_sum, error = tl.zeros((2, 4, 16, 4), tl.int32), tl.zeros((2, 4, 16, 4), eb.dtype)
     least, most = level_sum + 0x7FFFFFFF, level_sum
     for slice in tl.static_range(8):
-        hash = random_of(group, slice_index(slice), seed_low, seed_high)
-        level = levels_of(slices[slice], eb_c, inverse, hash, ROUNDING)
+        level, hash = random_levels(slices[slice], step, group, slice_index(slice), seed, ROUNDING)
         level_bits = level.to(tl.int32, bitcast=True)
         level_sum += level_bits
         if ROUNDING != NEAREST:
             least, most = tl.minimum(least, level_bits), tl.maximum(most, level_bits)
         level -= ORIGIN
         # Zeros pass.
-        value, back = slices[slice], decoded_of(level, eb_c, hash, DTYPE, ROUNDING)
+        value, back = slices[slice], decoded_of(level, step, hash, DTYPE, ROUNDING)
         error = tl.maximum(error, tl.abs(back - value))
         if ROUNDING == DITHERED:
             # On both sides of zero the error is a sum, which rounding may bring down to the bound.
@@ -329,7 +361,7 @@ def encode_kernel(
     must_raw = beyond | ((tl.where(eb == 0, float("inf"), lanes_max(error)) <= allowed) == 0)
 
     slope, shift, most, base, order, k, fixed = choose_forms(levels, low, high, level_sum, n)
-    limits, step, seed, form = (limit, eb), (eb_c, inverse), (seed_low, seed_high), (slope, shift)
+    limits, form = (limit, eb), (slope, shift)
     bytes = ()
     for slice in tl.static_range(8):
         slice_numbers = integers_of(levels[slice], slope[None, None, :, None], shift[None, None, :, None])

@@ -14,7 +14,7 @@ from encke.kernels.gpu.common import INTERPRETED, exponent, float_bits, power, r
 
 ROUNDS = tl.constexpr(4)
 ALL_ZERO, AS_IS, REPEATED = tl.constexpr(0x60), tl.constexpr(0x61), tl.constexpr(0x62)
-NEAREST, STOCHASTIC, DITHERED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+NEAREST, STOCHASTIC, DITHERED, SIGNED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 EVERY_BYTE = tl.constexpr(0x01010101)
 PICK_BYTES = tl.constexpr(
     "{.reg .b32 a, b; prmt.b32 a, $1, $2, 0x0040; prmt.b32 b, $3, $4, 0x0040; prmt.b32 $0, a, b, 0x5410;}"
@@ -105,6 +105,13 @@ def shrink(eb, code, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def least_of(eb, DTYPE: tl.constexpr):
+    """Return the smallest magnitude that a value decodes to where signs are kept: a power of two."""
+    e = exponent(eb) - 12
+    return power(tl.minimum(tl.maximum(e, -24), 15) if DTYPE == tl.float16 else e, eb)
+
+
+@triton.jit
 def random_of(group, i, seed_low, seed_high):
     """Return the 24 random bits of value i of a group. Values 16 apart share a hash: the compiler computes it once."""
     word = group.to(tl.uint32) * 1024 + ((i >> 6) * 16 + (i & 15)).to(tl.uint32)
@@ -116,6 +123,14 @@ def random_of(group, i, seed_low, seed_high):
 def dither_of(hash, WORK: tl.constexpr):
     """Return random numbers from -1/2 to 1/2."""
     return hash.to(WORK) * 5.9604644775390625e-08 - 0.5
+
+
+@triton.jit
+def signed_values(level, hash, eb_c, least):
+    """Return the values of levels plus 1/2 where signs are kept: dithered magnitudes."""
+    size = tl.abs(level) - 0.5 + (hash.to(eb_c.dtype) * 5.9604644775390625e-08 - 1.0)
+    size = tl.maximum(size * (eb_c * 2.0), least)
+    return tl.where(level < 0, -size, size)
 
 
 @triton.jit

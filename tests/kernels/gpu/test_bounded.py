@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from encke.kernels import BoundedFormat, reference
-from encke.kernels.formats import DITHERED, NEAREST, PLANE_GROUP, PLANE_HEADER, STOCHASTIC
+from encke.kernels.formats import DITHERED, NEAREST, PLANE_GROUP, PLANE_HEADER, SIGNED, STOCHASTIC
 from tests.kernels.gpu.common import COMPILED_DTYPES, DEVICE, DTYPES, INF, SEED, compile_for_hopper, content, same
 
 gpu = pytest.importorskip("encke.kernels.gpu", reason="needs triton")
@@ -32,7 +32,7 @@ def check(x: torch.Tensor, bound: float, rel: float, rounding: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rounding", [NEAREST, STOCHASTIC, DITHERED])
+@pytest.mark.parametrize("rounding", [NEAREST, STOCHASTIC, DITHERED, SIGNED])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_kind_of_block(dtype, rounding):
     check(content("blocks", 5500, dtype), *((INF, 1e-3) if rounding == STOCHASTIC else (1e-2, INF)), rounding)
@@ -50,12 +50,12 @@ def test_contents(dtype, name):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bound", [0.0, 0.3])
 def test_bounds(dtype, bound):
-    for rounding in (NEAREST, STOCHASTIC, DITHERED):
+    for rounding in (NEAREST, STOCHASTIC, DITHERED, SIGNED):
         check(content("special", 1000, dtype), bound, INF, rounding)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("rounding", [NEAREST, DITHERED])
+@pytest.mark.parametrize("rounding", [NEAREST, DITHERED, SIGNED])
 def test_numbers_of_more_than_a_byte(dtype, rounding):
     """More than eight low bits, quotients above 255, and the largest levels that there are."""
     many, few = content("normal", 300, dtype) * 300, content("relu", 700, dtype) + 0.1
@@ -167,12 +167,13 @@ COMPILE = """
 from encke.kernels.gpu import planes_decode, planes_encode
 dtype, name = TYPES[sys.argv[1]]
 pointers = {"meta": "*u8", "payload": "*u8", "sizes": "*i64", "x": name, "out": name, "grad": name}
-for rounding in (0, 1, 2):
+for rounding in (0, 1, 2, 3):
     build(planes_encode.encode_kernel, pointers, {"DTYPE": dtype, "RELATIVE": rounding == 2, "ROUNDING": rounding})
 build(planes_encode.range_kernel, pointers, {"DTYPE": dtype, "SIZE": 16384})
-usual = {"DTYPE": dtype, "MASK": False, "GATE": False, "DITHERED": False}
+usual = {"DTYPE": dtype, "MASK": False, "GATE": False, "ROUNDING": 0}
 build(planes_decode.decode_kernel, pointers, usual)
-build(planes_decode.decode_kernel, pointers, usual | {"DITHERED": True})
+for rounding in (2, 3):
+    build(planes_decode.decode_kernel, pointers, usual | {"ROUNDING": rounding})
 build(planes_decode.decode_kernel, pointers, usual | {"GATE": True})
 build(planes_decode.decode_kernel, pointers | {"out": "*u8", "grad": "*u8"}, usual | {"MASK": True})
 """
