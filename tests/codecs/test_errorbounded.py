@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -113,10 +114,61 @@ def test_dithered_values_are_unbiased_and_uniform_within_the_bound(dtype: torch.
     assert (0.0 if ulps == 4 else 0.9 / 3) <= float(error.square().mean()) < 1.01 / 3
 
 
-def test_a_reader_of_signs_is_not_served_by_dithered_values() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_dithered_values_with_signs_are_unbiased_next_to_zero_too(dtype: torch.dtype) -> None:
+    bound = 0.1
+    share = torch.cat([2.0 ** -torch.arange(11.0, 2, -1), torch.linspace(0.15, 1.3, 23)])
+    x = (bound * torch.cat([share, -share])).to(dtype)
+    # So many values that 5 standard deviations of their mean are less than what is tested.
+    source = x.repeat(1 << 16, 3)
+    y = ErrorBounded(bound, rounding="dithered", seed=3, signs=True).encode(source).decode()
+    assert torch.equal(y.sign(), source.sign())
+    error = ((y.double() - source.double()) / bound).view(-1, len(x))
+    assert error.abs().max() <= 1
+    assert abs(float((error * x.sign()).mean())) < 1e-3
+    assert error.mean(0).abs().max() < 0.0065  # each value by itself
+    # Errors are smaller next to zero. The smallest magnitude is no more than 2^-12 of the bound.
+    share = (x.double().abs() / bound).clamp(max=1)
+    assert torch.allclose(error.square().mean(0), share * (2 - share) / 3, rtol=0.05, atol=2.0**-12)
+
+
+def test_dithered_values_with_signs_are_unbiased_over_seeds() -> None:
+    x = torch.randn(2000, generator=torch.Generator().manual_seed(0)) * 0.3
+    error = torch.zeros(2000, dtype=torch.float64)
+    for seed in range(400):
+        error += (ErrorBounded(0.4, rounding="dithered", seed=seed, signs=True).encode(x).decode() - x).double() / 400
+    # The variance is at most a third of the bound's square.
+    assert error.abs().max() < 5 * 0.4 / math.sqrt(3 * 400)
+    assert abs(float((error * x.sign()).mean())) < 5 * 0.4 / math.sqrt(3 * 400 * 2000)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_values_far_below_the_bound_keep_their_signs(name: str) -> None:
+    """The smallest fp16 values are smaller than anything else that a bound near their size leaves."""
+    for bound in (2.0**-22, 1e-3, 1e5, 1e30):
+        case = {"dtype": torch.float16, "n": 600, "content": "smallest_half", "bound": bound, "mode": "abs", "seed": 5}
+        check_promise(IMPLEMENTATIONS[name], DEVICES[name], case | {"rounding": "dithered with signs"})
+
+
+def test_a_reader_of_signs_is_served_by_dithered_values_with_signs_alone() -> None:
     for rounding, served in (("nearest", True), ("stochastic", True), ("dithered", False)):
-        assert ErrorBounded(0.1, rounding=rounding).covers(Sign()) is served  # type: ignore[arg-type]
+        codec = ErrorBounded(0.1, rounding=rounding)  # type: ignore[arg-type]
+        assert codec.covers(Sign()) is codec.zeros_decode is served
+        signed = replace(codec, signs=True)
+        assert signed.covers(Sign()) and signed.zeros_decode and signed.covers(codec) and not codec.covers(signed)
+        assert signed.unbiased is codec.unbiased and Codec.from_dict(signed.to_dict()) == signed
+        assert signed.refined(bound=0.01) == replace(codec, signs=True, bound=0.01)
     assert ErrorBounded(0.0, rounding="dithered").covers(Sign())
+
+
+@pytest.mark.parametrize(("name", "most"), [("normal", (1.25, 0.9)), ("relu", (0.1, 0.1))], ids=["normal", "relu"])
+def test_signs_take_up_to_a_bit_for_each_value(name: str, most: tuple[float, float]) -> None:
+    x = CONTENT[name](1 << 18, torch.Generator().manual_seed(0))
+    for bound, bits_more in zip((1.0, 0.5), most, strict=True):
+        plain = ErrorBounded(bound, rounding="dithered").encode(x)
+        signed = ErrorBounded(bound, rounding="dithered", signs=True).encode(x)
+        assert plain.nbytes < signed.nbytes <= plain.nbytes + bits_more * len(x) / 8
+        assert (signed.decode() - x).square().mean() < 0.93 * (plain.decode() - x).square().mean()
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "dithered"])
