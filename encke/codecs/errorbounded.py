@@ -153,7 +153,7 @@ class ErrorBounded(FlatCodec):
         return replace(self, bound=min(self.bound, bound), limit=limit, coarsens=False)
 
     def fixed_rate(self) -> GroupQuant | None:
-        return None if self.exact else GroupQuant(bits=8, seed=self.seed)
+        return None if self.exact else GroupQuant(bits=8, seed=self.seed, signs=self.signs)
 
     def describe(self) -> str:
         named = zip(self.bounds(), ("abs", "rel"), strict=True)
