@@ -78,8 +78,8 @@ class ErrorBounded(FlatCodec):
     """Whether, on a GPU, values that do not fit the memory predicted for them may be encoded with 4 or 64 times the
     bound. Policies say so of bounds they have chosen. Without it, backward raises an error for such values."""
     signs: bool = False
-    """Whether signs are exact with "dithered" rounding too: still unbiased, with smaller errors next to zero, in up to a
-    bit more for each value. The other roundings keep signs in any case."""
+    """Whether signs are exact with "dithered" rounding too: still unbiased, with smaller errors next to zero, in up to
+    1.2 bits more for each value. The other roundings keep signs in any case."""
     keeps_zeros = True
 
     def __post_init__(self) -> None:

@@ -17,7 +17,6 @@ from encke.codecs import Codec, ErrorBounded
 from encke.policies.comet import allocate
 from encke.policies.comet.stats import TensorFigures
 
-
 SIGNS, LESS = 1.2, 0.14
 """Bits that exact signs take at a bound of the standard deviation, and how many fewer at each level of half the squared
 error: measured for normal values, and about the same for those of a leaky ReLU (docs/lab.md)."""
