@@ -74,9 +74,12 @@ def misses(v, back, limit, allowed):
 
 
 @inline
-def misses_across(v, back, allowed):
-    """Whether the error is a sum of magnitudes on both sides of zero that rounding brings down to what is allowed."""
-    return i32((((back < 0) & (v > 0)) | ((back > 0) & (v < 0))) & (abs(back) >= allowed))
+def misses_little(v, back, allowed):
+    """Whether the error is above what is allowed, but rounded to it; zeros are not decoded."""
+    near = back - v
+    part = near - back
+    rest = (back - (near - part)) - (v + part)
+    return i32((v != 0) & (abs(near) == allowed) & ((rest < 0) if near < 0 else (rest > 0)))
 
 
 @inline
@@ -116,8 +119,8 @@ def find_levels(v, at, k, like, limit, eb, eb_c, allowed, least, rounding, start
             k[w * PLANE_WORD + i] = level
             back = widen(value_of(level, random, eb_c, least, rounding, like))
             bad |= misses(v[j], back, limit, allowed)
-            if rounding == DITHERED:
-                bad |= misses_across(v[j], back, allowed)
+            if rounding >= DITHERED:
+                bad |= misses_little(v[j], back, allowed)
     return bad
 
 

@@ -139,6 +139,14 @@ def rounding_of(kind: int, blocks: int, eb: Tensor, code: Tensor, dtype: torch.d
     return Rounding(kind, eb_c, hash, coin, least_of(eb, dtype))
 
 
+def exceeds(a: Tensor, b: Tensor, bound: Tensor) -> Tensor:
+    """Return where |a - b| is above a bound, even if it is rounded to the bound."""
+    near = a - b
+    part = near - a
+    rest = (a - (near - part)) - (b + part)
+    return ~(near.abs() <= bound) | (near.abs() == bound) & torch.where(near < 0, rest < 0, rest > 0)
+
+
 def shrink_codes(magnitude: Tensor, eb: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the shrink code of groups with these largest magnitudes."""
     mantissa, smallest, extra = FLOATS[dtype]
@@ -298,9 +306,10 @@ def bounded_encode(x: Tensor, format: BoundedFormat, seed: int) -> tuple[Tensor,
         rounding = rounding_of(format.rounding, blocks, eb, code, dtype, seed)
         level = torch.where(fits & coded, rounding.levels(torch.where(fits, v, 0.0)), 0)
         back = rounding.values(level, dtype).to(v.dtype)
-        # On both sides of zero the error is a sum, which rounding may bring down to the bound.
-        across = ((back < 0) & (v > 0) | (back > 0) & (v < 0)) & (back.abs() >= largest)
-        must_raw = (~fits | coded & (across | ~((back - v).abs() <= largest))).any(1)
+        must_raw = (
+            ~fits
+            | coded & (exceeds(back, v, largest) if format.rounding >= DITHERED else ~((back - v).abs() <= largest))
+        ).any(1)
     form = choose_forms(level, coded, valid)
 
     n, raw_size = coded.sum(1), valid.sum(1) * dtype.itemsize
