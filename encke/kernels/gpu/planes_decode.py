@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from encke.kernels.gpu.common import float_bits, narrow, widen
+from encke.kernels.gpu.common import float_bits, narrow, random32, widen
 from encke.kernels.gpu.shared import get_words, load_words, read_words
 from encke.kernels.gpu.tiles import (
     AS_IS,
@@ -22,9 +22,10 @@ from encke.kernels.gpu.tiles import (
     of_block,
     places_of,
     random_of,
+    shared_random,
     shrink,
     signed_values,
-    slice_index,
+    slice_words,
     spread,
     tile_index,
     transpose,
@@ -203,12 +204,10 @@ def get_numbers(words, at, k, coded, fixed):
 
 
 @triton.jit
-def slice_values(bytes, form, step, SLICE: tl.constexpr, ROUNDING: tl.constexpr):
+def slice_values(bytes, form, eb_c, least, hash, ROUNDING: tl.constexpr):
     """Decode the numbers of a slice, zeros excepted."""
     sign, zero = form
-    eb_c, least, group, seed_low, seed_high = step
     level = tl.fma(lane_floats(bytes).to(eb_c.dtype), sign, zero)
-    hash = random_of(group, slice_index(SLICE), seed_low, seed_high)
     if ROUNDING == SIGNED:
         return float_bits(signed_values(level, hash, eb_c, least))
     if ROUNDING == DITHERED:
@@ -219,21 +218,25 @@ def slice_values(bytes, form, step, SLICE: tl.constexpr, ROUNDING: tl.constexpr)
 @triton.jit
 def narrow_values(words, at, k, base, what, coded, step, dense, DTYPE: tl.constexpr, ROUNDING: tl.constexpr):
     """Decode a group in which no number is larger than 255."""
-    dtype = step[0].dtype
+    eb_c, least, group, seed_low, seed_high = step
+    dtype = eb_c.dtype
     order = (what >> 5) & 3
     sign = tl.where(order == 2, -1, 1)
     zero = (base - sign * tl.where(order > 0, 32768 + 127, 32768)).to(dtype) + (0.0 if ROUNDING == DITHERED else 0.5)
     form = (sign.to(dtype)[None, None, :, None], zero[None, None, :, None])
     bytes = get_bytes(words, at, k, coded, (what & 16) > 0, (order > 0)[None, None, :], dense)
     values = ()
-    for slice in tl.static_range(8):
-        bits = slice_values(bytes[slice], form, step, slice, ROUNDING)
-        if not dense:
-            bits &= lane_masks(coded << (7 - slice)).to(bits.dtype)
-        values += (narrow(bits.to(dtype, bitcast=True), DTYPE),)  # type: ignore[assignment]
+    for parity in tl.static_range(2):
+        random = random32(slice_words(group, parity), seed_low, seed_high)
+        for quarter in tl.static_range(4):
+            hash = shared_random(random, quarter)
+            bits = slice_values(bytes[2 * quarter + parity], form, eb_c, least, hash, ROUNDING)
+            if not dense:
+                bits &= lane_masks(coded << (7 - 2 * quarter - parity)).to(bits.dtype)
+            values += (narrow(bits.to(dtype, bitcast=True), DTYPE),)  # type: ignore[assignment]
     # One tile for one store: Triton looks for the best layout of each.
-    even = tl.join(tl.join(values[0], values[4]), tl.join(values[2], values[6]))  # type: ignore[misc]
-    odd = tl.join(tl.join(values[1], values[5]), tl.join(values[3], values[7]))  # type: ignore[misc]
+    even = tl.join(tl.join(values[0], values[2]), tl.join(values[1], values[3]))  # type: ignore[misc]
+    odd = tl.join(tl.join(values[4], values[6]), tl.join(values[5], values[7]))  # type: ignore[misc]
     return tl.reshape(tl.permute(tl.join(even, odd), (0, 1, 2, 4, 5, 6, 3)), (2, 4, 16, 8, 4))
 
 
