@@ -3,6 +3,7 @@
 python3 benchmarks/kernels_gpu.py --csv FILE
 python3 benchmarks/kernels_gpu.py --only planes --sizes 512    planes of a ResNet-50 in NCHW memory, beside a copy
 python3 benchmarks/kernels_gpu.py --only "eb nearest rel" --check float32 bfloat16 --sizes 512    one setting, quickly
+python3 benchmarks/kernels_gpu.py --only "eb dithered" --check --sizes 512 --registers 96    another encoder
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from triton.testing import do_bench
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from encke.codecs.errorbounded import KINDS  # noqa: E402
 from encke.kernels import BoundedFormat, GroupFormat, gpu, reference  # noqa: E402
-from encke.kernels.gpu import norm_backward  # noqa: E402
+from encke.kernels.gpu import bounded, norm_backward  # noqa: E402
 from encke.kernels.gpu.launch import seed_arguments  # noqa: E402
 
 INF = float("inf")
@@ -257,7 +258,12 @@ def main() -> None:
     parser.add_argument("--check", nargs="*", default=list(DTYPES), choices=list(DTYPES), help="dtypes to check first")
     parser.add_argument("--only", default="", help="measure only what has this in its name")
     parser.add_argument("--sizes", nargs="*", type=int, default=[512, 16], help="MiB of input to measure")
+    parser.add_argument(
+        "--registers", type=int, help="of a thread that encodes error-bounded values, for all roundings"
+    )
     args = parser.parse_args()
+    if args.registers is not None:
+        bounded.ENCODE_REGISTERS = bounded.MORE_REGISTERS = args.registers
     wrong = [message for dtype in args.check for message in check(DTYPES[dtype], args.only)]
     print(
         "\n".join(["differs from the reference:", *wrong]) if wrong else f"as the reference: {args.check}", flush=True

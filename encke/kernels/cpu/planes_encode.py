@@ -120,6 +120,7 @@ def find_levels(v, at, k, like, limit, eb, eb_c, allowed, least, rounding, start
             back = widen(value_of(level, random, eb_c, least, rounding, like))
             bad |= misses(v[j], back, limit, allowed)
             if rounding >= DITHERED:
+                # Without a random number there is none such: next to zero values decode to the middle of their cell.
                 bad |= misses_little(v[j], back, allowed)
     return bad
 

@@ -306,10 +306,7 @@ def bounded_encode(x: Tensor, format: BoundedFormat, seed: int) -> tuple[Tensor,
         rounding = rounding_of(format.rounding, blocks, eb, code, dtype, seed)
         level = torch.where(fits & coded, rounding.levels(torch.where(fits, v, 0.0)), 0)
         back = rounding.values(level, dtype).to(v.dtype)
-        must_raw = (
-            ~fits
-            | coded & (exceeds(back, v, largest) if format.rounding >= DITHERED else ~((back - v).abs() <= largest))
-        ).any(1)
+        must_raw = (~fits | coded & exceeds(back, v, largest)).any(1)
     form = choose_forms(level, coded, valid)
 
     n, raw_size = coded.sum(1), valid.sum(1) * dtype.itemsize

@@ -64,6 +64,12 @@ def test_numbers_of_more_than_a_byte(dtype, rounding):
     check(torch.cat([many, few, largest]), 1e-2, INF, rounding)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_below_the_bound(dtype):
+    for rounding in (STOCHASTIC, DITHERED, SIGNED):
+        check(content("normal", 1500, dtype), 0.7, INF, rounding)
+
+
 @pytest.mark.parametrize("numel", [0, 1, 63, 65, 4097])
 def test_sizes(numel):
     check(content("relu", numel, torch.float32), 1e-2, INF, NEAREST)

@@ -124,6 +124,8 @@ def test_memory_whose_signs_are_read_has_a_variable_rate_that_keeps_them() -> No
     dithered, fewer, handle = gradient_error("dithered", leaky=True)
     rows = {row.layer: row for row in handle.report().sites if row.operation == "LeakyRelu"}
     assert rows and all(row.codec == "ErrorBounded" and "with signs" in row.bound for row in rows.values()), rows
+    # The policy knows of them, and what they take.
+    assert sum(getattr(setting.codec, "signs", False) for setting in handle.policy.settings.values()) == len(rows)
     # Fixed rates keep signs from 4 bits on, which is finer than the error that is tolerated.
     tolerated, _, _ = gradient_error("stochastic")
     assert fewer < 0.5 * size and error < dithered < 1.1 * tolerated, (fewer / size, dithered, tolerated)
