@@ -14,11 +14,11 @@ bounded, launch = (pytest.importorskip(f"encke.kernels.gpu.{name}") for name in 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-def check(x: torch.Tensor, bound: float, rel: float, rounding: int) -> None:
+def check(x: torch.Tensor, bound: float, rel: float, rounding: int, seed: int = SEED) -> None:
     """Both implementations store the same, and each decodes what the other stored."""
     format = BoundedFormat(bound, rel, rounding, x.dtype)
-    meta, payload = reference.bounded_encode(x, format, SEED)
-    gpu_meta, gpu_payload = gpu.bounded_encode(x, format, SEED)
+    meta, payload = reference.bounded_encode(x, format, seed)
+    gpu_meta, gpu_payload = gpu.bounded_encode(x, format, seed)
     numel, groups = x.numel(), -(-x.numel() // PLANE_GROUP)
     expected, mask = (reference.bounded_decode(meta, payload, format, numel, flag) for flag in (False, True))
     for part in (slice(PLANE_HEADER), slice(PLANE_HEADER + 4 * groups, None)):
@@ -68,6 +68,14 @@ def test_numbers_of_more_than_a_byte(dtype, rounding):
 def test_values_below_the_bound(dtype):
     for rounding in (STOCHASTIC, DITHERED, SIGNED):
         check(content("normal", 1500, dtype), 0.7, INF, rounding)
+
+
+def test_the_smallest_random_number():
+    """With this seed the first values have it: what rounding compares it with is next to it."""
+    half = 1.0 - 2.0**-15  # of a step
+    x = torch.tensor([2.0**-23 * half, 2.0**-24 * half, -(2.0**-23) * half, 1.0], device=DEVICE).repeat_interleave(16)
+    for rounding in (STOCHASTIC, DITHERED, SIGNED):
+        check(x, 1.0, INF, rounding, 0)
 
 
 @pytest.mark.parametrize("numel", [0, 1, 63, 65, 4097])
