@@ -11,7 +11,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from encke.codecs import Codec, ErrorBounded
+from encke.codecs import Codec, ErrorBounded, GroupQuant
 from encke.codecs.errorbounded import KINDS
 from encke.codecs.exact import Sign
 from encke.kernels import Backend, BoundedFormat, reference
@@ -158,6 +158,7 @@ def test_a_reader_of_signs_is_served_by_dithered_values_with_signs_alone() -> No
         assert signed.covers(Sign()) and signed.zeros_decode and signed.covers(codec) and not codec.covers(signed)
         assert signed.unbiased is codec.unbiased and Codec.from_dict(signed.to_dict()) == signed
         assert signed.refined(bound=0.01) == replace(codec, signs=True, bound=0.01)
+        assert signed.fixed_rate() == GroupQuant(8, signs=True)
     assert ErrorBounded(0.0, rounding="dithered").covers(Sign())
 
 
