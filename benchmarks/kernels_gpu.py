@@ -3,6 +3,7 @@
 python3 benchmarks/kernels_gpu.py --csv FILE
 python3 benchmarks/kernels_gpu.py --only planes --sizes 512    planes of a ResNet-50 in NCHW memory, beside a copy
 python3 benchmarks/kernels_gpu.py --only "eb nearest rel" --check float32 bfloat16 --sizes 512    one setting, quickly
+python3 benchmarks/kernels_gpu.py --only "eb dithered" --check --sizes 512 --registers 96    another encoder
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import torch
 from triton.testing import do_bench
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from encke.codecs.errorbounded import ROUNDINGS  # noqa: E402
+from encke.codecs.errorbounded import KINDS  # noqa: E402
 from encke.kernels import BoundedFormat, GroupFormat, gpu, reference  # noqa: E402
-from encke.kernels.gpu import norm_backward  # noqa: E402
+from encke.kernels.gpu import bounded, norm_backward  # noqa: E402
 from encke.kernels.gpu.launch import seed_arguments  # noqa: E402
 
 INF = float("inf")
@@ -32,6 +33,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 EB_SETTINGS = [
     ("nearest", "abs", 0.01), ("nearest", "rel", 0.01), ("nearest", "abs", 0.05), ("nearest", "abs", 0.001),
     ("stochastic", "abs", 0.01), ("dithered", "abs", 0.01), ("dithered", "abs", 0.05),
+    ("dithered with signs", "abs", 0.01), ("dithered with signs", "abs", 0.05),
 ]  # fmt: skip
 """Rounding, kind of bound, and the bound as a share of the range; the bounds that COMET chooses are about 0.01."""
 Row = dict[str, str | float]
@@ -64,7 +66,7 @@ def check(dtype: torch.dtype, only: str) -> Iterator[str]:
     x = noise("hard", numel, dtype)
     for rounding, mode in dict.fromkeys(setting[:2] for setting in EB_SETTINGS if only in eb_name(*setting)):
         for bound, rel in ((INF, 1e-4), (0.02, 0.1)) if mode == "rel" else ((0.02, INF), (0.0, INF)):
-            format = BoundedFormat(bound, rel, ROUNDINGS[rounding], dtype)
+            format = BoundedFormat(bound, rel, KINDS[rounding], dtype)
             theirs, ours = (each.bounded_encode(x, format, SEED) for each in (reference, gpu))
             for flag in (False, True):
                 expected = reference.bounded_decode(*theirs, format, numel, flag)
@@ -108,7 +110,7 @@ def eb_rows(x: torch.Tensor, only: str) -> Iterator[tuple[str, float, int, Calla
         if only not in eb_name(rounding, mode, share):
             continue
         bounds = (share * spread, INF) if mode == "abs" else (INF, share)
-        format = BoundedFormat(*bounds, ROUNDINGS[rounding], x.dtype)
+        format = BoundedFormat(*bounds, KINDS[rounding], x.dtype)
         meta, payload = gpu.bounded_encode(x, format, SEED)
         capacity, size = len(payload) + 1024, len(meta) + len(payload)
         yield (
@@ -217,7 +219,7 @@ def measure(mib: int, only: str) -> Iterator[Row]:
 def host_rows() -> Iterator[Row]:
     """Microseconds of host time for a call on a small tensor."""
     x = noise("relu", 65536, torch.float32)
-    nearest = ROUNDINGS["nearest"]
+    nearest = KINDS["nearest"]
     absolute, relative = BoundedFormat(0.04, INF, nearest, x.dtype), BoundedFormat(INF, 0.01, nearest, x.dtype)
     encoded = gpu.bounded_encode(x, absolute, SEED)
     plan = gpu.group_plan(GroupFormat(2, 128, x.dtype), x.numel(), x.device)
@@ -256,7 +258,12 @@ def main() -> None:
     parser.add_argument("--check", nargs="*", default=list(DTYPES), choices=list(DTYPES), help="dtypes to check first")
     parser.add_argument("--only", default="", help="measure only what has this in its name")
     parser.add_argument("--sizes", nargs="*", type=int, default=[512, 16], help="MiB of input to measure")
+    parser.add_argument(
+        "--registers", type=int, help="of a thread that encodes error-bounded values, for all roundings"
+    )
     args = parser.parse_args()
+    if args.registers is not None:
+        bounded.ENCODE_REGISTERS = bounded.MORE_REGISTERS = args.registers
     wrong = [message for dtype in args.check for message in check(DTYPES[dtype], args.only)]
     print(
         "\n".join(["differs from the reference:", *wrong]) if wrong else f"as the reference: {args.check}", flush=True

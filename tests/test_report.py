@@ -19,6 +19,7 @@ from tests.codecs.common import Rounded
         (ErrorBounded(0.1), ("ErrorBounded", "0.1 abs")),
         (ErrorBounded(1e-3, "rel", "stochastic"), ("ErrorBounded", "0.001 rel stochastic")),
         (ErrorBounded(1e-3, rounding="dithered"), ("ErrorBounded", "0.001 abs dithered")),
+        (ErrorBounded(1e-3, rounding="dithered", signs=True), ("ErrorBounded", "0.001 abs dithered with signs")),
         (ErrorBounded(0.25, limit=1 / 512), ("ErrorBounded", "0.25 abs, 0.00195 rel")),
         (ErrorBounded(0), ("ErrorBounded", "0 (bit-exact)")),
         (Lossless(high=7), ("Lossless", "")),

@@ -71,11 +71,11 @@ def at_several_bounds(contender: Contender) -> list[Contender]:
 def ours(threads: int | None) -> list[Contender]:
     """Return Encke's codecs, with the settings that are worth comparing."""
 
-    def bounded(rounding: Any) -> Contender:
+    def bounded(rounding: Any, signs: bool = False) -> Contender:
         def trial(s: Sample) -> Trial:
-            return _trial(ErrorBounded(s.bound, mode=s.mode, rounding=rounding), s.tensor)
+            return _trial(ErrorBounded(s.bound, mode=s.mode, rounding=rounding, signs=signs), s.tensor)
 
-        return Contender(f"ErrorBounded {rounding}", "encke", threads, True, trial)
+        return Contender(f"ErrorBounded {rounding}" + " with signs" * signs, "encke", threads, True, trial)
 
     def fixed(bits: int) -> Contender:
         name, codec = f"GroupQuant {bits} bits", GroupQuant(bits=bits)
@@ -85,6 +85,7 @@ def ours(threads: int | None) -> list[Contender]:
         *at_several_bounds(bounded("nearest")),
         bounded("stochastic"),
         *at_several_bounds(bounded("dithered")),
+        *at_several_bounds(bounded("dithered", signs=True)),
         *(fixed(bits) for bits in (2, 3, 4, 8)),
         Contender("Lossless (mask x != 0)", "mask", threads, True, lambda s: _trial(Lossless(), s.tensor != 0)),
     ]

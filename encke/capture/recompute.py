@@ -139,12 +139,10 @@ def all_dependents(facts: SiteFacts) -> set[SiteFacts]:
 def needs_fixed_rate(facts: SiteFacts) -> bool:
     """Return whether what a site saves needs codes of a fixed rate.
 
-    Others are computed from it, it may be computed again as far as its operation tells, or somebody reads its signs.
+    Others are computed from it, or it may be computed again as far as its operation tells.
     """
     operation = facts.signature[3]
-    if facts.dependents or (facts.recomputed is not False and (operation in RULES or operation in PASSED)):
-        return True
-    return any(each.site.need == "sign" for each in (facts, *facts.sharers))
+    return bool(facts.dependents) or (facts.recomputed is not False and (operation in RULES or operation in PASSED))
 
 
 def recompute(

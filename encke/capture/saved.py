@@ -92,6 +92,12 @@ class SharedCell:
         return self.record.facts.site.need == "mask"
 
     @property
+    def signed(self) -> bool:
+        """Whether somebody reads signs."""
+        facts = self.record.facts
+        return any(each.site.need == "sign" for each in (facts, *facts.sharers))
+
+    @property
     def settled(self) -> bool:
         """Whether what is packed is what has been asked for, as far as a look at it tells."""
         packed = self.packed

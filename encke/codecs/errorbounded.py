@@ -13,9 +13,11 @@ from encke.codecs.groupquant import GroupQuant
 from encke.codecs.layout import Layout
 from encke.codecs.pending import PendingPacked
 from encke.kernels import BoundedFormat, mix
-from encke.kernels.formats import DITHERED, NEAREST, STOCHASTIC
+from encke.kernels.formats import DITHERED, NEAREST, SIGNED, STOCHASTIC
 
 ROUNDINGS = {"nearest": NEAREST, "stochastic": STOCHASTIC, "dithered": DITHERED}
+KINDS = ROUNDINGS | {"dithered with signs": SIGNED}
+"""Kinds of rounding in the format."""
 
 
 class ErrorBoundedPacked(PendingPacked):
@@ -68,13 +70,16 @@ class ErrorBounded(FlatCodec):
     rounding: Literal["nearest", "stochastic", "dithered"] = "nearest"
     """"nearest" and "stochastic" keep signs. Stochastic rounding is unbiased between non-zero levels; its step is the
     bound, that of the others twice the bound. "dithered" is unbiased, with the error of every value uniform within the
-    bound; values below the bound may change their sign."""
+    bound; values below the bound may change their sign, unless `signs` says otherwise."""
     seed: int = 0
     limit: float = math.inf
     """Second bound, relative to the range; the smaller of the two holds."""
     coarsens: bool = False
     """Whether, on a GPU, values that do not fit the memory predicted for them may be encoded with 4 or 64 times the
     bound. Policies say so of bounds they have chosen. Without it, backward raises an error for such values."""
+    signs: bool = False
+    """Whether signs are exact with "dithered" rounding too: still unbiased, with smaller errors next to zero, in up to
+    1.2 bits more for each value. The other roundings keep signs in any case."""
     keeps_zeros = True
 
     def __post_init__(self) -> None:
@@ -101,13 +106,18 @@ class ErrorBounded(FlatCodec):
 
     @property
     def zeros_decode(self) -> bool:  # type: ignore[override]
-        return self.rounding != "dithered"
+        return self.keeps_signs
+
+    @property
+    def keeps_signs(self) -> bool:
+        """Whether signs are exact."""
+        return self.signs or self.rounding != "dithered"
 
     def covers(self, other: Codec) -> bool:
         if self.bound == 0:
             return True
         if other.signs_only:
-            return self.rounding != "dithered"
+            return self.keeps_signs
         if not isinstance(other, ErrorBounded):
             return False
         return (
@@ -116,17 +126,20 @@ class ErrorBounded(FlatCodec):
             and self.limit <= other.limit
             and self.rounding == other.rounding
             and self.coarsens <= other.coarsens
+            and self.signs >= other.signs
         )
 
     def join(self, other: Codec) -> Codec | None:
+        if other.signs_only:
+            return replace(self, signs=True)
         if not isinstance(other, ErrorBounded) or self.rounding != other.rounding:
             return None
         pairs = (self.bounds(), other.bounds())
         absolute, relative = (min(pair[i] for pair in pairs) for i in range(2))
-        coarsens = self.coarsens and other.coarsens
+        weaker, signs = self.coarsens and other.coarsens, self.signs or other.signs
         if math.isinf(absolute):
-            return replace(self, bound=relative, mode="rel", limit=math.inf, coarsens=coarsens)
-        return replace(self, bound=absolute, mode="abs", limit=relative, coarsens=coarsens)
+            return replace(self, bound=relative, mode="rel", limit=math.inf, coarsens=weaker, signs=signs)
+        return replace(self, bound=absolute, mode="abs", limit=relative, coarsens=weaker, signs=signs)
 
     def refined(self, min_bits: int | None = None, bound: float | None = None) -> Codec | None:
         if self.exact:
@@ -140,12 +153,13 @@ class ErrorBounded(FlatCodec):
         return replace(self, bound=min(self.bound, bound), limit=limit, coarsens=False)
 
     def fixed_rate(self) -> GroupQuant | None:
-        return None if self.exact else GroupQuant(bits=8, seed=self.seed)
+        return None if self.exact else GroupQuant(bits=8, seed=self.seed, signs=self.signs)
 
     def describe(self) -> str:
         named = zip(self.bounds(), ("abs", "rel"), strict=True)
         text = ", ".join(f"{value:.3g} {mode}" for value, mode in named if value != math.inf)
-        return (text if self.bound else "0 (bit-exact)") + f" {self.rounding}" * (self.rounding != "nearest")
+        text = (text if self.bound else "0 (bit-exact)") + f" {self.rounding}" * (self.rounding != "nearest")
+        return text + " with signs" * self.signs
 
     def bounds(self) -> tuple[float, float]:
         if self.bound == 0:
@@ -153,7 +167,8 @@ class ErrorBounded(FlatCodec):
         return (self.bound, self.limit) if self.mode == "abs" else (math.inf, min(self.bound, self.limit))
 
     def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, state: EncoderState | None = None) -> Packed:
+        kind = KINDS[self.rounding + " with signs" * (self.signs and self.rounding == "dithered")]
         packed = ErrorBoundedPacked(self, layout, flat.dtype, flat.numel())
-        packed.format = BoundedFormat(*self.bounds(), ROUNDINGS[self.rounding], flat.dtype)
+        packed.format = BoundedFormat(*self.bounds(), kind, flat.dtype)
         packed.fill(flat, mix(self.seed, key), state, self.coarsens and not self.exact)
         return packed

@@ -28,8 +28,10 @@ ROUNDS = 4
 """Largest number of bits of a unary code there."""
 ALL_ZERO, AS_IS, REPEATED = 0x60, 0x61, 0x62
 """Flags of blocks there that are all zero, stored as they are, or one value repeated."""
-NEAREST, STOCHASTIC, DITHERED = 0, 1, 2
-"""Kinds of rounding there."""
+NEAREST, STOCHASTIC, DITHERED, SIGNED = 0, 1, 2, 3
+"""Kinds of rounding there; SIGNED is dithered with exact signs."""
+COIN = 0x5851F42D4C957F2C
+"""Changes the seed to that of the second random number of SIGNED."""
 NORM_GROUP = 128
 """The only group size that batch norm's kernels read packed."""
 SMALLEST_PLANE = 32
@@ -274,7 +276,7 @@ class BoundedFormat(Format):
     relative: float
     """Largest error relative to the range of the finite values, or infinity; the smaller of the two holds."""
     rounding: int
-    """NEAREST, STOCHASTIC or DITHERED."""
+    """NEAREST, STOCHASTIC, DITHERED or SIGNED."""
     dtype: torch.dtype
 
     @staticmethod

@@ -125,7 +125,11 @@ class PackedMemory(Protocol):
 
     @property
     def fixed(self) -> bool:
-        """Whether it needs codes of a fixed rate: signs are read, or backward may compute it, or others from it."""
+        """Whether it needs codes of a fixed rate: backward may compute it, or others from it."""
+
+    @property
+    def signed(self) -> bool:
+        """Whether somebody reads its signs."""
 
 
 class SavedTensor(Protocol):

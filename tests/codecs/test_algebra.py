@@ -36,7 +36,15 @@ from encke.codecs.exact import Mask, Sign
         ([ErrorBounded(0.1, coarsens=True), ErrorBounded(0.2, "rel")], ErrorBounded(0.1, limit=0.2)),
         ([ErrorBounded(0.1), Lossless()], Lossless()),
         ([ErrorBounded(0.1), ErrorBounded(0.1, rounding="stochastic")], ErrorBounded(0)),
-        ([Sign(), ErrorBounded(0.1, rounding="dithered")], ErrorBounded(0)),
+        ([Sign(), ErrorBounded(0.1, rounding="dithered")], ErrorBounded(0.1, rounding="dithered", signs=True)),
+        (
+            [ErrorBounded(0.1, rounding="dithered"), ErrorBounded(0.2, "rel", "dithered"), Sign()],
+            ErrorBounded(0.1, rounding="dithered", limit=0.2, signs=True),
+        ),
+        (
+            [ErrorBounded(0.1, rounding="dithered", signs=True), ErrorBounded(0.05, rounding="dithered")],
+            ErrorBounded(0.05, rounding="dithered", signs=True),
+        ),
         ([GroupQuant(2), ErrorBounded(0.1)], ErrorBounded(0)),
         ([Mask(), GroupQuant(2)], GroupQuant(2)),
         ([Mask(), DualPrecision()], DualPrecision(mask=True)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -10,8 +11,8 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from encke.codecs import Codec, ErrorBounded
-from encke.codecs.errorbounded import ROUNDINGS
+from encke.codecs import Codec, ErrorBounded, GroupQuant
+from encke.codecs.errorbounded import KINDS
 from encke.codecs.exact import Sign
 from encke.kernels import Backend, BoundedFormat, reference
 from encke.policies.comet.policy import initial_codec
@@ -24,7 +25,7 @@ cases = st.fixed_dictionaries(
         "content": st.sampled_from(sorted(CONTENT)),
         "bound": st.sampled_from([0.0, 1e-45, 1e-30, 2.0**-24, 2.0**-22, 1e-3, 0.01, 0.1, 0.3, 1.0, 7.5, 1e6, 1e38]),
         "mode": st.sampled_from(["abs", "rel"]),
-        "rounding": st.sampled_from(["nearest", "stochastic", "dithered"]),
+        "rounding": st.sampled_from(["nearest", "stochastic", "dithered", "dithered with signs"]),
         "seed": st.integers(-(2**63), 2**63 - 1),
     }
 )
@@ -35,7 +36,7 @@ def check_promise(backend: Backend, device: str, case: dict) -> None:
     x = CONTENT[case["content"]](case["n"], generator).to(case["dtype"])
     bound, rel = (case["bound"], math.inf) if case["mode"] == "abs" else (math.inf, case["bound"])
     seed, dithered = case["seed"], case["rounding"] == "dithered"
-    format = BoundedFormat(bound, rel, ROUNDINGS[case["rounding"]], x.dtype)
+    format = BoundedFormat(bound, rel, KINDS[case["rounding"]], x.dtype)
     meta, payload = backend.bounded_encode(x.to(device), format, seed)
     y, mask = (backend.bounded_decode(meta, payload, format, x.numel(), flag).cpu() for flag in (False, True))
     finite = torch.isfinite(x)
@@ -113,10 +114,62 @@ def test_dithered_values_are_unbiased_and_uniform_within_the_bound(dtype: torch.
     assert (0.0 if ulps == 4 else 0.9 / 3) <= float(error.square().mean()) < 1.01 / 3
 
 
-def test_a_reader_of_signs_is_not_served_by_dithered_values() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_dithered_values_with_signs_are_unbiased_next_to_zero_too(dtype: torch.dtype) -> None:
+    bound = 0.1
+    share = torch.cat([2.0 ** -torch.arange(11.0, 2, -1), torch.linspace(0.15, 1.3, 23)])
+    x = (bound * torch.cat([share, -share])).to(dtype)
+    # So many values that 5 standard deviations of their mean are less than what is tested.
+    source = x.repeat(1 << 16, 3)
+    y = ErrorBounded(bound, rounding="dithered", seed=3, signs=True).encode(source).decode()
+    assert torch.equal(y.sign(), source.sign())
+    error = ((y.double() - source.double()) / bound).view(-1, len(x))
+    assert error.abs().max() <= 1
+    assert abs(float((error * x.sign()).mean())) < 1e-3
+    assert error.mean(0).abs().max() < 0.0065  # each value by itself
+    # Errors are smaller next to zero. The smallest magnitude is no more than 2^-12 of the bound.
+    share = (x.double().abs() / bound).clamp(max=1)
+    assert torch.allclose(error.square().mean(0), share * (2 - share) / 3, rtol=0.05, atol=2.0**-12)
+
+
+def test_dithered_values_with_signs_are_unbiased_over_seeds() -> None:
+    x = torch.randn(2000, generator=torch.Generator().manual_seed(0)) * 0.3
+    error = torch.zeros(2000, dtype=torch.float64)
+    for seed in range(400):
+        error += (ErrorBounded(0.4, rounding="dithered", seed=seed, signs=True).encode(x).decode() - x).double() / 400
+    # The variance is at most a third of the bound's square.
+    assert error.abs().max() < 5 * 0.4 / math.sqrt(3 * 400)
+    assert abs(float((error * x.sign()).mean())) < 5 * 0.4 / math.sqrt(3 * 400 * 2000)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_values_far_below_the_bound_keep_their_signs(name: str) -> None:
+    """The smallest fp16 values are smaller than anything else that a bound near their size leaves."""
+    for bound in (2.0**-22, 1e-3, 1e5, 1e30):
+        case = {"dtype": torch.float16, "n": 600, "content": "smallest_half", "bound": bound, "mode": "abs", "seed": 5}
+        check_promise(IMPLEMENTATIONS[name], DEVICES[name], case | {"rounding": "dithered with signs"})
+
+
+def test_a_reader_of_signs_is_served_by_dithered_values_with_signs_alone() -> None:
     for rounding, served in (("nearest", True), ("stochastic", True), ("dithered", False)):
-        assert ErrorBounded(0.1, rounding=rounding).covers(Sign()) is served  # type: ignore[arg-type]
+        codec = ErrorBounded(0.1, rounding=rounding)  # type: ignore[arg-type]
+        assert codec.covers(Sign()) is codec.zeros_decode is served
+        signed = replace(codec, signs=True)
+        assert signed.covers(Sign()) and signed.zeros_decode and signed.covers(codec) and not codec.covers(signed)
+        assert signed.unbiased is codec.unbiased and Codec.from_dict(signed.to_dict()) == signed
+        assert signed.refined(bound=0.01) == replace(codec, signs=True, bound=0.01)
+        assert signed.fixed_rate() == GroupQuant(8, signs=True)
     assert ErrorBounded(0.0, rounding="dithered").covers(Sign())
+
+
+@pytest.mark.parametrize(("name", "most"), [("normal", (1.25, 0.9)), ("relu", (0.1, 0.1))], ids=["normal", "relu"])
+def test_signs_take_up_to_a_bit_for_each_value(name: str, most: tuple[float, float]) -> None:
+    x = CONTENT[name](1 << 18, torch.Generator().manual_seed(0))
+    for bound, bits_more in zip((1.0, 0.5), most, strict=True):
+        plain = ErrorBounded(bound, rounding="dithered").encode(x)
+        signed = ErrorBounded(bound, rounding="dithered", signs=True).encode(x)
+        assert plain.nbytes < signed.nbytes <= plain.nbytes + bits_more * len(x) / 8
+        assert (signed.decode() - x).square().mean() < 0.93 * (plain.decode() - x).square().mean()
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "dithered"])

@@ -38,6 +38,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inducto
 CODECS = [
     GroupQuant(bits=2), GroupQuant(bits=8), ErrorBounded(0.05), GroupQuant(bits=2, group=64), DualPrecision(bits=4),
     GroupQuant(bits=4, signs=True), ErrorBounded(0.01, "rel", "stochastic"),
+    ErrorBounded(0.05, rounding="dithered", signs=True),
 ]  # fmt: skip
 
 

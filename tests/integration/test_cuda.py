@@ -156,6 +156,7 @@ def test_values_are_the_same_on_cpu_and_gpu() -> None:
             ErrorBounded(0.01, "rel"),
             ErrorBounded(0.05, rounding="stochastic"),
             ErrorBounded(0.05, rounding="dithered"),
+            ErrorBounded(0.05, rounding="dithered", signs=True),
             GroupQuant(bits=2),
             GroupQuant(bits=4),
         ):

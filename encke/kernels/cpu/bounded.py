@@ -15,7 +15,6 @@ from encke.kernels.cpu.planes_encode import encode_task
 from encke.kernels.cpu.scalars import as_float, from_ordered, jit, magnitude, ordered, u32, widen
 from encke.kernels.cpu.words import copy_bytes
 from encke.kernels.formats import (
-    DITHERED,
     FLOATS,
     PLANE_GROUP,
     PLANE_HEADER,
@@ -60,6 +59,12 @@ def usable_bound(bound: float, dtype: torch.dtype) -> np.floating:
     return eb if float(eb) >= SMALLEST_BOUND[dtype] else work(0)
 
 
+def least_of(eb: np.floating, dtype: torch.dtype) -> np.floating:
+    """Return the smallest magnitude that a value decodes to where signs are kept: a power of two."""
+    e = math.frexp(eb)[1] - 13
+    return type(eb)(math.ldexp(1.0, min(max(e, -24), 15) if dtype == torch.float16 else e))
+
+
 def bounded_encode(x: Tensor, format: BoundedFormat, seed: int) -> tuple[Tensor, Tensor]:
     """Encode flat values within the bound: (meta, payload)."""
     numel, bound = x.numel(), format.bound
@@ -80,7 +85,8 @@ def bounded_encode(x: Tensor, format: BoundedFormat, seed: int) -> tuple[Tensor,
     scratch = torch.empty(tasks * slot, dtype=torch.uint8).numpy()
     units, meta_bytes = np.empty(tasks, np.int64), meta.numpy()
     place = (meta_bytes, scratch, slot)
-    rounding = (eb, allowed, *FLOATS[x.dtype], format.rounding, *seed_halves(seed))
+    least = least_of(eb, x.dtype)
+    rounding = (eb, allowed, least, *FLOATS[x.dtype], format.rounding, *seed_halves(seed))
     run(encode_task, tasks, size, values, values.view(np.uint8), *place, units, *rounding)
     base, total = np.cumsum(units) - units, int(units.sum())
     payload = torch.empty(4 * total, dtype=torch.uint8)
@@ -101,7 +107,7 @@ def bounded_decode(meta: Tensor, payload: Tensor, format: BoundedFormat, numel: 
         run(mask_task, tasks, size, numel, out.numpy(), meta_bytes, data, np.empty(0, CARRIER[format.dtype]))
         return out
     eb, seed = struct.unpack(HEADER, meta_bytes[:PLANE_HEADER].tobytes())
-    work = np.float64 if format.dtype == torch.float64 else np.float32
-    rounding = (format.rounding == DITHERED, *seed_halves(seed))
-    run(decode_task, tasks, size, numel, elements(out), meta_bytes, data, work(eb), *rounding)
+    bound = np.float64(eb) if format.dtype == torch.float64 else np.float32(eb)
+    rounding = (bound, least_of(bound, format.dtype), format.rounding, *seed_halves(seed))
+    run(decode_task, tasks, size, numel, elements(out), meta_bytes, data, *rounding)
     return out

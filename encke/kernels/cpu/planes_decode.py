@@ -24,7 +24,18 @@ from encke.kernels.cpu.scalars import (
     widen,
 )
 from encke.kernels.cpu.words import add_plane, copy_bytes, count_ones, get_bits, get_plane, get_word, spread, turn_block
-from encke.kernels.formats import AS_IS, PLANE_BLOCK, PLANE_GROUP, PLANE_HEADER, PLANE_WORD, REPEATED, ROUNDS
+from encke.kernels.formats import (
+    AS_IS,
+    DITHERED,
+    NEAREST,
+    PLANE_BLOCK,
+    PLANE_GROUP,
+    PLANE_HEADER,
+    PLANE_WORD,
+    REPEATED,
+    ROUNDS,
+    SIGNED,
+)
 
 WORDS = PLANE_BLOCK // PLANE_WORD
 TAIL = PLANE_GROUP * 8 + 4096  # bytes: the most that a group takes, and how far a damaged block may be read
@@ -41,8 +52,13 @@ def fill_steps(steps, eb, itemsize):
 
 
 @inline
-def value_of(level, random, eb_c, like):
+def value_of(level, random, eb_c, least, rounding, like):
     """Return the value of a level; `random` is the number that it was dithered with, otherwise 2^24."""
+    if rounding == SIGNED:
+        cell = i32(-1 - level) if level < 0 else i32(level)
+        u = as_float(random, eb_c) * f32(2.0**-24) - f32(1.0)
+        size = max((as_float(cell, eb_c) + u) * (eb_c * f32(2.0)), least)
+        return narrow(-size if level < 0 else size, like)
     u = as_float(random, eb_c) * f32(2.0**-24) - f32(0.5)
     return narrow((as_float(level, eb_c) + u) * (eb_c * f32(2.0)), like)
 
@@ -131,15 +147,15 @@ def level_of(number, base, order):
 
 
 @inline
-def put_values(k, flags, base, order, eb_c, dithered, start, seed_low, seed_high, to, at):
-    """Decode levels; with the random numbers of dithered ones, for which `start` is the index of the first value."""
+def put_values(k, flags, base, order, eb_c, least, rounding, start, seed_low, seed_high, to, at):
+    """Decode levels; with random numbers, for which `start` is the index of the first value."""
     for w in range(WORDS):
         for i in range(PLANE_WORD):
             j = w * PLANE_WORD + i
             random = i32(1 << 24)
-            if dithered:
+            if rounding >= DITHERED:
                 random = random24(u32(start // 4 + w * 16 + (i & 15)), u32(i >> 4 << 3), seed_low, seed_high)
-            value = value_of(level_of(k[j], base, order), random, eb_c, to[index(at) + j])
+            value = value_of(level_of(k[j], base, order), random, eb_c, least, rounding, to[index(at) + j])
             to[index(at) + j] = value if flags[j] else narrow(as_float(0, eb_c), to[index(at) + j])
 
 
@@ -153,7 +169,7 @@ def block_size(first, second, what, valid, itemsize):
 
 @jit
 def decode_group(
-    data, at, heads, head, eb_c, dithered, start, seed_low, seed_high, valid, to, to_bytes, first, k, words
+    data, at, heads, head, eb_c, least, rounding, start, seed_low, seed_high, valid, to, to_bytes, first, k, words
 ):
     """Decode a group from byte `at` of data to place `first` of `to`; `start` is the index of its first value."""
     itemsize = to.itemsize
@@ -173,10 +189,13 @@ def decode_group(
             get_block(
                 data, 8 * at + (32 if wide else 0), what, low_bits, inside, k, flags, flag_bytes, rows, bytes_, masks
             )
-            if dithered:
-                put_values(k, flag_bytes, base, order, eb_c, True, start + here, seed_low, seed_high, to, place)
+            random = (start + here, seed_low, seed_high)
+            if rounding == DITHERED:
+                put_values(k, flag_bytes, base, order, eb_c, least, DITHERED, *random, to, place)
+            elif rounding == SIGNED:
+                put_values(k, flag_bytes, base, order, eb_c, least, SIGNED, *random, to, place)
             else:
-                put_values(k, flag_bytes, base, order, eb_c, False, 0, seed_low, seed_high, to, place)
+                put_values(k, flag_bytes, base, order, eb_c, least, NEAREST, *random, to, place)
         elif what == AS_IS:
             copy_bytes(data, at, size, to_bytes, place * itemsize)
         else:
@@ -188,7 +207,7 @@ def decode_group(
 
 
 @jit
-def decode_task(task, size, numel, out, meta, payload, eb, dithered, seed_low, seed_high):
+def decode_task(task, size, numel, out, meta, payload, eb, least, rounding, seed_low, seed_high):
     """Decode the groups of a task into out."""
     groups = (numel + PLANE_GROUP - 1) // PLANE_GROUP
     codes, heads = meta[PLANE_HEADER + 4 * groups :], meta[PLANE_HEADER + 5 * groups :]
@@ -200,7 +219,7 @@ def decode_task(task, size, numel, out, meta, payload, eb, dithered, seed_low, s
         at = i64(get_word(meta, PLANE_HEADER + 4 * group, 4)) * 4
         first, head = group * PLANE_GROUP, group * (PLANE_GROUP // PLANE_BLOCK) * 3
         valid, eb_c = min(numel - first, PLANE_GROUP), steps[codes[group] & 15]
-        random = (dithered, first, seed_low, seed_high)
+        random = (least, rounding, first, seed_low, seed_high)
         if valid == PLANE_GROUP and at + TAIL <= payload.size:
             decode_group(payload, at, heads, head, eb_c, *random, valid, out, out_bytes, first, k, words)
             continue

@@ -29,7 +29,9 @@ from encke.kernels.cpu.words import copy_bytes, count_ones, gather, get_plane, p
 from encke.kernels.formats import (
     ALL_ZERO,
     AS_IS,
+    COIN,
     DITHERED,
+    MASK32,
     NEAREST,
     PLANE_BLOCK,
     PLANE_GROUP,
@@ -37,8 +39,11 @@ from encke.kernels.formats import (
     PLANE_WORD,
     REPEATED,
     ROUNDS,
+    SIGNED,
     STOCHASTIC,
 )
+
+COIN_LOW, COIN_HIGH = u32(COIN & MASK32), u32(COIN >> 32)
 
 
 @inline
@@ -69,36 +74,54 @@ def misses(v, back, limit, allowed):
 
 
 @inline
-def misses_across(v, back, allowed):
-    """Whether the error is a sum of magnitudes on both sides of zero that rounding brings down to what is allowed."""
-    return i32((((back < 0) & (v > 0)) | ((back > 0) & (v < 0))) & (abs(back) >= allowed))
+def misses_little(v, back, allowed):
+    """Whether the error is above what is allowed, but rounded to it; zeros are not decoded."""
+    near = back - v
+    part = near - back
+    rest = (back - (near - part)) - (v + part)
+    return i32((v != 0) & (abs(near) == allowed) & ((rest < 0) if near < 0 else (rest > 0)))
 
 
 @inline
-def find_levels(v, at, k, like, limit, eb, eb_c, allowed, rounding, start, seed_low, seed_high):
+def signed_level(x, cell, extra, least, factor, coin):
+    """Return the level of SIGNED from the cell below the magnitude and what dithering adds: see the reference."""
+    above = min((abs(x) - least) * factor, as_float(0.5, factor))
+    kept = as_float(coin, factor) * f32(2.0**-24) * ((above + f32(0.5)) * (above + f32(0.5))) < above * f32(2.0)
+    cell = i32(cell + extra) if kept else i32(0)
+    return i32(-1 - cell) if x < 0 else cell
+
+
+@inline
+def find_levels(v, at, k, like, limit, eb, eb_c, allowed, least, rounding, start, seed_low, seed_high):
     """Round the values of a block to levels; return whether any would be off by more than is allowed."""
     bad, factor, step = i32(0), f32(0.5) / eb_c, eb_c * f32(2.0)
     for w in range(WORDS):
         for i in range(PLANE_WORD):
             j = index(at) + w * PLANE_WORD + i
             x = usable(v[j], limit, eb)
-            shifted = x - eb_c if rounding == STOCHASTIC else x
+            shifted = x - eb_c if rounding == STOCHASTIC else abs(x) if rounding == SIGNED else x
             q = shifted * factor
             level = i32(q)
             level = i32(level - (as_float(level, q) > q))
             random = i32(1 << 24)
             if rounding != NEAREST:
-                random = random24(u32(start // 4 + w * 16 + (i & 15)), u32(i >> 4 << 3), seed_low, seed_high)
-                rest = (shifted - as_float(level, q) * step) * factor
-                level = i32(level + (random < i32(rest * f32(2.0**24))))
-            if rounding != DITHERED:
+                word, turn = u32(start // 4 + w * 16 + (i & 15)), u32(i >> 4 << 3)
+                random = random24(word, turn, seed_low, seed_high)
+                rest = i32((shifted - as_float(level, q) * step) * factor * f32(2.0**24))
+                if rounding == SIGNED:
+                    coin = random24(word, turn, u32(seed_low ^ COIN_LOW), u32(seed_high ^ COIN_HIGH | u32(1)))
+                    level = signed_level(x, level, i32(rest - random + 3 * 2**23 - 1 >> 24), least, factor, coin)
+                else:
+                    level = i32(level + (random < rest))
+            if rounding < DITHERED:
                 random = i32(1 << 24)
                 level = min(level, i32(-1)) if x < 0 else max(level, i32(0))
             k[w * PLANE_WORD + i] = level
-            back = widen(value_of(level, random, eb_c, like))
+            back = widen(value_of(level, random, eb_c, least, rounding, like))
             bad |= misses(v[j], back, limit, allowed)
-            if rounding == DITHERED:
-                bad |= misses_across(v[j], back, allowed)
+            if rounding >= DITHERED:
+                # Without a random number there is none such: next to zero values decode to the middle of their cell.
+                bad |= misses_little(v[j], back, allowed)
     return bad
 
 
@@ -321,7 +344,8 @@ def encode_block(
 
 @jit
 def encode_task(
-    task, size, x, raw, meta, scratch, slot, units, eb, allowed, mant, emin, extra, rounding, seed_low, seed_high
+    task, size, x, raw, meta, scratch, slot, units,
+    eb, allowed, least, mant, emin, extra, rounding, seed_low, seed_high,
 ):  # fmt: skip
     """Encode the groups of a task into its slot of scratch, from where offsets count."""
     like, itemsize, groups = x[0], x.itemsize, (x.size + PLANE_GROUP - 1) // PLANE_GROUP
@@ -342,13 +366,15 @@ def encode_task(
         offsets[group], codes[group] = (at - begin) // 4, code
         for b in range(min((x.size - first + PLANE_BLOCK - 1) // PLANE_BLOCK, PLANE_GROUP // PLANE_BLOCK)):
             here, start = b * PLANE_BLOCK, first + b * PLANE_BLOCK
-            bad = i32(1)
+            bad, bounds, random = i32(1), (limit, eb, eb_c, allowed, least), (start, seed_low, seed_high)
             if eb != 0 and rounding == NEAREST:
-                bad = find_levels(v, here, k, like, limit, eb, eb_c, allowed, NEAREST, start, seed_low, seed_high)
+                bad = find_levels(v, here, k, like, *bounds, NEAREST, *random)
             elif eb != 0 and rounding == STOCHASTIC:
-                bad = find_levels(v, here, k, like, limit, eb, eb_c, allowed, STOCHASTIC, start, seed_low, seed_high)
+                bad = find_levels(v, here, k, like, *bounds, STOCHASTIC, *random)
+            elif eb != 0 and rounding == DITHERED:
+                bad = find_levels(v, here, k, like, *bounds, DITHERED, *random)
             elif eb != 0:
-                bad = find_levels(v, here, k, like, limit, eb, eb_c, allowed, DITHERED, start, seed_low, seed_high)
+                bad = find_levels(v, here, k, like, *bounds, SIGNED, *random)
             at += encode_block(
                 v, here, raw, start * itemsize, itemsize, min(x.size - start, PLANE_BLOCK), bad != 0, eb, k, flags,
                 rows, bytes_, quotients, masks, stream, heads, start // PLANE_BLOCK * 3, scratch, at,

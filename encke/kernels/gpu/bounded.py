@@ -8,7 +8,7 @@ import struct
 import torch
 from torch import Tensor
 
-from encke.kernels.formats import DITHERED, NEAREST, PLANE_GROUP, SMALLEST_BOUND, BoundedFormat
+from encke.kernels.formats import NEAREST, PLANE_GROUP, SMALLEST_BOUND, STOCHASTIC, BoundedFormat
 from encke.kernels.gpu.launch import TYPES, launch_kernel, seed_halves
 from encke.kernels.gpu.planes_decode import decode_kernel
 from encke.kernels.gpu.planes_encode import encode_kernel, range_kernel
@@ -98,6 +98,7 @@ def _launch_decoder(
 ) -> None:
     """Launch the decoder of values, of a mask, or of a gradient that goes through one."""
     numel, buffers = out.numel(), (meta, payload, out, grad)
-    constants = (TYPES[format.dtype], mask, gate, format.rounding == DITHERED)
+    # Levels of both roundings without a random number in the decoder decode alike.
+    constants = (TYPES[format.dtype], mask, gate, NEAREST if format.rounding == STOCHASTIC else format.rounding)
     numbers = (numel, payload.numel())
     launch_kernel(decode_kernel, -(-numel // PLANE_GROUP), buffers, numbers, constants, WARPS, DECODE_REGISTERS, 1)

@@ -5,22 +5,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from encke.kernels.gpu.common import float_bits, narrow, widen
+from encke.kernels.gpu.common import float_bits, narrow, random32, widen
 from encke.kernels.gpu.shared import get_words, load_words, read_words
 from encke.kernels.gpu.tiles import (
     AS_IS,
+    DITHERED,
     REPEATED,
+    SIGNED,
     count_ones,
     dither_of,
     full_places,
     lane_floats,
     lane_masks,
+    least_of,
     moves_of,
     of_block,
     places_of,
     random_of,
+    shared_random,
     shrink,
-    slice_index,
+    signed_values,
+    slice_words,
     spread,
     tile_index,
     transpose,
@@ -199,48 +204,57 @@ def get_numbers(words, at, k, coded, fixed):
 
 
 @triton.jit
-def slice_values(bytes, form, step, SLICE: tl.constexpr, DITHERED: tl.constexpr):
+def slice_values(bytes, form, eb_c, least, hash, ROUNDING: tl.constexpr):
     """Decode the numbers of a slice, zeros excepted."""
     sign, zero = form
-    eb_c, group, seed_low, seed_high = step
     level = tl.fma(lane_floats(bytes).to(eb_c.dtype), sign, zero)
-    if DITHERED:
-        level += dither_of(random_of(group, slice_index(SLICE), seed_low, seed_high), eb_c.dtype)
+    if ROUNDING == SIGNED:
+        return float_bits(signed_values(level, hash, eb_c, least))
+    if ROUNDING == DITHERED:
+        level += dither_of(hash, eb_c.dtype)
     return float_bits(level * (eb_c * 2.0))
 
 
 @triton.jit
-def narrow_values(words, at, k, base, what, coded, step, dense, DTYPE: tl.constexpr, DITHERED: tl.constexpr):
+def narrow_values(words, at, k, base, what, coded, step, dense, DTYPE: tl.constexpr, ROUNDING: tl.constexpr):
     """Decode a group in which no number is larger than 255."""
-    dtype = step[0].dtype
+    eb_c, least, group, seed_low, seed_high = step
+    dtype = eb_c.dtype
     order = (what >> 5) & 3
     sign = tl.where(order == 2, -1, 1)
-    zero = (base - sign * tl.where(order > 0, 32768 + 127, 32768)).to(dtype) + (0.0 if DITHERED else 0.5)
+    zero = (base - sign * tl.where(order > 0, 32768 + 127, 32768)).to(dtype) + (0.0 if ROUNDING == DITHERED else 0.5)
     form = (sign.to(dtype)[None, None, :, None], zero[None, None, :, None])
     bytes = get_bytes(words, at, k, coded, (what & 16) > 0, (order > 0)[None, None, :], dense)
     values = ()
-    for slice in tl.static_range(8):
-        bits = slice_values(bytes[slice], form, step, slice, DITHERED)
-        if not dense:
-            bits &= lane_masks(coded << (7 - slice)).to(bits.dtype)
-        values += (narrow(bits.to(dtype, bitcast=True), DTYPE),)  # type: ignore[assignment]
+    for parity in tl.static_range(2):
+        random = random32(slice_words(group, parity), seed_low, seed_high)
+        for quarter in tl.static_range(4):
+            hash = shared_random(random, quarter)
+            bits = slice_values(bytes[2 * quarter + parity], form, eb_c, least, hash, ROUNDING)
+            if not dense:
+                bits &= lane_masks(coded << (7 - 2 * quarter - parity)).to(bits.dtype)
+            values += (narrow(bits.to(dtype, bitcast=True), DTYPE),)  # type: ignore[assignment]
     # One tile for one store: Triton looks for the best layout of each.
-    even = tl.join(tl.join(values[0], values[4]), tl.join(values[2], values[6]))  # type: ignore[misc]
-    odd = tl.join(tl.join(values[1], values[5]), tl.join(values[3], values[7]))  # type: ignore[misc]
+    even = tl.join(tl.join(values[0], values[2]), tl.join(values[1], values[3]))  # type: ignore[misc]
+    odd = tl.join(tl.join(values[4], values[6]), tl.join(values[5], values[7]))  # type: ignore[misc]
     return tl.reshape(tl.permute(tl.join(even, odd), (0, 1, 2, 4, 5, 6, 3)), (2, 4, 16, 8, 4))
 
 
 @triton.jit
-def wide_values(words, at, k, base, what, coded, step, DTYPE: tl.constexpr, DITHERED: tl.constexpr):
+def wide_values(words, at, k, base, what, coded, step, DTYPE: tl.constexpr, ROUNDING: tl.constexpr):
     """Decode a group with numbers of any size."""
-    eb_c, group, seed_low, seed_high = step
+    eb_c, least, group, seed_low, seed_high = step
     order = (what >> 5) & 3
     number = get_numbers(words, at, k, coded, (what & 16) > 0)
     half = (number + 1) >> 1
     distance = tl.where((number & 1) > 0, half, -half) * of_block(tl.where(order == 2, -1, 1))
     level = (tl.where(of_block(order) == 0, number, distance) + of_block(base)).to(eb_c.dtype)
-    level += dither_of(random_of(group, tile_index(), seed_low, seed_high), eb_c.dtype) if DITHERED else 0.5
-    return narrow(tl.where(tile_bits(coded) > 0, level * (eb_c * 2.0), 0.0), DTYPE)
+    hash = random_of(group, tile_index(), seed_low, seed_high)
+    if ROUNDING == SIGNED:
+        values = signed_values(level + 0.5, hash, eb_c, least)
+    else:
+        values = (level + (dither_of(hash, eb_c.dtype) if ROUNDING == DITHERED else 0.5)) * (eb_c * 2.0)
+    return narrow(tl.where(tile_bits(coded) > 0, values, 0.0), DTYPE)
 
 
 @triton.jit
@@ -269,7 +283,7 @@ def get_raw(payload, start, out, grad, count, repeated, DTYPE: tl.constexpr, MAS
 @triton.jit(do_not_specialize=["capacity"])
 def decode_kernel(
     meta, payload, out, grad, numel: tl.int64, capacity: tl.int64,
-    DTYPE: tl.constexpr, MASK: tl.constexpr, GATE: tl.constexpr, DITHERED: tl.constexpr,
+    DTYPE: tl.constexpr, MASK: tl.constexpr, GATE: tl.constexpr, ROUNDING: tl.constexpr,
 ):  # fmt: skip
     """Decode a group. One that the encoder had no space for becomes NaN, or no mask.
 
@@ -328,13 +342,13 @@ def decode_kernel(
         base = tl.where(wide, get_words(words, start * 8, tl.where(wide, 32, 0)).to(tl.int32, bitcast=True), base)
         k = tl.where(plain, tl.where(wide, second >> 3, what & 7), 0)
         seed = (meta + 8).to(tl.pointer_type(tl.int32))
-        step = (shrink(eb, code, DTYPE), group, tl.load(seed), tl.load(seed + 1))
+        step = (shrink(eb, code, DTYPE), least_of(eb, DTYPE), group, tl.load(seed), tl.load(seed + 1))
         any_wide = ((total >> 21) & 31) > 0
         # Not in a branch, where it would take more registers and instructions.
-        values = narrow_values(words, at, k, base, what, coded, step, dense, DTYPE, DITHERED)
+        values = narrow_values(words, at, k, base, what, coded, step, dense, DTYPE, ROUNDING)
         tl.store(out + i, values, mask=here & (any_wide == 0))
         if any_wide:
-            values = wide_values(words, at, k, base, what, coded, step, DTYPE, DITHERED)
+            values = wide_values(words, at, k, base, what, coded, step, DTYPE, ROUNDING)
             tl.store(out + i, values, mask=here)
 
     if ((total >> 16) & 31) > 0:

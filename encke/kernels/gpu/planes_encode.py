@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from encke.kernels.gpu.common import INTERPRETED, divide, exponent, float_bits, narrow, widen
+from encke.kernels.formats import COIN, MASK32
+from encke.kernels.gpu.common import INTERPRETED, divide, exponent, float_bits, narrow, random32, widen
 from encke.kernels.gpu.planes_forms import bit_width, choose_forms, integers_of, less_four, shift_planes
 from encke.kernels.gpu.planes_put import (
     put_chunk,
@@ -24,6 +25,7 @@ from encke.kernels.gpu.tiles import (
     NEAREST,
     REPEATED,
     ROUNDS,
+    SIGNED,
     STOCHASTIC,
     block_max,
     block_min,
@@ -36,19 +38,23 @@ from encke.kernels.gpu.tiles import (
     lanes_max,
     lanes_min,
     lanes_sum,
+    least_of,
     moves_of,
     nonzero_bits,
     of_block,
     places_of,
     random_of,
+    shared_random,
     shrink,
-    slice_index,
+    signed_values,
+    slice_words,
     split_tile,
     tile_index,
     transpose,
 )
 
 ORIGIN = tl.constexpr(12582912.0)  # 1.5 * 2^23: a float that is larger by an integer has it in its last bits
+COIN_LOW, COIN_HIGH = tl.constexpr(COIN & MASK32), tl.constexpr(COIN >> 32)
 RANGE = tl.constexpr(4)  # where the keys of largest and smallest value stand among the sizes
 
 
@@ -189,23 +195,74 @@ def usable_values(v, limit, eb, ROUNDING: tl.constexpr):
 
 
 @triton.jit
-def levels_of(v, eb_c, inverse, hash, ROUNDING: tl.constexpr):
+def rest_of(v, level, eb_c, inverse, DTYPE: tl.constexpr):
+    """Return what the level below leaves of values, in steps. With fp32 the product is exact."""
+    level = (level - ORIGIN).to(v.dtype)
+    rest = tl.fma(-level, eb_c * 2.0, v) if DTYPE == tl.float32 else v - level * (eb_c * 2.0)
+    return rest * inverse
+
+
+@triton.jit
+def levels_of(v, eb_c, inverse, hash, DTYPE: tl.constexpr, ROUNDING: tl.constexpr):
     """Return ORIGIN plus the levels of finite values, fp32: the last bits are the level, without a conversion."""
     shifted = v - eb_c if ROUNDING == STOCHASTIC else v
     level = floor_of(shifted * inverse)
     if ROUNDING != NEAREST:
-        rest = (shifted - (level - ORIGIN).to(v.dtype) * (eb_c * 2.0)) * inverse
-        level = tl.where(hash < (rest * 16777216.0).to(tl.int32), level + 1.0, level)
+        # hash < int(rest * 2^24), without the conversion, which is slow.
+        most = tl.fma(hash.to(v.dtype), 5.9604644775390625e-08, 5.9604644775390625e-08)
+        level = tl.where(most <= rest_of(shifted, level, eb_c, inverse, DTYPE), level + 1.0, level)
     if ROUNDING == STOCHASTIC:
         level = tl.where(v < 0, tl.minimum(level, ORIGIN - 1.0), tl.maximum(level, ORIGIN))
-    return level if ROUNDING == NEAREST else tl.where(v != 0, level, ORIGIN)
+        level = tl.where(v != 0, level, ORIGIN)
+    return level
 
 
 @triton.jit
-def decoded_of(level, eb_c, hash, DTYPE: tl.constexpr, ROUNDING: tl.constexpr):
+def signed_levels_of(v, step, hash, coin, DTYPE: tl.constexpr):
+    """Return ORIGIN plus the levels of finite values whose signs are kept; zeros have 0. See the reference."""
+    eb_c, inverse, least = step
+    size = tl.abs(v)
+    cell = floor_of(size * inverse)
+    more = ((rest_of(size, cell, eb_c, inverse, DTYPE) * 16777216.0).to(tl.int32) - hash + 25165823) >> 24
+    above = tl.minimum((size - least) * inverse, 0.5)
+    kept = coin.to(v.dtype) * 5.9604644775390625e-08 * ((above + 0.5) * (above + 0.5)) < above * 2.0
+    cell = tl.where(kept, (cell.to(tl.int32, bitcast=True) + more).to(tl.float32, bitcast=True), ORIGIN)
+    return tl.where(v < 0, (ORIGIN - 1.0) - (cell - ORIGIN), cell)
+
+
+@triton.jit
+def random_levels(v, step, hash, coin, DTYPE: tl.constexpr, ROUNDING: tl.constexpr):
+    """Return ORIGIN plus the levels of finite values with their random numbers."""
+    eb_c, inverse, _ = step
+    if ROUNDING == SIGNED:
+        return signed_levels_of(v, step, hash, coin, DTYPE)
+    return levels_of(v, eb_c, inverse, hash, DTYPE, ROUNDING)
+
+
+@triton.jit
+def difference(a, b):
+    """Return |a - b|, rounded up: it is not above a bound if the exact one is not."""
+    if INTERPRETED:
+        near = a - b
+        part = near - a
+        rest = (a - (near - part)) - (b + part)
+        bits = float_bits(tl.abs(near)) + tl.where(near < 0, rest < 0, rest > 0).to(float_bits(near).dtype)
+        return bits.to(near.dtype, bitcast=True)
+    else:
+        UP: tl.constexpr = "sub.rp.f64 $0, $1, $2;" if a.dtype == tl.float64 else "sub.rp.f32 $0, $1, $2;"
+        KIND: tl.constexpr = "=d,d,d" if a.dtype == tl.float64 else "=f,f,f"
+        up = tl.inline_asm_elementwise(UP, KIND, [a, b], dtype=a.dtype, is_pure=True, pack=1)
+        return tl.maximum(up, tl.inline_asm_elementwise(UP, KIND, [b, a], dtype=a.dtype, is_pure=True, pack=1))
+
+
+@triton.jit
+def decoded_of(level, step, hash, DTYPE: tl.constexpr, ROUNDING: tl.constexpr):
     """Return the values that levels decode to."""
+    eb_c, _, least = step
     level = level.to(eb_c.dtype)
-    if ROUNDING == DITHERED:
+    if ROUNDING == SIGNED:
+        value = signed_values(level + 0.5, hash, eb_c, least)
+    elif ROUNDING == DITHERED:
         value = (level + dither_of(hash, eb_c.dtype)) * (eb_c * 2.0)
     elif DTYPE == tl.float32:
         # All digits fit: nothing is rounded, as in (level + 0.5) * 2 eb_c.
@@ -231,12 +288,12 @@ def quotient_bytes(levels, form, k):
 def far_numbers(x, group, left, limits, step, seed, form, DTYPE: tl.constexpr, ROUNDING: tl.constexpr):
     """Return the numbers of a tile, from its values: few groups need more than bytes when they are written."""
     limit, eb = limits
-    eb_c, inverse = step
     slope, shift = form
     i = tile_index()
     v = usable_values(widen(tl.load(x + i, mask=i < left, other=0), DTYPE), limit, eb, ROUNDING)
-    level = levels_of(v, eb_c, inverse, random_of(group, i, seed[0], seed[1]), ROUNDING) - ORIGIN
-    return integers_of(level, of_block(slope), of_block(shift)) & 0x7FFFFF
+    hash, coin = random_of(group, i, seed[0], seed[1]), random_of(group, i, seed[0] ^ COIN_LOW, seed[1] ^ COIN_HIGH)
+    level = random_levels(v, step, hash, coin, DTYPE, ROUNDING)
+    return integers_of(level - ORIGIN, of_block(slope), of_block(shift)) & 0x7FFFFF
 
 
 @triton.jit(do_not_specialize=["capacity", "attempt", "seed_low", "seed_high"])
@@ -298,30 +355,34 @@ def encode_kernel(
     code = tl.where(eb == 0, 0, shrink_code(largest, safe, DTYPE))
     eb_c = shrink(safe, code, DTYPE)
     inverse = divide(tl.full((), 0.5, eb_c.dtype), eb_c)
-    # Slice by slice, so that no thread has to keep all values, levels and errors.
-    slices, levels = split_tile(v), ()
+    step = (eb_c, inverse, least_of(safe, DTYPE))
+    # Slice by slice, so that no thread has to keep all values, levels and errors: the even ones, then the odd ones.
+    slices, found = split_tile(v), ()
     level_sum, error = tl.zeros((2, 4, 16, 4), tl.int32), tl.zeros((2, 4, 16, 4), eb.dtype)
     least, most = level_sum + 0x7FFFFFFF, level_sum
-    for slice in tl.static_range(8):
-        hash = random_of(group, slice_index(slice), seed_low, seed_high)
-        level = levels_of(slices[slice], eb_c, inverse, hash, ROUNDING)
-        level_bits = level.to(tl.int32, bitcast=True)
-        level_sum += level_bits
-        if ROUNDING != NEAREST:
-            least, most = tl.minimum(least, level_bits), tl.maximum(most, level_bits)
-        level -= ORIGIN
-        # Zeros pass.
-        value, back = slices[slice], decoded_of(level, eb_c, hash, DTYPE, ROUNDING)
-        error = tl.maximum(error, tl.abs(back - value))
-        if ROUNDING == DITHERED:
-            # On both sides of zero the error is a sum, which rounding may bring down to the bound.
-            across = ((back < 0) & (value > 0)) | ((back > 0) & (value < 0))
-            error = tl.where(across & (tl.abs(back) >= allowed), float("inf"), error)
-        levels += (level,)  # type: ignore[assignment]
+    for parity in tl.static_range(2):
+        word = slice_words(group, parity)
+        random = random32(word, seed_low, seed_high)
+        coins = random32(word, seed_low ^ COIN_LOW, seed_high ^ COIN_HIGH)
+        for quarter in tl.static_range(4):
+            value, hash = slices[2 * quarter + parity], shared_random(random, quarter)
+            level = random_levels(value, step, hash, shared_random(coins, quarter), DTYPE, ROUNDING)
+            level_bits = level.to(tl.int32, bitcast=True)
+            level_sum += level_bits
+            if ROUNDING != NEAREST:
+                least, most = tl.minimum(least, level_bits), tl.maximum(most, level_bits)
+            level -= ORIGIN
+            # Zeros pass.
+            back = decoded_of(level, step, hash, DTYPE, ROUNDING)
+            # Where the decoder knows a random number, the error of a value next to zero may be rounded to the bound.
+            exactly = ROUNDING == DITHERED or ROUNDING == SIGNED
+            error = tl.maximum(error, difference(back, value) if exactly else tl.abs(back - value))
+            found += (level,)  # type: ignore[assignment]
+    levels = (found[0], found[4], found[1], found[5], found[2], found[6], found[3], found[7])  # type: ignore[misc]
     if ROUNDING == NEAREST:
         # Larger values have no smaller levels.
-        low = levels_of(lowest, eb_c, inverse, 0, ROUNDING).to(tl.int32, bitcast=True) - 0x4B400000
-        high = levels_of(highest, eb_c, inverse, 0, ROUNDING).to(tl.int32, bitcast=True) - 0x4B400000
+        low = levels_of(lowest, eb_c, inverse, 0, DTYPE, ROUNDING).to(tl.int32, bitcast=True) - 0x4B400000
+        high = levels_of(highest, eb_c, inverse, 0, DTYPE, ROUNDING).to(tl.int32, bitcast=True) - 0x4B400000
     else:
         low, high = lanes_min(least) - 0x4B400000, lanes_max(most) - 0x4B400000
     # 256 times 0x4B400000, modulo 2^32.
@@ -329,7 +390,7 @@ def encode_kernel(
     must_raw = beyond | ((tl.where(eb == 0, float("inf"), lanes_max(error)) <= allowed) == 0)
 
     slope, shift, most, base, order, k, fixed = choose_forms(levels, low, high, level_sum, n)
-    limits, step, seed, form = (limit, eb), (eb_c, inverse), (seed_low, seed_high), (slope, shift)
+    limits, seed, form = (limit, eb), (seed_low, seed_high), (slope, shift)
     bytes = ()
     for slice in tl.static_range(8):
         slice_numbers = integers_of(levels[slice], slope[None, None, :, None], shift[None, None, :, None])

@@ -14,7 +14,7 @@ from encke.kernels.gpu.common import INTERPRETED, exponent, float_bits, power, r
 
 ROUNDS = tl.constexpr(4)
 ALL_ZERO, AS_IS, REPEATED = tl.constexpr(0x60), tl.constexpr(0x61), tl.constexpr(0x62)
-NEAREST, STOCHASTIC, DITHERED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+NEAREST, STOCHASTIC, DITHERED, SIGNED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 EVERY_BYTE = tl.constexpr(0x01010101)
 PICK_BYTES = tl.constexpr(
     "{.reg .b32 a, b; prmt.b32 a, $1, $2, 0x0040; prmt.b32 b, $3, $4, 0x0040; prmt.b32 $0, a, b, 0x5410;}"
@@ -27,6 +27,9 @@ MULTIPLY_BYTES = tl.constexpr(
     "{.reg .b32 a, b, c, d; and.b32 a, $1, 255; prmt.b32 b, $1, 0, 0x4441; prmt.b32 c, $1, 0, 0x4442;"
     "shr.u32 d, $1, 24; mad.lo.u32 a, b, $2, a; mad.lo.u32 a, c, $3, a; mad.lo.u32 $0, d, $4, a;}"
 )
+# The upper three bytes of a word that is rotated right by no, one, two and three bytes.
+UPPER_0, UPPER_1 = tl.constexpr("prmt.b32 $0, $1, 0, 0x4321;"), tl.constexpr("prmt.b32 $0, $1, 0, 0x4032;")
+UPPER_2, UPPER_3 = tl.constexpr("prmt.b32 $0, $1, 0, 0x4103;"), tl.constexpr("prmt.b32 $0, $1, 0, 0x4210;")
 # Bits of eight floats that are not zero, added up in the last bits of a float.
 PICK_NONZERO = tl.constexpr(
     "{.reg .pred p; .reg .f32 a; mov.f32 a, 0f4B000000;"
@@ -105,6 +108,13 @@ def shrink(eb, code, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def least_of(eb, DTYPE: tl.constexpr):
+    """Return the smallest magnitude that a value decodes to where signs are kept: a power of two."""
+    e = exponent(eb) - 12
+    return power(tl.minimum(tl.maximum(e, -24), 15) if DTYPE == tl.float16 else e, eb)
+
+
+@triton.jit
 def random_of(group, i, seed_low, seed_high):
     """Return the 24 random bits of value i of a group. Values 16 apart share a hash: the compiler computes it once."""
     word = group.to(tl.uint32) * 1024 + ((i >> 6) * 16 + (i & 15)).to(tl.uint32)
@@ -113,9 +123,39 @@ def random_of(group, i, seed_low, seed_high):
 
 
 @triton.jit
+def slice_words(group, parity):
+    """Return the indices of the hashes that every second slice shares, from slice 0 or 1 on: [half, word, block, lane].
+
+    A compiler that sees slices one by one computes them again for each.
+    """
+    place = slice_index(parity)
+    return group.to(tl.uint32) * 1024 + ((place >> 6) * 16 + (place & 15)).to(tl.uint32)
+
+
+@triton.jit
+def shared_random(hash, quarter: tl.constexpr):
+    """Return the 24 random bits of one of the four values that share a hash."""
+    if INTERPRETED:
+        return (rotate_right(hash, (hash & 0) + quarter * 8) >> 8).to(tl.int32)
+    else:
+        UPPER: tl.constexpr = UPPER_0 if quarter == 0 else UPPER_1 if quarter == 1 else UPPER_2
+        return tl.inline_asm_elementwise(
+            UPPER_3 if quarter == 3 else UPPER, "=r,r", [hash], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
 def dither_of(hash, WORK: tl.constexpr):
     """Return random numbers from -1/2 to 1/2."""
-    return hash.to(WORK) * 5.9604644775390625e-08 - 0.5
+    return tl.fma(hash.to(WORK), 5.9604644775390625e-08, -0.5)
+
+
+@triton.jit
+def signed_values(level, hash, eb_c, least):
+    """Return the values of levels plus 1/2 where signs are kept: dithered magnitudes."""
+    size = tl.abs(level) - 0.5 + tl.fma(hash.to(eb_c.dtype), 5.9604644775390625e-08, -1.0)
+    size = tl.maximum(size * (eb_c * 2.0), least)
+    return tl.where(level < 0, -size, size)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from torch import Tensor
 from encke.kernels.formats import (
     ALL_ZERO,
     AS_IS,
+    COIN,
     DITHERED,
     FLOATS,
     MASK32,
@@ -20,6 +21,7 @@ from encke.kernels.formats import (
     PLANE_WORD,
     REPEATED,
     ROUNDS,
+    SIGNED,
     SMALLEST_BOUND,
     STOCHASTIC,
     BoundedFormat,
@@ -69,6 +71,12 @@ def shrink(eb: Tensor, code: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(code == 0, power(e - 1, eb), (eb / unit).floor() * unit - unit)
 
 
+def least_of(eb: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the smallest magnitude that a value decodes to where signs are kept: a power of two."""
+    e = exponent(eb) - 12
+    return power(e.clamp(-24, 15) if dtype == torch.float16 else e, eb)
+
+
 @dataclass
 class Rounding:
     """Half steps and random numbers of blocks."""
@@ -77,9 +85,16 @@ class Rounding:
     eb_c: Tensor
     hash: Tensor
     """24 random bits for each value."""
+    coin: Tensor
+    """24 more."""
+    least: Tensor
+    """The smallest magnitude of SIGNED."""
 
     def levels(self, v: Tensor) -> Tensor:
         """Return the levels of finite values that are not zero."""
+        if self.kind == SIGNED:
+            cell = self.cells(v.abs())
+            return torch.where(v < 0, -1 - cell, cell)
         inverse = 0.5 / self.eb_c
         shifted = v - self.eb_c if self.kind == STOCHASTIC else v
         level = (shifted * inverse).floor()
@@ -91,8 +106,27 @@ class Rounding:
             level = torch.where(v < 0, level.clamp(max=-1), level.clamp(min=0))
         return level.long()
 
+    def cells(self, magnitude: Tensor) -> Tensor:
+        """Return the cells of magnitudes, from zero outwards. The first one, 0, decodes to the smallest magnitude.
+
+        Dithered magnitudes have a mean that is too large next to zero, where negative ones become the first cell. So do
+        others at random, such that the mean is right.
+        """
+        inverse = 0.5 / self.eb_c
+        cell = (magnitude * inverse).floor()
+        rest = (magnitude - cell * (self.eb_c * 2)) * inverse
+        cell += ((rest * 2.0**24).long() - self.hash + 3 * 2**23 - 1) >> 24
+        above = ((magnitude - self.least) * inverse).clamp(max=0.5)
+        kept = self.coin.to(above.dtype) * 2.0**-24 * ((above + 0.5) * (above + 0.5)) < above * 2
+        return torch.where(kept, cell, 0.0).long()
+
     def values(self, level: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the values of levels."""
+        if self.kind == SIGNED:
+            cell = torch.where(level < 0, -1 - level, level).to(self.eb_c.dtype)
+            magnitude = (cell + (self.hash.to(cell.dtype) * 2.0**-24 - 1)) * (self.eb_c * 2)
+            magnitude = torch.maximum(magnitude, self.least)
+            return torch.where(level < 0, -magnitude, magnitude).to(dtype)
         u = self.hash.to(self.eb_c.dtype) * 2.0**-24 - 0.5 if self.kind == DITHERED else 0.5
         return ((level.to(self.eb_c.dtype) + u) * (self.eb_c * 2)).to(dtype)
 
@@ -101,7 +135,16 @@ def rounding_of(kind: int, blocks: int, eb: Tensor, code: Tensor, dtype: torch.d
     """Return the rounding of all blocks under the shrink codes of their groups."""
     index = torch.arange(blocks * PLANE_BLOCK, device=eb.device).view(-1, PLANE_BLOCK)[:, bit_order(eb.device)]
     eb_c = shrink(eb.expand(len(code)), code, dtype).repeat_interleave(BLOCKS)[:blocks, None]
-    return Rounding(kind, eb_c, random24(index, seed, PLANE_WORD, PLANE_WORD // 4))
+    hash, coin = (random24(index, each, PLANE_WORD, PLANE_WORD // 4) for each in (seed, seed ^ COIN))
+    return Rounding(kind, eb_c, hash, coin, least_of(eb, dtype))
+
+
+def exceeds(a: Tensor, b: Tensor, bound: Tensor) -> Tensor:
+    """Return where |a - b| is above a bound, even if it is rounded to the bound."""
+    near = a - b
+    part = near - a
+    rest = (a - (near - part)) - (b + part)
+    return ~(near.abs() <= bound) | (near.abs() == bound) & torch.where(near < 0, rest < 0, rest > 0)
 
 
 def shrink_codes(magnitude: Tensor, eb: Tensor, dtype: torch.dtype) -> Tensor:
@@ -263,9 +306,7 @@ def bounded_encode(x: Tensor, format: BoundedFormat, seed: int) -> tuple[Tensor,
         rounding = rounding_of(format.rounding, blocks, eb, code, dtype, seed)
         level = torch.where(fits & coded, rounding.levels(torch.where(fits, v, 0.0)), 0)
         back = rounding.values(level, dtype).to(v.dtype)
-        # On both sides of zero the error is a sum, which rounding may bring down to the bound.
-        across = ((back < 0) & (v > 0) | (back > 0) & (v < 0)) & (back.abs() >= largest)
-        must_raw = (~fits | coded & (across | ~((back - v).abs() <= largest))).any(1)
+        must_raw = (~fits | coded & exceeds(back, v, largest)).any(1)
     form = choose_forms(level, coded, valid)
 
     n, raw_size = coded.sum(1), valid.sum(1) * dtype.itemsize

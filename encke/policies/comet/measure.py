@@ -269,6 +269,7 @@ class CometCollector:
             self._probes.pop(id(cell), None)
         self.sites[site.place] = (site, known[1])
         known[1].fixed |= cell.fixed
+        known[1].signed |= cell.signed
         if flat.device.type == self.compiled_for and packed.plan is not None and self.trials:
             self._note_use(site, layout, packed.plan, cell.masked)
         if site.place in self.probed:

@@ -50,6 +50,8 @@ class TensorFigures:
     """Relative mean square error of a function's derivative, for each codec tried."""
     fixed: bool = False
     """Whether only codes of a fixed rate serve."""
+    signed: bool = False
+    """Whether somebody reads signs."""
 
     @property
     def bound(self) -> float:
@@ -104,6 +106,8 @@ class TensorStats:
         """Values in a row (planes: in a plane), which a normalisation takes together at least."""
         self.fixed = False
         """Whether only codes of a fixed rate serve."""
+        self.signed = False
+        """Whether somebody reads signs."""
         self.bits = 0
         """The rate of codes from whose scales errors follow; they have no bias then. 0: they were tried."""
         self.tensors: list[Tensor | None]
@@ -166,5 +170,6 @@ class TensorStats:
             in_force = errors[self.trials.index(self.codec)] if self.codec in self.trials else errors.pop()
         of_slope = [] if self.tensors[2] is None else distortion.tolist()
         return TensorFigures(
-            share, std, errors, in_force, self.codec, self.trials, self.values, self.row, of_slope, self.fixed
-        )
+            share, std, errors, in_force, self.codec, self.trials, self.values, self.row, of_slope, self.fixed,
+            self.signed,
+        )  # fmt: skip

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from encke.kernels import BoundedFormat, reference
-from encke.kernels.formats import DITHERED, NEAREST, PLANE_GROUP, PLANE_HEADER, STOCHASTIC
+from encke.kernels.formats import DITHERED, NEAREST, PLANE_GROUP, PLANE_HEADER, SIGNED, STOCHASTIC
 from tests.kernels.gpu.common import COMPILED_DTYPES, DEVICE, DTYPES, INF, SEED, compile_for_hopper, content, same
 
 gpu = pytest.importorskip("encke.kernels.gpu", reason="needs triton")
@@ -14,11 +14,11 @@ bounded, launch = (pytest.importorskip(f"encke.kernels.gpu.{name}") for name in 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-def check(x: torch.Tensor, bound: float, rel: float, rounding: int) -> None:
+def check(x: torch.Tensor, bound: float, rel: float, rounding: int, seed: int = SEED) -> None:
     """Both implementations store the same, and each decodes what the other stored."""
     format = BoundedFormat(bound, rel, rounding, x.dtype)
-    meta, payload = reference.bounded_encode(x, format, SEED)
-    gpu_meta, gpu_payload = gpu.bounded_encode(x, format, SEED)
+    meta, payload = reference.bounded_encode(x, format, seed)
+    gpu_meta, gpu_payload = gpu.bounded_encode(x, format, seed)
     numel, groups = x.numel(), -(-x.numel() // PLANE_GROUP)
     expected, mask = (reference.bounded_decode(meta, payload, format, numel, flag) for flag in (False, True))
     for part in (slice(PLANE_HEADER), slice(PLANE_HEADER + 4 * groups, None)):
@@ -32,7 +32,7 @@ def check(x: torch.Tensor, bound: float, rel: float, rounding: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rounding", [NEAREST, STOCHASTIC, DITHERED])
+@pytest.mark.parametrize("rounding", [NEAREST, STOCHASTIC, DITHERED, SIGNED])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_kind_of_block(dtype, rounding):
     check(content("blocks", 5500, dtype), *((INF, 1e-3) if rounding == STOCHASTIC else (1e-2, INF)), rounding)
@@ -50,18 +50,32 @@ def test_contents(dtype, name):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bound", [0.0, 0.3])
 def test_bounds(dtype, bound):
-    for rounding in (NEAREST, STOCHASTIC, DITHERED):
+    for rounding in (NEAREST, STOCHASTIC, DITHERED, SIGNED):
         check(content("special", 1000, dtype), bound, INF, rounding)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("rounding", [NEAREST, DITHERED])
+@pytest.mark.parametrize("rounding", [NEAREST, DITHERED, SIGNED])
 def test_numbers_of_more_than_a_byte(dtype, rounding):
     """More than eight low bits, quotients above 255, and the largest levels that there are."""
     many, few = content("normal", 300, dtype) * 300, content("relu", 700, dtype) + 0.1
     few[5::256] = 1330.0
     largest = torch.tensor([9000.0, -9000.0], dtype=dtype, device=DEVICE).repeat(140)
     check(torch.cat([many, few, largest]), 1e-2, INF, rounding)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_below_the_bound(dtype):
+    for rounding in (STOCHASTIC, DITHERED, SIGNED):
+        check(content("normal", 1500, dtype), 0.7, INF, rounding)
+
+
+def test_the_smallest_random_number():
+    """With this seed the first values have it: what rounding compares it with is next to it."""
+    half = 1.0 - 2.0**-15  # of a step
+    x = torch.tensor([2.0**-23 * half, 2.0**-24 * half, -(2.0**-23) * half, 1.0], device=DEVICE).repeat_interleave(16)
+    for rounding in (STOCHASTIC, DITHERED, SIGNED):
+        check(x, 1.0, INF, rounding, 0)
 
 
 @pytest.mark.parametrize("numel", [0, 1, 63, 65, 4097])
@@ -167,12 +181,13 @@ COMPILE = """
 from encke.kernels.gpu import planes_decode, planes_encode
 dtype, name = TYPES[sys.argv[1]]
 pointers = {"meta": "*u8", "payload": "*u8", "sizes": "*i64", "x": name, "out": name, "grad": name}
-for rounding in (0, 1, 2):
+for rounding in (0, 1, 2, 3):
     build(planes_encode.encode_kernel, pointers, {"DTYPE": dtype, "RELATIVE": rounding == 2, "ROUNDING": rounding})
 build(planes_encode.range_kernel, pointers, {"DTYPE": dtype, "SIZE": 16384})
-usual = {"DTYPE": dtype, "MASK": False, "GATE": False, "DITHERED": False}
+usual = {"DTYPE": dtype, "MASK": False, "GATE": False, "ROUNDING": 0}
 build(planes_decode.decode_kernel, pointers, usual)
-build(planes_decode.decode_kernel, pointers, usual | {"DITHERED": True})
+for rounding in (2, 3):
+    build(planes_decode.decode_kernel, pointers, usual | {"ROUNDING": rounding})
 build(planes_decode.decode_kernel, pointers, usual | {"GATE": True})
 build(planes_decode.decode_kernel, pointers | {"out": "*u8", "grad": "*u8"}, usual | {"MASK": True})
 """

@@ -27,6 +27,24 @@ def figures(x: torch.Tensor) -> TensorFigures:
     return found.figures([math.nan if t is None else t.item() for t in found.tensors])
 
 
+def test_levels_that_keep_signs_have_at_most_the_error_that_is_announced() -> None:
+    torch.manual_seed(0)
+    x = F.leaky_relu(3 * torch.randn(64, 1024), 0.1)
+    tensor = figures(x)
+    tensor.signed = True
+    menu = Menu.of(tensor, True, 0)
+    sizes = []
+    for codec, power in zip(menu.codecs, menu.errors([power for power, _ in tensor.errors]), strict=True):
+        packed = codec.encode(x)
+        y = packed.decode()
+        assert torch.equal(y.sign(), x.sign())
+        assert 0.5 * power < float((y - x).square().mean()) < 1.02 * power
+        sizes.append(8 * packed.nbytes / x.numel())
+    # Within half a bit, as many as announced more than the finest; the coarsest takes more.
+    announced = [bits - menu.bits[-1] + sizes[-1] for bits in menu.bits]
+    assert sizes[1:] == pytest.approx(announced[1:], abs=0.5)
+
+
 @pytest.mark.parametrize("relu", [False, True])
 def test_the_error_of_each_level_is_the_one_that_is_announced(relu: bool) -> None:
     torch.manual_seed(0)
@@ -101,15 +119,21 @@ def test_dithered_holds_fewer_bytes_at_the_same_error() -> None:
     assert codecs["Convolution", "input"] == "ErrorBounded" and codecs["BatchNorm", "input"] == "GroupQuant"
 
 
-def test_memory_whose_signs_are_read_keeps_a_fixed_rate() -> None:
-    """Dithered levels do not keep signs, and all others within a bound are biased next to zero."""
-    _, _, handle = gradient_error("dithered", leaky=True)
+def test_memory_whose_signs_are_read_has_a_variable_rate_that_keeps_them() -> None:
+    error, size, _ = gradient_error("stochastic", leaky=True)
+    dithered, fewer, handle = gradient_error("dithered", leaky=True)
     rows = {row.layer: row for row in handle.report().sites if row.operation == "LeakyRelu"}
-    assert rows and all(row.codec == "GroupQuant" for row in rows.values()), rows
+    assert rows and all(row.codec == "ErrorBounded" and "with signs" in row.bound for row in rows.values()), rows
+    # The policy knows of them, and what they take.
+    assert sum(getattr(setting.codec, "signs", False) for setting in handle.policy.settings.values()) == len(rows)
+    # Fixed rates keep signs from 4 bits on, which is finer than the error that is tolerated.
+    tolerated, _, _ = gradient_error("stochastic")
+    assert fewer < 0.5 * size and error < dithered < 1.1 * tolerated, (fewer / size, dithered, tolerated)
 
 
-def test_measured_errors_of_dithered_codes_are_the_predicted_ones() -> None:
-    _, _, handle = gradient_error("dithered")
+@pytest.mark.parametrize("leaky", [False, True])
+def test_measured_errors_of_dithered_codes_are_the_predicted_ones(leaky: bool) -> None:
+    _, _, handle = gradient_error("dithered", leaky)
     rows = [row for row in handle.history if row.get("in_force_measured") and row["codec"] == "ErrorBounded"][-4:]
     assert len(rows) == 4
     for row in rows:
