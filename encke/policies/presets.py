@@ -18,14 +18,14 @@ PRESETS: dict[str, Policy] = {
     "comet": Comet(sigma=0.01, rounding="nearest", formula="paper"),
     "division": Division(),
 }
-"""The policy behind each name. `comet` is COMET as published, `division` is DIVISION."""
+"""Policies by preset name. `comet` is COMET as published, `division` is DIVISION."""
 FIXED: dict[str, Policy] = {
     "group2": Fixed(GroupQuant(2)),
     "group4": Fixed(GroupQuant(4)),
     "group8": Fixed(GroupQuant(8)),
     "bounded": Fixed(ErrorBounded(0.01, "rel")),
 }
-"""One codec for everything, under the names that train, bench and reports use. For comparisons, not for `attach`."""
+"""One codec for all tensors, under the names that train, bench and reports use. For comparisons, not for `attach`."""
 
 
 def preset(name: str) -> Policy:
@@ -54,7 +54,7 @@ def preset(name: str) -> Policy:
 
 
 def as_policy(policy: Any) -> Policy:
-    """Return the policy itself, or the one with this preset name.
+    """Return the policy itself, or the preset with this name.
 
     Raises:
         TypeError: It is neither a policy nor a name.
