@@ -1,4 +1,4 @@
-"""ReLU's mask from packed codes: readers that compare a restored tensor with zero ask the codes instead."""
+"""ReLU's mask from packed codes: readers that compare a restored tensor with zero read the codes instead."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ def read_mask_from_codes(
     mask: Callable[[], Node],
     gate: Callable[[Node, Node | None], Node],
 ) -> bool:
-    """Let readers of a mask ask what is zero: a codec keeps that of ReLU's result, but not what is positive.
+    """Make readers of a mask read which values are zero: a codec keeps that for ReLU's result, but not which are
+    positive.
 
-    Returns whether one of them still compares restored values, because it reads them behind a view.
+    Return whether one of them still compares restored values, because it reads them through a view.
 
     Args:
         pair: The two graphs.
-        readers: (reader, what it reads) for the readers of the mask.
+        readers: (reader, its operand) for the readers of the mask.
         t: The saved tensor.
-        mask: Writes a node that says what of `t` is not zero.
-        gate: Writes a node that passes a gradient, or the sum of two, where `t` is not zero, and gives zero elsewhere.
+        mask: Writes a node that computes which values of `t` are not zero.
+        gate: Writes a node that propagates a gradient, or the sum of two, where `t` is not zero, and is zero elsewhere.
     """
     compares_values = False
     for reader, source in readers:
-        # Behind views, the restored values are compared.
+        # Readers behind views compare the restored values.
         alike = layout(value(source)) == layout(t)
         compares_values |= not alike
         gated = sole_masked_where(reader) if alike else None
@@ -57,9 +58,9 @@ def read_mask_from_codes(
 
 
 def pass_gates_to_norms(graph: Graph) -> None:
-    """Let a batch norm whose gradient comes from a ReLU alone read the ReLU's codes: gates of their own are left out.
+    """Make a batch norm whose gradient comes from a ReLU alone read the ReLU's codes, which removes the separate gate.
 
-    Only kernels for channels_last memory do.
+    Only kernels for channels_last memory support this.
     """
     for gate in [node for node in graph.nodes if name_of(node.target) in GATES and node.users]:
         given = arguments_of(gate)
@@ -82,7 +83,7 @@ def _not_zero(pair: Pair, source: Node) -> Node:
 
 
 def _replace_threshold(pair: Pair, reader: Node, source: Node, flags: Node) -> None:
-    """Give `threshold_backward` ones and zeros: they are on the same sides of ReLU's threshold as the values."""
+    """Pass ones and zeros to `threshold_backward`: they lie on the same sides of ReLU's threshold as the values."""
     cast = torch.ops.prims.convert_element_type.default
     ones = pair.backward.call_function(cast, (flags, value(source).dtype))
     ones.meta = {**source.meta}
@@ -95,7 +96,7 @@ def _replace_comparison(pair: Pair, reader: Node, flags: Node) -> None:
         zero.meta = {**reader.meta}
         flags = zero
     for masked in reader.users:
-        # A gradient that waits for a residual path: inductor is to store it, and not what it is made from.
+        # This gradient is kept for a residual path: inductor is to store it, and not its operands.
         if any("norm" not in operation_of(user) for user in masked.users):
             masked.meta["inductor_realize_to_strides"] = True
     reader.replace_all_uses_with(flags)
@@ -103,7 +104,7 @@ def _replace_comparison(pair: Pair, reader: Node, flags: Node) -> None:
 
 
 def sole_masked_where(comparison: Node) -> Node | None:
-    """Return `where(comparison, 0, gradient)`, if that alone reads `comparison`."""
+    """Return `where(comparison, 0, gradient)`, if it is the only reader of `comparison`."""
     users = list(comparison.users)
     if name_of(comparison.target) != "le" or len(users) != 1 or name_of(users[0].target) != "where":
         return None
@@ -112,13 +113,13 @@ def sole_masked_where(comparison: Node) -> Node | None:
 
 
 def is_zero(node: Any) -> bool:
-    """Return whether a node gives the constant zero."""
+    """Return whether a node is the constant zero."""
     place = {"scalar_tensor": 0, "full": 1}.get(name_of(node.target)) if isinstance(node, Node) else None
     return place is not None and node.args[place] == 0
 
 
 def gradients_like(gradient: Any, t: Tensor) -> tuple[Node, Node | None] | None:
-    """Return a gradient that lies in memory as `t` did, or the two that it is the sum of; None if there are none."""
+    """Return a gradient that is stored with the layout of `t`, or the two terms of a sum of such; None otherwise."""
     if is_stored_like(gradient, t):
         return gradient, None
     if not isinstance(gradient, Node) or name_of(gradient.target) != "add" or len(gradient.users) != 1:
@@ -128,7 +129,7 @@ def gradients_like(gradient: Any, t: Tensor) -> tuple[Node, Node | None] | None:
 
 
 def is_stored_like(gradient: Any, t: Tensor) -> bool:
-    """Return whether inductor stores a gradient, and as `t` lay: a convolution's, or a ReLU's with several readers."""
+    """Return whether inductor stores a gradient with the layout of `t`: a convolution's, or that of a shared ReLU."""
     if not isinstance(gradient, Node) or not isinstance(value(gradient), Tensor):
         return False
     given, name = value(gradient), name_of(gradient.target)
@@ -140,5 +141,5 @@ def is_stored_like(gradient: Any, t: Tensor) -> bool:
 
 
 def layout(t: Tensor) -> list[str]:
-    """Return size and strides as texts: comparing symbols would make them constants."""
+    """Return size and strides as text: comparing symbols would make them constants."""
     return [str(number) for number in (*t.shape, *t.stride())]
