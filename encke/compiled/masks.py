@@ -23,8 +23,9 @@ def read_mask_from_codes(
     mask: Callable[[], Node],
     gate: Callable[[Node, Node | None], Node],
 ) -> bool:
-    """Make readers of a mask read which values are zero: a codec keeps that for ReLU's result, but not which are
-    positive.
+    """Make readers of a mask read which values are zero.
+
+    A codec keeps that for ReLU's result, but not which values are positive.
 
     Return whether one of them still compares restored values, because it reads them through a view.
 

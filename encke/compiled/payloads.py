@@ -75,10 +75,9 @@ def prepare(x: Tensor, graph: int, row: int) -> tuple[Packing, Codec, Layout, in
 
 
 def hold_packed(packing: Packing, x: Tensor, packed: Packed) -> Tensor:
-    """Record a packed tensor for the report and return its handle. Pack exactly if a NaN or an infinity would corrupt
-    it.
+    """Record a packed tensor for the report and return its handle.
 
-    The host never waits for a GPU here.
+    Pack again exactly if a NaN or an infinity corrupts other values. The host never waits for a GPU here.
     """
     if not (x.is_cuda or packed.codec.exact or packed.intact(x)):
         packing.not_finite.update(packing.choosing, packing.served)
