@@ -6,7 +6,7 @@ GB, MB, KB = 1e9, 1e6, 1e3
 
 
 def size(value: float) -> str:
-    """Bytes with their unit: 512 B, 3.2 kB, 45.0 MB, 1.25 GB."""
+    """Format bytes with a unit: 512 B, 3.2 kB, 45.0 MB, 1.25 GB."""
     for unit, factor, digits in (("GB", GB, 2), ("MB", MB, 1), ("kB", KB, 1)):
         if abs(value) >= factor:
             return f"{value / factor:,.{digits}f} {unit}"
@@ -14,12 +14,12 @@ def size(value: float) -> str:
 
 
 def size_in(value: float | None, unit: float) -> str:
-    """Bytes in a given unit, without its name: a cell of a table whose heading names the unit."""
+    """Format bytes in a given unit, without its name: a table cell below a heading that names the unit."""
     return "" if value is None else f"{value / unit:,.{2 if unit >= GB else 1}f}"
 
 
 def duration(seconds: float) -> str:
-    """A duration: 7 s, 3 min 20 s, 2 h 05 min."""
+    """Format a duration: 7 s, 3 min 20 s, 2 h 05 min."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
