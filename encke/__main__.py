@@ -1,4 +1,4 @@
-"""`python -m encke` is the command line."""
+"""Entry point of `python -m encke`: the command line."""
 
 from encke.cli import main
 

@@ -30,9 +30,9 @@ from encke.tools.units import size
 from encke.torch_internals import pytree
 
 BATCHES = (4, 8)
-"""The two batches that are run."""
+"""The two batch sizes that are run."""
 STEPS = 3
-"""Steps with Encke: in two it learns what is saved, and packs some of it twice; the third is an ordinary one."""
+"""Steps with Encke: the first two learn the saved tensors and pack some of them twice; the third is an ordinary one."""
 BEGIN = "begin"
 """Mark at the beginning of a step."""
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -41,32 +41,32 @@ Mark = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Line:
-    """Bytes as a function of the batch: `fixed + per_sample * batch`."""
+    """Bytes as a function of the batch size: `fixed + per_sample * batch`."""
 
     fixed: float
     per_sample: float
 
     @classmethod
     def through(cls, batches: tuple[int, int], values: tuple[float, float]) -> Line:
-        """Return the line through two points. Memory does not fall with the batch: then it is level."""
+        """Return the line through two points; level if memory falls with the batch size."""
         slope = max(0.0, (values[1] - values[0]) / (batches[1] - batches[0]))
         return cls(values[1] - slope * batches[1], slope)
 
     def at(self, batch: int) -> int:
-        """Return the bytes at a batch."""
+        """Return the bytes at a batch size."""
         return max(0, round(self.fixed + self.per_sample * batch))
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Memory of one way to train, at any batch."""
+    """Memory of one way to train, at any batch size."""
 
     held: Line
     """Bytes kept for backward: saved by autograd, or packed by Encke."""
     peaks: tuple[Line, ...]
-    """Bytes alive at most during those operations that decide the peak at some batch."""
+    """Peak bytes during the operations that decide the peak at some batch size."""
     sites: tuple[tuple[Line, Line], ...] = ()
-    """Bytes of each tensor before and after packing; `held` and `peaks` are for batches at which all are packed."""
+    """Bytes of each tensor before and after packing; `held` and `peaks` assume that all are packed."""
 
     def held_bytes(self, batch: int) -> int:
         """Return the bytes kept for backward at a batch."""
@@ -77,7 +77,7 @@ class Forecast:
         return max(line.at(batch) for line in self.peaks) + self._unpacked(batch)
 
     def _unpacked(self, batch: int) -> int:
-        """Return the bytes that packing does not save at this batch: small and negligible tensors are not packed."""
+        """Return the bytes that packing does not save at a batch size: small and negligible tensors stay unpacked."""
         sizes = sorted((saved.at(batch), packed.at(batch)) for saved, packed in self.sites)
         total, taken, more = sum(saved for saved, _ in sizes), 0, 0
         for saved, packed in sizes:
@@ -214,7 +214,7 @@ def estimate(
 
 
 def check(model: Any, optimizer: Any, policy: Any, loss: Any) -> None:
-    """Refuse models that cannot be copied and run, and what is no optimizer, policy or loss."""
+    """Raise for a model that cannot be copied and run, and for an invalid optimizer, policy or loss."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"estimate takes a torch.nn.Module, got {type(model).__name__}")
     if (optimizer is None or isinstance(optimizer, str)) and optimizer not in ("adamw", "sgd"):
@@ -277,7 +277,7 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def check_loss(value: Any) -> None:
-    """Refuse what `backward` cannot start from."""
+    """Raise for a value from which `backward` cannot start."""
     if not isinstance(value, Tensor):
         raise TypeError(f"loss must return a tensor, the loss alone, got {type(value).__name__}")
     if value.numel() != 1 or not value.requires_grad:
@@ -299,7 +299,7 @@ class Trial:
     sites: list[Row]
     """Tensors of the last step, packed and unpacked ones."""
     decisions: dict[str, Any] | None
-    """State of the handle, with the bits."""
+    """State of the handle, which includes the bits."""
 
 
 class Saved:
@@ -341,8 +341,8 @@ class Training:
     ) -> Trial:
         """Run whole steps of a copy of the model at a batch, plain if there is no policy.
 
-        Every tensor is packed, as at a large batch; with the bits of another trial if its decisions are given.
-        `advance` is told how many samples were run.
+        Every tensor is packed, as at a large batch. Decisions of another trial set the bits. `advance` is called with
+        the number of samples that were run.
         """
         gc.collect()
         with Allocations() as allocations:
@@ -375,7 +375,7 @@ class Training:
         begins = [number for number, part in enumerate(allocations.parts) if part.name == BEGIN]
         last = allocations.parts[begins[-1] + 1 :]
         for part in last:
-            # Plain steps are alike but for the state, which the optimizer makes at the end of the first.
+            # Plain steps are alike except for the state, which the optimizer creates at the end of the first.
             if handle is None and part.name != "optimizer":
                 part.peaks = [peak + state for peak in part.peaks]
         held = saved.bytes if report is None else report.packed_bytes
@@ -403,7 +403,7 @@ class Training:
 
 
 def not_trained(batch: int, error: Exception) -> RuntimeError:
-    """Return an error that says why model and loss do not run."""
+    """Return an error that explains why model and loss do not run."""
     return RuntimeError(
         f"the model does not train on {batch} samples of the example ({type(error).__name__}: {error}); "
         "pass an example that the model takes in batches of any size, or loss=, a function of model and batch"
@@ -436,7 +436,7 @@ def copied(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Optimizer]:
 
 
 def forecast(small: Trial, large: Trial) -> Forecast:
-    """Return the lines through two trials, operation by operation; coarser where their operations differ."""
+    """Return the lines through two trials, operation by operation; coarser if their operations differ."""
     batches = (small.batch, large.batch)
     pairs: list[tuple[int, int]] = []
     if [part.name for part in small.parts] == [part.name for part in large.parts]:
