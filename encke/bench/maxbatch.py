@@ -24,7 +24,7 @@ from encke.tools.units import GB, duration, size_in
 START = 8
 """The first batch that is tried."""
 GRAIN = 32
-"""The search ends within one part in this many."""
+"""Inverse of the relative precision at which the search ends."""
 MOST = 1 << 16
 AGAIN = 4
 """Number of slightly smaller batches to try if the largest one does not fit into a new process."""
@@ -35,26 +35,26 @@ FEW = ("plain", "default", "checkpoint")
 CPU_CAP = "256MiB"
 """Cap without a GPU, above interpreter and libraries."""
 MINUTES = {"cuda": 3.0, "cpu": 1.0}
-"""Rough time of a search before any was made."""
+"""Rough time of a search before the first one was made."""
 COMPILED = 5
 """Factor on the time of a search that compiles the model at every batch."""
 MACHINE = ("cpu", "gpu", "torch")
-"""Columns in which rows must agree to stand in one table."""
+"""Columns in which the rows of one table must agree."""
 COLUMNS = "model method precision compile graphs device batch size unit cap_bytes".split()
-"""Columns of a trial, beside its result."""
+"""Columns of a trial besides its result."""
 
 
 class Failed(Exception):
-    """A method that does not work here, whatever the batch."""
+    """A method does not work here, whatever the batch size."""
 
 
 class Guess:
-    """The next batch of a search: where the peaks so far meet the cap if they are known, else doubled and bisected.
+    """The next batch size of a search: extrapolated from known peaks to the cap, else doubled and bisected.
 
     Args:
-        start: The first batch.
-        most: The largest one.
-        cap: Bytes that may be taken.
+        start: The first batch size.
+        most: The largest batch size.
+        cap: Bytes that may be used.
     """
 
     def __init__(self, start: int, most: int, cap: int | None) -> None:
@@ -63,7 +63,7 @@ class Guess:
         self.batch, self.most, self.cap = start, most, cap
         self.peaks: list[tuple[int, float]] = []
         self.failures = 0
-        """Batches in sequence that did not fit."""
+        """Number of consecutive batches that did not fit."""
 
     @property
     def done(self) -> bool:
@@ -71,7 +71,7 @@ class Guess:
         return self.high - self.low <= max(1, self.low // GRAIN)
 
     def learn(self, fits: bool, peak: float | None) -> None:
-        """Take the result of the last batch into account, and choose the next one."""
+        """Record the result of the last batch, and choose the next one."""
         if fits:
             self.low, self.failures = self.batch, 0
             if peak is not None:
@@ -82,7 +82,7 @@ class Guess:
         self.batch = min(self.batch, self.high - 1, self.most)
 
     def near_limit(self) -> int:
-        """Return the expected limit, or one part in GRAIN off the last batch on the side where the limit must be."""
+        """Return the expected limit, or a batch one part in GRAIN away from the last one, towards the limit."""
         middle = min(2 * self.low, self.most) if self.high > self.most else (self.low + self.high) // 2
         if len(self.peaks) < 2 or self.cap is None:
             return middle
@@ -91,7 +91,7 @@ class Guess:
             return max(middle, self.high - grain * 2 ** (self.failures - 1))
         (first, small), (second, large) = self.peaks[-2:]
         more = int((self.cap - large) * (second - first) / (large - small)) if large > small else 0
-        # Peaks of very small batches say little about one that is much larger.
+        # Peaks of very small batches do not predict a much larger one.
         return self.low + max(grain, min(more, 3 * self.low))
 
 
@@ -101,10 +101,10 @@ def largest(
     """Return the largest batch up to `most` that fits, within one part in GRAIN; 0 if not even one sample does.
 
     Args:
-        attempt: Returns whether a batch fits, and its peak in bytes if that is known.
-        start: The first batch.
-        most: The largest one.
-        cap: The limit that peaks are compared with.
+        attempt: Returns whether a batch fits, and its peak in bytes if known.
+        start: The first batch size.
+        most: The largest batch size.
+        cap: The limit for the peaks.
     """
     guess = Guess(start, most, cap)
     while not guess.done:
@@ -113,7 +113,7 @@ def largest(
 
 
 class Search:
-    """Trials of one method, in one process as long as it survives them."""
+    """Trials of one method, in one process for as long as it survives them."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -123,7 +123,7 @@ class Search:
         """Why the last trial did not fit."""
 
     def attempt(self, batch: int) -> tuple[bool, float | None]:
-        """Return whether several whole steps pass at this batch, and their peak if it is known."""
+        """Return whether several whole steps succeed at this batch size, and their peak if known."""
         if self.child is None:
             self.child = Child(self.task)
         answer = self.child.ask(trial=batch)
@@ -131,7 +131,7 @@ class Search:
         if not fitting and not answer.get("died") and not answer.get("out_of_memory"):
             raise Failed(answer["failed"])
         if answer.get("died") or (not fitting and self.task.device == "cpu"):
-            # A process in which an allocation has failed keeps memory: smaller batches would not fit into it either.
+            # After a failed allocation a process keeps memory: smaller batches would not fit into it either.
             self.close()
         self.reason = answer.get("failed", self.reason)
         self.trials.append(self.row(batch, fitting, answer.get("step_ms")))
@@ -192,7 +192,7 @@ def max_batch(options: Options) -> None:
 
 
 def search_all(plan: Plan, path: Path) -> list[Row]:
-    """Search for every task of the plan that has no row yet; write PATH.csv, PATH_trials.csv and PATH.png."""
+    """Search for every task of the plan without a row; write PATH.csv, PATH_trials.csv and PATH.png."""
     files = path.with_suffix(".csv"), path.with_name(f"{path.name}_trials.csv")
     rows, trials = known_rows(files[0]), known_rows(files[1])
     done = {key(row): row for row in rows}
@@ -223,23 +223,23 @@ def search_all(plan: Plan, path: Path) -> list[Row]:
 
 
 def known_rows(path: Path) -> list[Row]:
-    """Return the rows of an earlier, interrupted call on this machine and this version of torch."""
+    """Return the rows of an earlier, interrupted call on this machine with this version of torch."""
     here = provenance()
     return [row for row in read_csv(path) if all(str(row.get(name) or "") == str(here[name]) for name in MACHINE)]
 
 
 def key(row: Row) -> tuple[Any, ...]:
-    """Return the columns that tell one search from another."""
+    """Return the columns that identify a search."""
     return tuple(row[name] for name in COLUMNS if name != "batch")
 
 
 def task_key(task: Task) -> tuple[Any, ...]:
-    """Return the key of the row that a task will have."""
+    """Return the key of a task's future row."""
     return key(blank_row(task))
 
 
 def announce(tasks: Sequence[Task], total: int, rows: Sequence[Row], file: Path) -> None:
-    """Say how many searches there are and about how long they will take, judged by those that were made already."""
+    """Print the number of searches and their estimated time, based on the finished ones."""
     if total > len(tasks):
         note(f"{total - len(tasks)} of {total} searches are in {file} already; without that file they are made again")
     taken = [row["search_seconds"] for row in rows]

@@ -26,12 +26,12 @@ Row = dict[str, Any]
 FIGURES = tuple(field.name for field in fields(Result))
 CHUNKED = "chunked loss"
 IDENTITY = ("model", "method", "precision", "compile", "graphs", "chunked", "batch", "size", "cap_bytes")
-"""Columns that tell one task from another."""
+"""Columns that identify a task."""
 
 
 @cache
 def code_digest() -> str:
-    """Return a short digest of the package's Python files: rows with the same one measure the same code."""
+    """Return a short digest of the package's Python files: rows with equal digests measure the same code."""
     package = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
@@ -62,7 +62,7 @@ def blank_row(task: Task) -> Row:
 
 
 def describe(task: Task) -> str:
-    """Return a task in words."""
+    """Return a description of a task."""
     compiled = f", {compiled_as(task.graphs)}" if task.compile else ""
     chunked = f", {CHUNKED}" if task.chunked else ""
     return f"{task.model}, {task.precision}{compiled}{chunked}, batch {task.batch}: {task.method}"
@@ -71,7 +71,7 @@ def describe(task: Task) -> str:
 def measure_row(task: Task, child: Child | None = None) -> Row:
     """Measure one task, in a new process or in `child`, which keeps its training for the next round.
 
-    `status` is "ok" or says why there are no figures.
+    `status` is "ok", or the reason why there are no figures.
     """
     row = blank_row(task)
     if reason := METHODS[task.method].missing(task.device):
@@ -84,17 +84,17 @@ def measure_row(task: Task, child: Child | None = None) -> Row:
 def measure_all(
     tables: Sequence[Sequence[Task]], csv: Path, rounds: int = 1, done: Sequence[Row] = (), together: int = 1
 ) -> list[Row]:
-    """Measure every task of every table, with several rounds the tasks of a table in turn.
+    """Measure every task of every table; with several rounds, the tasks of a table take turns.
 
-    With several rounds each task has one process that keeps its training from round to round. The CSV grows with every
-    row, so that an interrupted run leaves what it has.
+    With several rounds each task has one process that keeps its training from round to round. The CSV is written after
+    every row, so that an interrupted run keeps its rows.
 
     Args:
         tables: Tasks of each table.
         csv: File for the rows.
-        rounds: Number of times that each task is measured.
-        done: Rows that stand in the file before those of this call.
-        together: Number of processes of a table that warm up at the same time. Their first steps are not timed then.
+        rounds: Number of measurements of each task.
+        done: Rows that precede those of this call in the file.
+        together: Number of processes of a table that warm up at the same time. Their first steps are then not timed.
     """
     rows = list(done)
     labels = [
@@ -113,7 +113,7 @@ def measure_all(
 
         upcoming = start(tables[0]) if tables else {}
         for tasks, following in zip(tables, [*tables[1:], ()], strict=True):
-            # The next processes import their libraries while these measure.
+            # The next processes import their libraries during these measurements.
             kept, upcoming = upcoming, start(following)
             if together > 1:
                 with ThreadPoolExecutor(together) as pool:
@@ -153,7 +153,7 @@ def group_rows(
 
 
 def title(row: Mapping[str, Any]) -> str:
-    """Return the title of a table: what its rows have in common."""
+    """Return the title of a table: the common properties of its rows."""
     repeated = {"images": 2, "volumes": 3}.get(row["unit"], 1)
     size = " x ".join([str(row["size"])] * repeated) if repeated > 1 else f"{row['size']} tokens"
     package = f" ({row['model_from']})" if row["unit"] == "tokens" else ""
@@ -169,17 +169,17 @@ def title(row: Mapping[str, Any]) -> str:
 
 
 def cap_words(cap: int | None) -> str:
-    """Return a cap in words, in the units in which caps are given."""
+    """Format a cap in the units in which caps are given."""
     return f"{cap / 2**30:.4g} GiB" if cap and cap >= 2**30 else f"{(cap or 0) / 2**20:.4g} MiB"
 
 
 def plain_row(rows: Sequence[Row]) -> Row:
-    """Return the row that others are compared with; without figures if plain was not measured."""
+    """Return the row with which others are compared; without figures if plain was not measured."""
     return next((row for row in rows if row["method"] == "plain"), {})
 
 
 def compared_peak(row: Row) -> float | None:
-    """Return the peak that methods are compared by; without a GPU that above interpreter, libraries, model and data."""
+    """Return the peak for comparisons; without a GPU it is the peak above interpreter, libraries, model and data."""
     return row.get("peak_bytes" if row.get("device") == "cuda" else "peak_above_bytes")
 
 
@@ -189,13 +189,13 @@ def table_lines(rows: Sequence[Row], cells: Callable[[Row], list[str]]) -> list[
 
 
 def table_unit(rows: Sequence[Row]) -> tuple[str, float]:
-    """Return the unit for a table's bytes: GB, or MB where all are small."""
+    """Return the unit for a table's bytes: GB, or MB if all are small."""
     largest = max((row["peak_bytes"] or 0 for row in rows), default=0)
     return ("GB", GB) if largest >= 2 * GB else ("MB", MB)
 
 
 def conclude(rows: Sequence[Row], written: Sequence[Path]) -> None:
-    """Name the files that were written; raise an error if there is no figure at all."""
+    """Print the names of the written files; raise an error if there are no figures at all."""
     note()
     note("wrote " + " and ".join(str(path) for path in written))
     if all(row["status"] != "ok" for row in rows):

@@ -24,12 +24,12 @@ METHODS = {
     "cuda": ("plain", "checkpoint", "default", "budget50", "budget20"),
     "cpu": ("plain", "checkpoint", "default"),
 }
-"""The compiler's own memory counts under a cap on a process, so that compiled methods need a GPU."""
+"""Methods; a cap on a process includes the compiler's own memory, so compiled methods need a GPU."""
 CAPS = {"cuda": ("8GiB", "16GiB", "24GiB"), "cpu": (CPU_CAP,)}
 SMALL_CAP = {"cuda": "1GiB", "cpu": "32MiB"}
 """Caps of the training to an accuracy."""
 LEAST_STEPS = 8
-"""An epoch has at least so many steps, however large a batch would fit."""
+"""Fewest steps of an epoch, however large a batch would fit."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def same_memory(options: SameMemoryOptions) -> None:
 
 
 def time_to_accuracy(options: SameMemoryOptions, accuracy: float) -> None:
-    """Search the largest batch of the small model, then train every method at its own until the accuracy is reached."""
+    """Search the small model's largest batch, then train every method at its own one until the accuracy is reached."""
     digits = options.data is None
     small = replace(
         options,
@@ -113,7 +113,7 @@ def row_of(task: Task, goal: Goal) -> Row:
 
 
 def key(row: Row) -> tuple[Any, ...]:
-    """Return the columns that tell one training from another."""
+    """Return the columns that identify a training."""
     return tuple(row[name] for name in ("model", "method", "precision", "device", "cap_bytes", "data", "goal", "seed"))
 
 

@@ -1,9 +1,9 @@
 """One measuring process: whole training steps of one model with one method, their time and memory.
 
 `python -m encke.bench.steps '<task as JSON>'` reads requests from stdin, one JSON line each, and answers each with one
-line on stdout: `{"measure": true}`, with `"keep": true` so that the next one measures the same training again,
-`{"warm": true}` for the warm-up before that, `{"curve": true}` for the memory through one step, `{"trial": 64}` to find
-out whether a batch of 64 fits into memory, `{"first": 50}` for each of the first 50 steps, or `{"accuracy": {...}}` to
+line on stdout: `{"measure": true}`, with `"keep": true` if the next request measures the same training again,
+`{"warm": true}` for the warm-up before that, `{"curve": true}` for the memory during one step, `{"trial": 64}` to test
+whether a batch of 64 fits into memory, `{"first": 50}` for each of the first 50 steps, or `{"accuracy": {...}}` to
 train until an accuracy is reached.
 """
 
@@ -40,13 +40,13 @@ from encke.tools.files import finite_json
 from encke.tools.step_memory import StepMemory, StepRecorder
 
 WARM = 13
-"""Warm-up steps. The default policy collects in the 10th, and settles in the next ones."""
+"""Warm-up steps. The default policy collects in the 10th step and settles in the following ones."""
 MEASURED = 3
-"""Steps in which memory is measured, unless fewer are timed. They come first, because reading memory takes time."""
+"""Steps in which memory is measured, unless fewer are timed. They precede the timed ones: reading memory takes time."""
 TRIED = 2
-"""Ordinary steps of a trial before a collection step; one more comes after it."""
+"""Ordinary steps of a trial before a collection step; one more follows it."""
 HOUR = 1000
-"""Steps over which the cost of the first ones and of collection is told."""
+"""Steps over which the cost of the first steps and of collection is reported."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Task:
     device: str
     compile: bool = False
     cap: int | None = None
-    """Bytes that may be allocated; on the CPU beyond what interpreter and libraries take."""
+    """Bytes that may be allocated; on the CPU in addition to interpreter and libraries."""
     graphs: bool = False
     """Whether the compiled model runs as CUDA graphs."""
     warm: int = WARM
@@ -81,11 +81,11 @@ class Result:
     """Figures of one measurement, in bytes and milliseconds; None: not measured here."""
 
     step_ms: float | None = None
-    """Median time of a whole step, waiting for its end."""
+    """Median time of a whole step, including the wait for its end."""
     host_ms: float | None = None
     """Median time until the host has launched a whole step."""
     pipelined_ms: float | None = None
-    """Time of a step among several that are waited for once, as in a training."""
+    """Time of a step among several with a single wait at the end, as in a training."""
     collection_ms: float | None = None
     """Time of a collection step."""
     first_ms: float | None = None
@@ -95,17 +95,17 @@ class Result:
     per_second: float | None = None
     """Images or tokens per second, from `pipelined_ms`."""
     held_bytes: float | None = None
-    """Memory after the forward pass less that before it: the papers' activation memory."""
+    """Memory after the forward pass minus memory before it: the papers' activation memory."""
     peak_bytes: float | None = None
     """The largest memory during ordinary steps."""
     peak_with_collection_bytes: float | None = None
     """The largest memory with collection steps."""
     peak_run_bytes: float | None = None
-    """The largest memory with the very first steps."""
+    """The largest memory including the first steps."""
     peak_above_bytes: float | None = None
-    """`peak_bytes` less the memory before the first step, which has model and data."""
+    """`peak_bytes` minus the memory before the first step, which includes model and data."""
     peak_added_bytes: float | None = None
-    """`peak_with_collection_bytes` less the memory before model and data were made: the least cap."""
+    """`peak_with_collection_bytes` minus the memory before model and data were created: the least cap."""
     reserved_bytes: float | None = None
     """Memory that the allocator reserved on the GPU for ordinary steps."""
     papers_total_bytes: float | None = None
@@ -113,15 +113,15 @@ class Result:
     saved_bytes: int | None = None
     """Bytes that autograd saved, as Encke counts them."""
     packed_bytes: int | None = None
-    """Bytes that Encke kept instead."""
+    """Bytes that Encke kept."""
     loss: float | None = None
-    """Loss of the last step: methods that compute the same agree."""
+    """Loss of the last step: equal for methods that compute the same."""
 
 
 class Gauge:
-    """Memory of the GPU's allocator or of this process. NaN where the system does not tell.
+    """Memory of the GPU's allocator or of this process. NaN if the system does not report it.
 
-    A CUDA graph that is replayed allocates nothing: with `graphs` it is the memory reserved on the GPU.
+    Replaying a CUDA graph allocates no memory: with `graphs` it is the memory reserved on the GPU.
     """
 
     def __init__(self, device: str, graphs: bool = False) -> None:
@@ -140,7 +140,7 @@ class Gauge:
         return process.memory("VmHWM") or math.nan
 
     def reset_peak(self) -> None:
-        """Let the peak start again from the memory in use."""
+        """Restart the peak at the memory in use."""
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
         else:
@@ -189,7 +189,7 @@ class Training:
         self.loss = torch.zeros(())
         one_thread = task.device == "cpu" and torch.get_num_threads() == 1
         self.clock = time.process_time if one_thread else time.perf_counter
-        """Processor time where one thread computes, so that other programs on the machine do not count."""
+        """Processor time if one thread computes, so that other programs on the machine do not count."""
 
     def forward(self) -> torch.Tensor:
         """Run the forward pass and return the loss."""
@@ -210,7 +210,7 @@ class Training:
         self.loss = loss.detach()
 
     def wait(self) -> None:
-        """Wait until the GPU has finished."""
+        """Wait for the GPU."""
         if self.device == "cuda":
             torch.cuda.synchronize()
 
@@ -225,11 +225,11 @@ class Training:
         return due is not None and due(step)
 
     def collect_next(self) -> bool:
-        """Make the next step a collection step; return False where the policy does not collect."""
+        """Make the next step a collection step; return False if the policy does not collect."""
         return self.handle is not None and self.handle.collect_now()
 
     def timed(self, steps: int = 1) -> tuple[float, float]:
-        """Return the milliseconds of a step, for the host and until its end; several steps are waited for once."""
+        """Return the milliseconds of a step, for the host and until its end; several steps share one wait."""
         start = self.seconds()
         for _ in range(steps):
             self.step()
@@ -237,7 +237,7 @@ class Training:
         return 1e3 * host / steps, 1e3 * (self.seconds() - start) / steps
 
     def seconds(self) -> float:
-        """Wait until the GPU has finished, and return the time: differences of two calls count."""
+        """Wait for the GPU and return the time; only differences of two calls are meaningful."""
         self.wait()
         return self.clock()
 
@@ -262,7 +262,8 @@ class Measurement:
     def warm_up(self) -> None:
         """Run the first steps.
 
-        The very first counts as an ordinary one even if the policy collects in it: cuDNN tries its algorithms there.
+        The very first step counts as an ordinary one even if the policy collects in it: cuDNN tries its algorithms
+        there.
         """
         for step in range(self.task.warm):
             self.gauge.reset_peak()
@@ -279,7 +280,7 @@ class Measurement:
         result = Result()
         result.first_ms, result.second_ms = (*self.first_ms, None, None)[:2]
         measure_memory(training, gauge, min(MEASURED, task.steps), result)
-        if not gauge.cuda and task.cap is None:  # under a cap, memory that is kept would count
+        if not gauge.cuda and task.cap is None:  # under a cap, kept memory would count
             process.keep_freed_memory()
             training.step()
         measure_time(training, task, result)
@@ -325,7 +326,7 @@ def measure_memory(training: Training, gauge: Gauge, steps: int, result: Result)
 
 
 def measure_time(training: Training, task: Task, result: Result) -> None:
-    """Measure the time of ordinary steps, when all kernels are compiled; collection steps are left out."""
+    """Measure the time of ordinary steps after all compilation, without collection steps."""
     times: list[tuple[float, float]] = []
     wait_for_kernels()
     training.has_collected()
@@ -353,7 +354,7 @@ def step_memory(training: Training) -> StepMemory:
 
 
 def first_steps(task: Task, count: int) -> dict[str, Any]:
-    """Time each of the first steps from the model's making on, and count the kernels that are compiled in it."""
+    """Time each of the first steps, from the creation of the model on, and count the kernels compiled in it."""
     with Compilations() as compilations:
         training, gauge = Training(task), Gauge(task.device, task.graphs)
         steps = []
@@ -374,7 +375,7 @@ def first_steps(task: Task, count: int) -> dict[str, Any]:
 def trial(task: Task) -> dict[str, Any]:
     """Try a batch: ordinary steps, a collection step, and an ordinary one, which is timed.
 
-    cuDNN tries no algorithms here, which takes longer than the steps do.
+    cuDNN tries no algorithms here, as that takes longer than the steps.
     """
     torch.backends.cudnn.benchmark = False
     gauge = Gauge(task.device, graphs=True)
@@ -388,7 +389,7 @@ def trial(task: Task) -> dict[str, Any]:
 
 
 def load_kernels() -> None:
-    """Load the kernels of every number of bits: which of them a policy chooses depends on the batch."""
+    """Load the kernels for every number of bits: a policy's choice among them depends on the batch."""
     x = torch.randn(16, 3, 24, 24)
     for bits in BITS:
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3))
@@ -405,7 +406,7 @@ def prepare(task: Task, rehearsed: bool = True) -> None:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, task.cap / total))
     elif task.device == "cpu" and rehearsed:
-        # A rehearsal loads threads, libraries and compiled kernels, which are not the training's own memory.
+        # A rehearsal loads threads, libraries and compiled kernels, which are not part of the training's memory.
         trial(replace(task, batch=2))
         if METHODS[task.method].policy is not None:
             load_kernels()
@@ -415,7 +416,7 @@ def prepare(task: Task, rehearsed: bool = True) -> None:
 
 
 def failure(error: BaseException) -> dict[str, Any]:
-    """Return an error in words, and release what its frames hold."""
+    """Return an error as text, and release the objects of its frames."""
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     words = f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
     if out_of_memory(error):
@@ -437,12 +438,12 @@ class Server:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.kept: Measurement | None = None
-        """The training that the next request measures again."""
+        """Training that the next request measures again."""
         self.data: accuracy.ImageData | None = None
-        """Real images; read before the cap on memory, because the search for the batch does not have them."""
+        """Real images; read before the cap on memory is set, as the search for the batch runs without them."""
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to a request, or the reason why there is none."""
+        """Return the answer to a request, or the reason why it failed."""
         try:
             answer = self.work(request)
         except Exception as error:
@@ -457,7 +458,7 @@ class Server:
         return answer
 
     def work(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Do what is asked; every error is the caller's business."""
+        """Execute a request; the caller handles every error."""
         if "prepare" in request:
             if "accuracy" in request:
                 self.data = accuracy.load(request["accuracy"]["data"], self.task.device)
@@ -473,7 +474,7 @@ class Server:
             return trial(replace(self.task, batch=request["trial"]))
         if "warm" in request:
             self.kept = Measurement(self.task)
-            self.kept.first_ms.clear()  # others warmed up at the same time
+            self.kept.first_ms.clear()  # other processes warmed up at the same time
             return {}
         measurement = self.kept or Measurement(self.task)
         self.kept = measurement if request.get("keep") else None
@@ -493,7 +494,7 @@ class Server:
 
 if __name__ == "__main__":
     process.die_with_parent()
-    # Output of libraries must not come between the answers.
+    # Output of libraries must not mix with the answers.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     Server(Task(**json.loads(sys.argv[1]))).serve(sys.stdin, replies)
