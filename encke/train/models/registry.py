@@ -1,4 +1,4 @@
-"""The models that commands know by name: how each is built, and with what it is trained and measured."""
+"""Models that commands know by name: how to build each, and its settings for training and measurements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OURS: dict[str, Callable[[int, int], nn.Module]] = {
 }  # fmt: skip
 """Networks for images that torchvision lacks: functions of the number of classes and of channels."""
 UNETS: dict[str, int] = {"unet2d": 2, "unet3d": 3}
-"""Networks for segmentation, and their dimensions. They are measured; `encke train` has no data for them."""
+"""Networks for segmentation -> their dimensions. They are only measured; `encke train` has no data for them."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class ModelInfo:
     model: Model
     data: Literal["images", "volumes", "tokens"] = "images"
     classes: int = 1000
-    """Classes of the images, or size of the vocabulary."""
+    """Number of classes of the images, or size of the vocabulary."""
     batch: int = 256
     """Images or sequences in a step on a GPU."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
     """The usual optimizer of such a model; sgd has momentum 0.9."""
     lr: float = 0.01
-    """A learning rate with which the loss does not rise in the first steps, without a warm-up."""
+    """Learning rate at which the loss does not rise in the first steps, without a warm-up."""
     dense: bool = False
     """Whether each pixel has a label of its own."""
     channels: int = 3
@@ -79,7 +79,7 @@ MODELS = {
         Model("gpt", context=512, layers=12, heads=12, width=768, dropout=0.0), "tokens", 30522, 32, "adamw", 1e-4
     ),
 }
-"""The models that are measured and studied. `encke train` builds any model of torchvision.models as well."""
+"""Models that are measured and studied. `encke train` builds any model of torchvision.models as well."""
 
 
 def unet(name: str, classes: int) -> UNet:
@@ -135,7 +135,7 @@ def own_network(model: Model, classes: int) -> nn.Module:
 
 
 def vision_network(model: Model, classes: int, channels: int, side: int | None) -> nn.Module:
-    """Build a network of torchvision, with its stem and channels as asked for."""
+    """Build a network of torchvision, with the requested stem and channels."""
     try:
         library = torchvision_models()
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""ResNet-164 for small images: 18 bottlenecks in each of three stages, with normalisation and ReLU in front."""
+"""ResNet-164 for small images: 18 pre-activation bottlenecks in each of three stages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ EXPANSION = 4
 
 
 class Bottleneck(nn.Module):
-    """1 x 1, 3 x 3 and 1 x 1 convolutions, each behind a batch norm and a ReLU, beside a residual path."""
+    """1 x 1, 3 x 3 and 1 x 1 convolutions, each after a batch norm and a ReLU, on a residual branch."""
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet164(nn.Module):
-    """`blocks` bottlenecks a stage: 9 * 18 + 2 = 164 layers with weights."""
+    """ResNet with `blocks` bottlenecks per stage; by default 9 * 18 + 2 = 164 layers with weights."""
 
     def __init__(self, classes: int = 10, channels: int = 3, blocks: int = 18) -> None:
         super().__init__()
