@@ -38,13 +38,13 @@ MAY_CHANGE = (
     *("model.weights", "data.path", "data.validation", "data.workers"),
     *("device", "out", "save", "metrics", "sites", "table", "ratios", "log"),
 )
-"""Settings that may differ when a run is resumed: its steps stay the same."""
+"""Settings that may differ when a run is resumed: they do not change its steps."""
 LENGTH = ("epochs", "steps")
-"""Settings by which a run is made longer when it is resumed."""
+"""Settings that make a resumed run longer."""
 
 
 class RunFolder:
-    """The folder of a run, locked for this process. Until `begin` nothing in it changes."""
+    """The folder of a run, locked by this process. Until `begin` its content does not change."""
 
     def __init__(self, settings: Settings, resume: bool, overwrite: bool) -> None:
         self.path, self.code_options = Path(settings.out), code_options(settings)
@@ -63,7 +63,7 @@ class RunFolder:
             raise UsageError(f"another process is training in {self.path}; name another folder with --out") from None
         self.checkpoint = self.path / CHECKPOINT
         self.is_lengthened = resume and self.check_same(settings)
-        """Whether the run is to have more steps than it was started for."""
+        """Whether the resumed run has more steps than it was started with."""
         if resume:
             return
         if not overwrite and any((self.path / name).exists() for name in (CHECKPOINT, METRICS, RESULT)):
@@ -73,12 +73,12 @@ class RunFolder:
             )
 
     def begin(self, settings: Settings, facts: dict[str, Any], state: dict[str, Any] | None) -> None:
-        """Make the files ready for the first step, now that nothing else can fail before it.
+        """Prepare the files for the first step, when no other error can occur before it.
 
         Args:
             settings: The settings of the run.
-            facts: What environment.json says besides where and when the process started.
-            state: The checkpoint that the run goes on from; None starts at step 0, without what was there before.
+            facts: Content of environment.json besides place and time of the process's start.
+            state: The checkpoint to continue from; None starts at step 0 and deletes earlier results.
         """
         if state is None:
             for name in (CHECKPOINT, f"{CHECKPOINT}.part", METRICS, SITES, OLD_SITES, MEMORY, ENVIRONMENT):
@@ -94,13 +94,13 @@ class RunFolder:
         self.note_start(facts, state["progress"]["step"] if state is not None else 0)
 
     def abandon(self) -> None:
-        """Leave no trace of a start that failed: remove the folder if it is new and nothing else is in it."""
+        """Undo a failed start: remove the folder if it is new and otherwise empty."""
         if self.is_new and [each.name for each in self.path.iterdir()] == ["lock"]:
             (self.path / "lock").unlink()
             self.path.rmdir()
 
     def finished(self) -> dict[str, Any] | None:
-        """Return the result of a run that has ended; None if there are steps left to do."""
+        """Return the result of a finished run; None if there are steps left."""
         if self.is_lengthened:
             return None
         try:
@@ -110,10 +110,10 @@ class RunFolder:
         return result if isinstance(result, dict) and result.get("finished") is True else None
 
     def check_same(self, settings: Settings) -> bool:
-        """Raise an error if the run was trained with other settings: resuming it would be another training.
+        """Raise an error if the run was trained with other settings: resuming it would be a different training.
 
         Returns:
-            Whether its number of epochs or steps is another.
+            Whether its number of epochs or steps differs.
         """
         before = check(read_file(Settings, str(self.path)))
         for name in fields():
@@ -131,7 +131,7 @@ class RunFolder:
         return any(getattr(before, name) != getattr(settings, name) for name in LENGTH)
 
     def check_disk(self, checkpoint_bytes: int) -> None:
-        """Raise an error if two checkpoints do not fit: the last one stays until the next is complete."""
+        """Raise an error if two checkpoints do not fit on the disk: the last one stays until the next is complete."""
         free, needed = shutil.disk_usage(self.path).free, 2 * checkpoint_bytes
         if free < needed:
             raise UsageError(
@@ -140,7 +140,7 @@ class RunFolder:
             )
 
     def note_start(self, facts: dict[str, Any], step: int) -> None:
-        """Write where and when this process starts: environment.json, or a line of metrics if it resumes a run."""
+        """Record place and time of this start: in environment.json, or as a line of metrics for a resumed run."""
         here = {
             "encke": encke.__version__,
             "torch": torch.__version__,
@@ -174,7 +174,7 @@ class RunFolder:
             raise self.write_error(name, error) from None
 
     def write_error(self, name: str, error: Exception) -> UsageError:
-        """Return an error that names the file and the way on."""
+        """Return an error that names the file and the way out."""
         words = getattr(error, "strerror", None) or first_line(error)
         free = units.size(shutil.disk_usage(self.path).free)
         way_on = "the checkpoint before is kept: " if self.checkpoint.exists() else ""
@@ -195,7 +195,7 @@ class RunFolder:
                 os.truncate(path, min(lengths.get(name, 0), path.stat().st_size))
 
     def save(self, state: dict[str, Any]) -> None:
-        """Write the checkpoint; the one before stays until this one is on the disk."""
+        """Write the checkpoint; the previous one stays until this one is on the disk."""
         draft = self.path / f"{CHECKPOINT}.part"
         try:
             with draft.open("wb") as file:
@@ -208,11 +208,11 @@ class RunFolder:
         draft.replace(self.checkpoint)
 
     def load(self) -> dict[str, Any] | None:
-        """Read the last checkpoint, each byte checked; None if the run ended before its first one."""
+        """Read the last checkpoint with all checksums verified; None if the run ended before its first one."""
         if not self.checkpoint.exists():
             return None
         try:
-            with zipfile.ZipFile(self.checkpoint) as archive:  # torch.load does not look at the checksums
+            with zipfile.ZipFile(self.checkpoint) as archive:  # torch.load does not verify the checksums
                 if (damaged := archive.testzip()) is not None:
                     raise ValueError(f"its part {damaged} has a wrong checksum")
             return torch.load(self.checkpoint, map_location="cpu", weights_only=True)
@@ -220,5 +220,5 @@ class RunFolder:
             raise self.unusable(f"cannot be read ({first_line(error)})") from None
 
     def unusable(self, why: str) -> UsageError:
-        """Return an error about a checkpoint that no run can go on from."""
+        """Return an error about a checkpoint from which no run can continue."""
         return UsageError(f"{self.checkpoint} {why}: put back a copy of it, or start again with --overwrite")

@@ -1,4 +1,4 @@
-"""The user's own code by its Python path: `package.module:function`, or `folder/file.py:function`."""
+"""The user's own code by Python path: `package.module:function`, or `folder/file.py:function`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def load(value: str, where: str) -> Callable[..., Any]:
         where: The setting and its value, with which errors begin.
 
     Raises:
-        UsageError: There is no such module or function. Errors of the module's own code are raised as they are.
+        UsageError: The module or function does not exist. Errors of the module's own code are raised unchanged.
     """
     place, _, name = value.rpartition(":")
     if not place or not name:
@@ -58,15 +58,15 @@ def from_name(name: str, where: str) -> ModuleType:
                 f"{where}: there is no module {error.name!r} in the working directory or among the installed packages; "
                 "a file is named by its path, folder/file.py:function"
             ) from None
-        raise  # the module is there, and one that it imports is not
+        raise  # the module exists, and one that it imports does not
 
 
 def from_file(path: Path, where: str) -> ModuleType:
-    """Import a file, once. It may import its neighbours, as a program may."""
+    """Import a file, once. Like a program, it may import modules of its own folder."""
     path = path.expanduser().resolve()
     if not path.is_file():
         raise UsageError(f"{where}: there is no file {path}")
-    # An identifier, which torch.compile needs, and different for files of one name in two folders.
+    # An identifier, which torch.compile requires, and unique among files with the same name in different folders.
     name = f"own_{re.sub(r'[^a-zA-Z0-9]', '_', path.stem)}_{zlib.crc32(os.fsencode(path)):08x}"
     if name in sys.modules:
         return sys.modules[name]
@@ -84,13 +84,13 @@ def from_file(path: Path, where: str) -> ModuleType:
 
 
 def search(folder: Path) -> None:
-    """Let modules be imported from a folder, if no folder searched before has them."""
+    """Make modules of a folder importable, unless a previously added folder has modules of the same names."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
 
 def call(function: Callable[..., Any], where: str, **offered: Any) -> Any:
-    """Call a function with those of the offered arguments that it has parameters for."""
+    """Call a function with those of the offered arguments for which it has parameters."""
     parameters = inspect.signature(function).parameters
     named = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     for name, parameter in named.items():

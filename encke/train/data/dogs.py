@@ -21,10 +21,10 @@ from encke.train.data.seeded import Purpose
 from encke.train.data.verify import Brightness, Wanted, checks, file_sizes, worker_count
 
 ABOUT = "split.json"
-"""Description of how a folder was made: written first, so that the same command may go on."""
+"""Description of how a folder was made. It is written first, so that the same command may continue."""
 
 Listed = list[tuple[str, int]]
-"""Files with the number of their class."""
+"""Files, each with the index of its class."""
 
 
 def dogs(
@@ -93,7 +93,7 @@ def official(root: Path, classes: Sequence[str]) -> dict[str, Listed]:
     found = {}
     for name, file in (("train", lists / "train_list.mat"), ("val", lists / "test_list.mat")):
         files = read_list(file)
-        # Two plain names and no more: a path with `..` in it would be written outside DST.
+        # Exactly two plain names: a path with `..` in it would be written outside DST.
         outside = next((path for path in files if len(Path(path).parts) != 2 or ".." in path.split("/")), None)
         if outside is not None:
             raise UsageError(f"{file} lists {outside!r}, which is not BREED/FILE: get the lists again")
@@ -140,7 +140,7 @@ def random(root: Path, classes: Sequence[str], fraction: float, seed: int) -> di
 
 
 def start(dst: Path, about: dict[str, str]) -> None:
-    """Make the folder, or go on with one that was made in the same way."""
+    """Create the folder, or continue with one that was made in the same way."""
     try:
         dst.mkdir(parents=True, exist_ok=True)
         inside = [each.name for each in dst.iterdir()]
@@ -165,7 +165,7 @@ def checked(root: Path, files: Listed, name: str, workers: int) -> tuple[Listed,
     rest = iter(files)
     with checks(paths, sizes, workers, Wanted(False)) as results, progress(name, len(files)) as advance:
         for found in results:
-            # `rest` comes second: zip must not take one of it when the problems end.
+            # `rest` comes second: zip must not consume one of it when the problems end.
             for problem, each in zip(found.problems, rest, strict=False):
                 if problem:
                     broken.append(f"{root / each[0]}\t{problem}")

