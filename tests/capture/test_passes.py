@@ -48,7 +48,7 @@ def test_checkpoint_inside_the_model(reentrant: bool) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint_around_the_model_is_left_alone_or_compressed_when_it_recomputes(reentrant: bool) -> None:
-    """The checkpoint's own hooks are on without `reentrant`: nothing is packed. Reentrant, the second run is ours."""
+    """Without `reentrant` the checkpoint's own hooks are active: nothing is packed. With it, the second run is."""
     plain, model, handle = twins()
     for _ in range(2):
         for m in (plain, model):
@@ -103,7 +103,7 @@ def test_a_part_beside_a_transform_of_torch_func_can_be_attached() -> None:
 
 def test_hooks_that_somebody_keeps_on_pass_everything_through() -> None:
     class Pushes(nn.Module):
-        """Pushes hooks of its own and forgets to take them off."""
+        """Pushes its own hooks and does not pop them."""
 
         def __init__(self) -> None:
             super().__init__()

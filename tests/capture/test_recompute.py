@@ -1,4 +1,4 @@
-"""Saved tensors that backward computes again from what the operation before has saved."""
+"""Saved tensors that backward recomputes from those of the preceding operation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKENS, WIDTH = 128, 64
 
 
 class RMSNorm(nn.Module):
-    """As the Llama family writes it."""
+    """RMS norm as written in the Llama family."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ def test_what_is_modified_after_it_was_computed_is_packed(how: str, autocast: bo
 
 @dataclass(frozen=True)
 class ByLayer(Policy):
-    """Fine where a linear layer reads, coarse elsewhere."""
+    """Fine for inputs of linear layers, coarse elsewhere."""
 
     fine: int = 8
 
@@ -403,7 +403,7 @@ def test_a_resumed_run_computes_again_what_the_first_one_did() -> None:
     its_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     its_handle.load_state_dict(handle.state_dict())
     for _ in range(4):
-        # The first pass of a process learns who reads what; it must hold what a later pass holds.
+        # The first pass of a process learns the readers; it must hold the same tensors as a later pass.
         first, second = gradients(model, batch()), gradients(later, batch())
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
         assert recomputed(handle) == recomputed(its_handle) != set()
@@ -447,12 +447,12 @@ def test_an_activation_reads_what_a_batch_norm_has_saved(act: nn.Module, last: b
         expected = gradients(plain, images(last), autocast)
     name = "2:Silu.self" if isinstance(act, nn.SiLU) else "2:Hardswish.self"
     assert name in recomputed(handle) and codecs(handle)["1:BatchNorm.input"] == "GroupQuant"
-    # A bias in front of a norm has no gradient but rounding errors.
+    # A bias before a norm has a gradient of rounding errors only.
     assert error(found[:2] + found[3:], expected[:2] + expected[3:]) < (0.04 if autocast else 0.02)
 
 
 def test_a_batch_norm_of_which_the_graph_tells_no_bias_is_not_computed_again() -> None:
-    """Frozen before the first step, or later: without it the result would be another."""
+    """The bias is frozen before the first step or later: recomputing the result without it would be wrong."""
     for when in (0, 3):
         plain, model = conv_block(nn.SiLU()), conv_block(nn.SiLU())
         handle = encke.attach(model, FINE)

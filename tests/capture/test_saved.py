@@ -36,7 +36,7 @@ from tests.integration.test_end_to_end import saved_in
 def test_size_and_stride_come_back_exactly(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
     x = view(torch.randn(8, 4, 32, 32)).requires_grad_()
     context = encke.compress(EXACT)
-    # In the first pass the tensor is held as it is until backward tells its reader; in the second one it is packed.
+    # In the first pass the tensor is held unpacked until backward identifies its reader; in the second it is packed.
     with context:
         y = x.sin()
     y.sum().backward()
@@ -104,7 +104,7 @@ def chain(layers: int) -> nn.Sequential:
 
 
 class Reuse:
-    """Counts saved tensors at an address where another one, freed since, was saved in the same forward pass."""
+    """Counts saved tensors at the address of a tensor that was saved in the same forward pass and freed since."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count, self.seen, self.step = 0, {}, -1
@@ -126,7 +126,7 @@ def test_hundreds_of_reused_addresses_change_no_gradient(monkeypatch: pytest.Mon
     reuse = Reuse(monkeypatch)
     encke.attach(model, EXACT)
     step = 0
-    # How often an address comes again depends on the allocator and on what it did before: seldom to ten times a step.
+    # How often an address is reused depends on the allocator and its history: from seldom to ten times a step.
     while reuse.count < 300 and step < 1000:
         assert torch.equal(chain_gradient(step, model), chain_gradient(step, plain))
         step += 1
@@ -134,7 +134,7 @@ def test_hundreds_of_reused_addresses_change_no_gradient(monkeypatch: pytest.Mon
 
 
 def test_without_the_storage_guard_gradients_go_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above would notice. How soon depends on the allocator."""
+    """The test above would fail. How soon depends on the allocator."""
     plain, model = chain(20), chain(20)
     for module in (encoding, ledger):
         monkeypatch.setattr(module, "storage_ref", lambda storage: lambda: "alive")

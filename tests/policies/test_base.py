@@ -1,4 +1,4 @@
-"""The policy contract: what capture asks of a policy, and of one that measures the training."""
+"""The policy contract: what capture calls on a policy, and on one that measures the training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def step(model: nn.Module) -> None:
 
 
 class Middle(Policy):
-    """The least that a policy needs: more bits for one layer."""
+    """Minimal policy: more bits for one layer."""
 
     def choose(self, site: Site) -> Codec:
         return GroupQuant(bits=8 if site.layer == "1" else 2)

@@ -1,4 +1,4 @@
-"""Division: dual precision for inputs of convolutions and batch norms, exact masks, everything else as it was."""
+"""Division: dual precision for inputs of convolutions and batch norms, exact masks, everything else unchanged."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_codec_for_each_site(operation: str, slot: str, dimensions: int, need: s
 
 
 def convolutions(inplace: bool = False) -> nn.Module:
-    """No gradient on the way to the input needs more than weights, masks, positions and shapes."""
+    """Return layers whose input gradient needs only weights, masks, positions and shapes."""
     return nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(inplace), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(inplace),
         nn.MaxPool2d(2), nn.Conv2d(16, 8, 3, padding=1), nn.ReLU(inplace), nn.Dropout(0.3), nn.AvgPool2d(2),
@@ -68,7 +68,7 @@ def test_masks_are_exact(inplace: bool, memory: torch.memory_format) -> None:
         assert torch.equal(input_gradient(model, x, seed), input_gradient(plain, x, seed))
     (row,) = [row for row in handle.report().sites if row.layer == "1"]
     assert row.codec == "DualPrecision" and row.ratio > 8
-    (row,) = [row for row in handle.report().sites if row.layer == "3"]  # only the pooling reads it, by its shape
+    (row,) = [row for row in handle.report().sites if row.layer == "3"]  # only the pooling reads it, for its shape
     assert row.codec == "Mask"
 
 
@@ -123,7 +123,7 @@ def test_transformers_are_left_alone() -> None:
 
 
 def train(policy: Division | None, steps: int, autocast: bool = False) -> tuple[list[float], nn.Module]:
-    """Losses of a small residual network that learns to tell ten noisy patterns apart."""
+    """Return losses of a small residual network that learns to distinguish ten noisy patterns."""
     torch.manual_seed(0)
     model, _ = resnet()
     if policy is not None:

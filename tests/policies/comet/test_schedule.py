@@ -1,4 +1,4 @@
-"""Schedule: when Comet collects, with and without an optimizer, and after gradients that are not finite."""
+"""Schedule: when Comet collects, with and without an optimizer, and after non-finite gradients."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_bad_gradients_leave_settings_and_the_next_step_collects_again(rounding:
                 hook = model[0].weight.register_hook(lambda g: g * bad)
             (loss * bad if step in (10, 15, 16) and hook is None else loss).backward()
             if step in (10, 15, 16):
-                # As a careful training does: the step is made without these gradients.
+                # Like a careful training loop: step without these gradients.
                 for p in model.parameters():
                     p.grad.zero_()
             if hook is not None:
@@ -169,7 +169,7 @@ def test_an_overflow_that_the_scaler_skips_delays_the_collection() -> None:
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-    # The fifth forward pass had no step, so the sixth is the fifth step's.
+    # The fifth forward pass had no step, so the sixth belongs to the fifth step.
     assert steps_of(handle) == [1, 5] and handle.policy.schedule.updates == 7  # type: ignore[attr-defined]
     assert {row["layer"] for row in weight_rows(handle)} == set(WEIGHTS)
 
@@ -199,7 +199,7 @@ def test_gradients_that_do_not_come_from_backward_count_as_if_they_did(to_none: 
 
 
 def test_optimizers_that_step_in_backward_leave_the_momentum_to_go_by() -> None:
-    """A handle that was attached first averages gradients before they are gone."""
+    """A handle that was attached first averages gradients before they are released."""
     chosen = []
     for in_backward in (False, True):
         model = net()
@@ -227,7 +227,7 @@ def test_optimizers_that_step_in_backward_leave_the_momentum_to_go_by() -> None:
 
 
 class Recomputed(torch.autograd.Function):
-    """Keeps the input of a layer alone and runs the layer again in backward, as reversible layers do."""
+    """Keeps only a layer's input and runs the layer again in backward, as reversible layers do."""
 
     @staticmethod
     def forward(ctx, x, layer, *weights):
@@ -336,7 +336,7 @@ def test_bad_activations_leave_the_norms_setting() -> None:
             optimizer.step()
             found.append(handle.policy.state_dict()["settings"])
     assert found[9] == found[8] and len(found[9]) == 3
-    assert steps_of(handle) == [1, 5, 11]  # what was measured in step 10 is not finite, so the next step collects
+    assert steps_of(handle) == [1, 5, 11]  # the measurements of step 10 are not finite, so the next step collects
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["optimizer", "no optimizer"])
@@ -345,7 +345,7 @@ def test_detach_takes_every_hook_off(given: bool) -> None:
     optimizer = sgd(model)
     handle = encke.attach(model, Comet(every=5), optimizer if given else None)
     train(model, optimizer, 6)
-    # In the middle of a collection step, too.
+    # Also in the middle of a collection step.
     train(model, None, 4, first=7, lr=0.0)
     x, y = BATCHES[0]
     loss = F.cross_entropy(model(x), y)

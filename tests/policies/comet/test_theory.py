@@ -1,4 +1,4 @@
-"""The theory against the thing itself: positions counted one by one, gradient errors of real layers."""
+"""Theory against direct computation: positions counted one by one, gradient errors of real layers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ LAYERS: dict[str, tuple[Any, tuple[int, ...]]] = {
 
 
 def parts(name: str) -> tuple[nn.Module, Tensor, Tensor, Any]:
-    """A layer, its input and output, and what is found about its product."""
+    """Return a layer, its input and output, and the product found for it."""
     torch.manual_seed(len(name))
     make, shape = LAYERS[name]
     layer, x = make(), torch.randn(shape)
@@ -96,7 +96,7 @@ def test_terms_are_what_a_gradient_of_ones_sums_up(name: str) -> None:
     ones = torch.ones_like(x)
     assert weight is layer.weight and channel == 1
     assert product.terms == pytest.approx(float(weight_gradient(layer, ones, torch.ones_like(y)).mean()))
-    # The gradient that a probe's error goes through is the layer's own.
+    # The gradient that maps a probe's error is the layer's own.
     g = torch.randn_like(y)
     x2, g2 = (x, g) if "linear" not in name else (x.flatten(0, -2), g.flatten(0, -2))
     mine, real = gradient(g2, x2), weight_gradient(layer, x, g)
@@ -117,7 +117,7 @@ def test_predicted_error_is_that_of_a_real_layer(name: str, share: float) -> Non
     found = []
     for _ in range(40):
         error = (torch.rand_like(x) * 2 - 1) * bound * (torch.rand_like(x) < share)
-        # The gradient is linear in the input: that of the error is the error of that.
+        # The gradient is linear in the input: the gradient of the error is the error of the gradient.
         found.append(float(weight_gradient(layer, error, g).square().mean()))
     measured = math.sqrt(sum(found) / len(found))
     rms = float(g.square().mean().sqrt())
@@ -127,7 +127,7 @@ def test_predicted_error_is_that_of_a_real_layer(name: str, share: float) -> Non
 @pytest.mark.parametrize("name", LAYERS)
 def test_an_error_that_does_not_cancel_is_predicted_too(name: str) -> None:
     layer, x, y, (product, weight, channel, _) = parts(name)
-    # All errors alike, all output gradients alike: nothing cancels, and the sum is exactly known.
+    # Equal errors and equal output gradients: nothing cancels, and the sum is known exactly.
     mean, g = 0.01, torch.full_like(y, 0.2)
     measured = math.sqrt(float(weight_gradient(layer, torch.full_like(x, mean), g).square().mean()))
     site = Site("layer", "Convolution", "input")
@@ -137,7 +137,7 @@ def test_an_error_that_does_not_cancel_is_predicted_too(name: str) -> None:
     sample.measure(flat)
     gradient = sample.figures([math.nan if t is None else float(t) for t in sample.tensors], 1.0)
     predicted = predict("exact", sample, gradient, mean**2, mean)
-    # Taps are averaged, so that layers with much padding are not exact.
+    # Taps are averaged, so the prediction is not exact for layers with much padding.
     assert predicted == pytest.approx(measured, rel=0.15), predicted / measured
 
 
@@ -157,7 +157,7 @@ def test_the_papers_form_agrees_where_output_gradients_are_normal() -> None:
     rms, absolute = float(g.square().mean().sqrt()), float(g.abs().mean())
     power = nearest_power(0.05, 0.5)
     assert paper_std(power, absolute, 900) == pytest.approx(error_std(power, rms, 900), rel=0.01)
-    # As printed: a * bound * sqrt(share * positions) * mean absolute output gradient.
+    # As in the paper: a * bound * sqrt(share * positions) * mean absolute output gradient.
     assert paper_std(power, absolute, 900) == pytest.approx(PAPER_A * 0.05 * math.sqrt(0.5 * 900) * absolute)
 
 
@@ -182,7 +182,7 @@ def test_a_gain_that_grows_with_the_bound_is_learnt_from_two_measurements(slope:
         gain.learn(bound, error(bound, 2.0) / (2.0 * bound))
     assert gain.slope == pytest.approx(slope)
     for bound in (0.05, 0.25, 0.9):
-        # The unit is that of another step, the law is the same.
+        # The unit is that of another step; the law is the same.
         assert gain.expect(bound, 3.0) == pytest.approx(error(bound, 3.0))
         assert gain.bound_for(error(bound, 3.0), 3.0) == pytest.approx(bound)
 
