@@ -34,8 +34,7 @@ STATE_VERSION = 2
 class Handle:
     """Report, log, history and state of one attached model, and its `detach()`.
 
-    `attach` and `compress` create it; its constructor is not public. As a context manager it detaches at the end of the
-    block.
+    Created by `attach` and `compress`; has no public constructor. As a context manager it detaches at the block's end.
 
     Example:
         >>> import torch, encke
@@ -100,8 +99,7 @@ class Handle:
         predicted error). Inputs that a weight's gradient is computed from also have `momentum` (mean absolute
         momentum of the weight), `tolerated` and `predicted` (error of its gradient, allowed and expected with the new
         setting), `in_force_predicted` and `in_force_measured` (the same with the old one; None if not measured).
-        Entries of other inputs with stochastic rounding have `propagated`, the relative error of the gradient they
-        propagate.
+        Other inputs with stochastic rounding have `propagated`, the relative error of the gradient they propagate.
         """
         policy = self.policy
         return policy.history if isinstance(policy, AdaptivePolicy) else []
@@ -144,8 +142,7 @@ class Handle:
         A pass is written when the next one begins or the handle is detached, because only then are all sizes known.
 
         Args:
-            target: JSON lines are appended to a path; a stream such as `sys.stdout` gets readable lines; None stops the
-                log.
+            target: A path gets JSON lines, appended; a stream such as `sys.stdout` gets readable lines; None stops it.
             every: Passes from one entry to the next.
 
         Raises:
@@ -247,7 +244,7 @@ def attach(
     overrides: Mapping[str, Override] | None = None,
     min_bytes: int | None = None,
 ) -> Handle:
-    """Keep the tensors that autograd saves in `model` compressed from now on, until `handle.detach()`.
+    """Keep the tensors that autograd saves in `model` compressed, in place, until `handle.detach()`.
 
     Nothing happens in `eval()` and under `no_grad`. Compile a model before attaching it.
 

@@ -1,7 +1,6 @@
 """Pack and unpack hooks, which autograd calls when it saves a tensor and when it reads it.
 
-They decide what lies between autograd and the codecs: which layer saves the tensor, whether its memory is packed
-already, and whether it may be lossy.
+They find out which layer saves a tensor, whether its memory is packed already, and whether it may be lossy.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ SMALL = 16384
 """Tensors smaller than this, in bytes, are kept as they are, unless `attach(..., min_bytes=...)` sets another limit."""
 
 Kept = tuple[Tensor, int] | tuple[Tensor, int, bool]
-"""A tensor that is kept as it is, and its version when it was saved. A third item marks what may be a small result of
-attention, which backward may have to replace by a recomputed one."""
+"""A tensor that is kept as it is, and its version when it was saved. A third item marks a possible small result
+of attention, which backward may have to replace by a recomputed one."""
 
 
 class Capture:
@@ -107,7 +106,7 @@ class Capture:
         """Take over the decisions of another run.
 
         Raises:
-            ValueError: A part of the state is not a state of capture.
+            ValueError: A part of the state is invalid.
         """
         self.scores.load(state.get("scores", {}))
         self.recomputations.load_state_dict(state.get("recomputed", {}))

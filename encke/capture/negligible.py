@@ -64,7 +64,7 @@ class Negligible:
         """Take over the decision of another run, unless there is nothing to decide.
 
         Raises:
-            ValueError: The state is not one of this class.
+            ValueError: The state is invalid.
         """
         if not isinstance(state, dict) or not isinstance(state.get("places", []), list):
             raise ValueError(f"negligible tensors must be a dictionary with a list of places, got {state!r}")

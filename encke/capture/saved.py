@@ -63,7 +63,7 @@ class SharedCell:
         """Node and output that made the tensor, and its layout, while the memory is held."""
 
     def ask(self, codec: Codec, values: bool = False, rows: tuple[int, int] | None = None) -> None:
-        """Add a reader that needs at least `codec` and may normalise these rows of the memory.
+        """Add a reader for which `codec` is fine enough and which may normalise these rows of the memory.
 
         Two or more readers of `values` share one decoded copy. If the rows of two readers do not nest, no groups serve
         both, and the memory is exact.

@@ -137,8 +137,7 @@ class Expressions:
             return union
         if curved:
             return dict.fromkeys(union, True)
-        # Linear in each operand: a product of operands that share a source is not, and a sum has the errors of both
-        # operands.
+        # Linear in each operand: not a product of operands that share a source. A sum has the errors of both.
         name, shared = name_of(node.target), len(union) < sum(map(len, lossy))
         product = name == "mul" and not shared and node.args[0] is not node.args[1]
         linear = len(lossy) == 1 and (
