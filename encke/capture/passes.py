@@ -156,7 +156,7 @@ class Passes:
         at_begin: Callable[[ForwardPass], None],
         at_end: Callable[[ForwardPass, Any], None],
     ) -> None:
-        """Store the hooks (pack, unpack) and the callbacks for the begin of a pass and for its end, with its output."""
+        """Store the hooks (pack, unpack) and the callbacks for the start of a pass and for its end, with its output."""
         self.hooks = hooks
         self.at_begin = at_begin
         self.at_end = at_end

@@ -54,7 +54,7 @@ class SharedCell:
         self.readers = 0
         """Number of saved tensors that read this memory for its values, not for a mask."""
         self.rows: tuple[int, int] | None = None
-        """Finest rows of the memory that a reader normalises: number of rows and distance of their values."""
+        """Finest rows of the memory that a reader normalises: number and distance of the values in a row."""
         self.decoded: tuple[StorageWeakRef, int] | None = None
         self.checksum: list[int] | None = None
         """Checksum of the memory when it was first held; None if it was not needed."""

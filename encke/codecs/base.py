@@ -221,7 +221,7 @@ class Codec(ABC):
         return self.encode_flat(run_of(x.detach(), layout, length), layout, key, state)
 
     def planned(self, x: Tensor, layout: Layout, length: int, state: EncoderState) -> GroupPlan | None:
-        """Return the plan that encodes the memory of `x` in place; None if there is none."""
+        """Return the plan that encodes the memory of `x` in its own order; None if there is none."""
         return None
 
     def __repr__(self) -> str:

@@ -117,7 +117,7 @@ class _Table:
         """Backward pass whose end confirms the rows."""
 
     def add(self, row: _Row) -> None:
-        """Add a row whose kernels were launched. A full table is sent at once, so that no one waits for it later."""
+        """Add a row whose kernels were launched. A full table is sent at once to avoid a later wait."""
         self.rows.append(row)
         if len(self.rows) == ROWS:
             self.send()
