@@ -172,8 +172,8 @@ class NormGradientSample:
         self.count = 0
         """Number of values in a channel."""
         self.tensor: Tensor | None = None
-        """For each channel: norms of the output's and the input's gradient, gradients of weight and bias, and 1 /
-        deviation. None if they were not measured."""
+        """For each channel: norms of the output's and the input's gradient, gradients of weight and bias, and
+        1 / deviation. None if they were not measured."""
 
     def measure(self, invstd: Tensor, gradients: tuple[Tensor | None, ...], g: Tensor | None) -> None:
         """Measure the gradients of input, weight and bias, which backward has just computed from `g`."""
@@ -382,5 +382,5 @@ class CometCollector:
         self.norm_after_backward = gradient_norm(self.weights())
 
     def weights(self) -> list[Tensor]:
-        """Return each weight once whose gradient is computed from a lossy input."""
+        """Return the weights whose gradients are computed from lossy inputs, each once."""
         return list({id(each.weight): each.weight for each in self.weight_samples}.values())

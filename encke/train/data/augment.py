@@ -23,7 +23,7 @@ MIDDLE = 0.875
 
 @dataclass(frozen=True)
 class View:
-    """How images are presented to the model: augmentation, size and normalisation."""
+    """Presentation of images to the model: augmentation, size and normalisation."""
 
     augment: Augment
     size: tuple[int, int]
