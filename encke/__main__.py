@@ -1,4 +1,4 @@
-"""Entry point of `python -m encke`: the command line."""
+"""`python -m encke` is the command line."""
 
 from encke.cli import main
 

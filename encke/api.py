@@ -168,7 +168,7 @@ class Handle:
         """Make the next training forward pass a collection step.
 
         Returns:
-            False if the policy is not adaptive and never collects.
+            False if the policy is not adaptive, so that there is nothing to collect.
         """
         schedule = self._capture.schedule
         if schedule is not None:
@@ -334,7 +334,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def compiled_part(model: nn.Module) -> nn.Module | None:
-    """Return the model itself if it is compiled, or the compiled module inside DDP; None if nothing is compiled."""
+    """Return the model itself if it is compiled, or the module that a DDP wraps; None if nothing is."""
     if is_compiled(model):
         return model
     if isinstance(model, DistributedDataParallel) and is_compiled(model.module):

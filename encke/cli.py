@@ -28,7 +28,7 @@ class Command:
     load: Callable[[], Function]
     """Imports the function, so that a command imports only what it needs."""
     needs: tuple[str, ...] = ()
-    """Modules that the command requires."""
+    """Modules that it cannot run without."""
     reads_arguments: bool = False
     """Whether the function takes the list of arguments and parses it itself."""
 

@@ -157,7 +157,7 @@ def label(method: str) -> str:
 
 
 def less(plain: float, other: float) -> str:
-    """Return by what factor the other figure is smaller."""
+    """Return how many times less the other figure is."""
     return f"{plain / other:.1f}x less" if other > 0 else ""
 
 
@@ -197,7 +197,7 @@ def cap_section(found: dict[str, Any]) -> Section:
 
 
 def short(words: str) -> str:
-    """Return an outcome without the reason in brackets."""
+    """Return an outcome without its reason in brackets."""
     return words.partition(" (")[0]
 
 

@@ -30,7 +30,7 @@ from encke.tools.units import size
 from encke.torch_internals import pytree
 
 BATCHES = (4, 8)
-"""The two batch sizes that are run."""
+"""The two batches that are run."""
 STEPS = 3
 """Steps with Encke: the first two learn the saved tensors and pack some of them twice; the third is an ordinary one."""
 BEGIN = "begin"
@@ -48,12 +48,12 @@ class Line:
 
     @classmethod
     def through(cls, batches: tuple[int, int], values: tuple[float, float]) -> Line:
-        """Return the line through two points; level if memory falls with the batch size."""
+        """Return the line through two points. Memory does not fall with the batch: then it is level."""
         slope = max(0.0, (values[1] - values[0]) / (batches[1] - batches[0]))
         return cls(values[1] - slope * batches[1], slope)
 
     def at(self, batch: int) -> int:
-        """Return the bytes at a batch size."""
+        """Return the bytes at a batch."""
         return max(0, round(self.fixed + self.per_sample * batch))
 
 
@@ -64,7 +64,7 @@ class Forecast:
     held: Line
     """Bytes kept for backward: saved by autograd, or packed by Encke."""
     peaks: tuple[Line, ...]
-    """Peak bytes during the operations that decide the peak at some batch size."""
+    """Bytes alive at most during those operations that decide the peak at some batch."""
     sites: tuple[tuple[Line, Line], ...] = ()
     """Bytes of each tensor before and after packing; `held` and `peaks` assume that all are packed."""
 
@@ -77,7 +77,7 @@ class Forecast:
         return max(line.at(batch) for line in self.peaks) + self._unpacked(batch)
 
     def _unpacked(self, batch: int) -> int:
-        """Return the bytes that packing does not save at a batch size: small and negligible tensors stay unpacked."""
+        """Return the bytes that packing does not save at this batch: small and negligible tensors are not packed."""
         sizes = sorted((saved.at(batch), packed.at(batch)) for saved, packed in self.sites)
         total, taken, more = sum(saved for saved, _ in sizes), 0, 0
         for saved, packed in sizes:
@@ -436,7 +436,7 @@ def copied(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Optimizer]:
 
 
 def forecast(small: Trial, large: Trial) -> Forecast:
-    """Return the lines through two trials, operation by operation; coarser if their operations differ."""
+    """Return the lines through two trials, operation by operation; coarser where their operations differ."""
     batches = (small.batch, large.batch)
     pairs: list[tuple[int, int]] = []
     if [part.name for part in small.parts] == [part.name for part in large.parts]:

@@ -33,7 +33,7 @@ class Row:
     saved_bytes: int
     packed_bytes: int
     shared: tuple[str, ...] = ()
-    """Other sites that saved the same tensor, such as "features.8 Convolution.input"."""
+    """Other sites that saved this tensor, such as "features.8 Convolution.input"."""
 
     @property
     def ratio(self) -> float:
@@ -62,7 +62,7 @@ class Report:
     saved_bytes: int
     """Bytes that plain autograd would hold, each storage once."""
     packed_bytes: int
-    """Bytes held with Encke."""
+    """Bytes held instead."""
     peak_bytes: int
     """Measured peak of the process: on a GPU allocated memory since the last `torch.cuda.reset_peak_memory_stats`, on
     the CPU resident memory."""
@@ -70,8 +70,8 @@ class Report:
     """Training forward passes so far."""
     sites: tuple[Row, ...]
     coarsened: int = 0
-    """Number of tensors at these sites for which the predicted memory on a GPU was too small: they were packed with 4
-    or 64 times the bound that the policy had chosen."""
+    """Tensors so far, at these sites, for which the memory predicted on a GPU was too small: they were packed with 4 or
+    64 times the bound that the policy had chosen."""
 
     @property
     def ratio(self) -> float:
@@ -82,7 +82,7 @@ class Report:
         """Return everything as plain Python data."""
         data = asdict(self)
         data["ratio"] = self.ratio
-        # JSON has no infinity: a layer without packed bytes has no ratio.
+        # JSON has no infinity: a layer that costs nothing has no ratio.
         data["sites"] = [{**asdict(row), "ratio": row.ratio if row.packed_bytes else None} for row in self.sites]
         return data
 
@@ -113,9 +113,9 @@ class Report:
 
 
 def aligned(rows: Sequence[tuple[str, ...]], most: int) -> list[str]:
-    """Return rows in columns that together are at most `most` characters wide.
+    """Return rows in columns that are at most `most` characters wide together.
 
-    If that is too narrow for the names in the first two columns, the names lose their beginnings.
+    Where that is too narrow for the names in the first two columns, their beginnings are left out.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     space = "  " if sum(widths) + 2 * (len(widths) - 1) <= most else " "

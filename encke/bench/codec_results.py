@@ -44,7 +44,7 @@ class Result:
     variance: float | None = None
     """Mean squared error over that of `GroupQuant(bits=2)` on the same tensor."""
     series: str = ""
-    """Codec, without its setting if several were measured."""
+    """Codec, without its setting where several were measured."""
 
     @property
     def ratio(self) -> float:

@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class Compiled:
-    """Numbers of compiled kernels and graphs, the time of Triton's compiler, and the number of recorded CUDA graphs."""
+    """Kernels and graphs that were compiled, the time that Triton's compiler took, and recorded CUDA graphs."""
 
     kernels: int = 0
     kernel_seconds: float = 0.0

@@ -69,7 +69,7 @@ def at_several_bounds(contender: Contender) -> list[Contender]:
 
 
 def ours(threads: int | None) -> list[Contender]:
-    """Return Encke's codecs, with the settings worth comparing."""
+    """Return Encke's codecs, with the settings that are worth comparing."""
 
     def bounded(rounding: Any) -> Contender:
         def trial(s: Sample) -> Trial:
@@ -170,7 +170,7 @@ def failure(contender: Contender, sample: Sample) -> str | None:
     try:
         trial = contender.trial(contender.under(sample))
         trial.decode(trial.encode())
-    except Exception as error:  # third-party code may raise anything; the run continues without it
+    except Exception as error:  # other people's code, which may raise anything; the run goes on without it
         return f"{type(error).__name__}: {error}"
     return None
 

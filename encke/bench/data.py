@@ -19,7 +19,7 @@ Mode = Literal["abs", "rel"]
 
 @dataclass(frozen=True)
 class Sample:
-    """A tensor and the bound for its encoding."""
+    """A tensor and the bound under which it is to be encoded."""
 
     data: str
     name: str

@@ -25,7 +25,7 @@ Row = dict[str, Any]
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "NUMBA_CACHE_DIR")
 """Environment variables of the folders of compiled kernels."""
 SETTLED = 50
-"""Step after which no compilation or recording may happen."""
+"""Step after which nothing may be compiled or recorded any more."""
 LAST = 10
 """Number of last steps, whose ordinary ones give the time of a step."""
 

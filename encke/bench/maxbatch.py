@@ -24,7 +24,7 @@ from encke.tools.units import GB, duration, size_in
 START = 8
 """The first batch that is tried."""
 GRAIN = 32
-"""Inverse of the relative precision at which the search ends."""
+"""The search ends within one part in this many."""
 MOST = 1 << 16
 AGAIN = 4
 """Number of slightly smaller batches to try if the largest one does not fit into a new process."""
@@ -63,7 +63,7 @@ class Guess:
         self.batch, self.most, self.cap = start, most, cap
         self.peaks: list[tuple[int, float]] = []
         self.failures = 0
-        """Number of consecutive batches that did not fit."""
+        """Batches in sequence that did not fit."""
 
     @property
     def done(self) -> bool:
@@ -101,10 +101,10 @@ def largest(
     """Return the largest batch up to `most` that fits, within one part in GRAIN; 0 if not even one sample does.
 
     Args:
-        attempt: Returns whether a batch fits, and its peak in bytes if known.
-        start: The first batch size.
-        most: The largest batch size.
-        cap: The limit for the peaks.
+        attempt: Returns whether a batch fits, and its peak in bytes if that is known.
+        start: The first batch.
+        most: The largest one.
+        cap: The limit that peaks are compared with.
     """
     guess = Guess(start, most, cap)
     while not guess.done:
@@ -123,7 +123,7 @@ class Search:
         """Why the last trial did not fit."""
 
     def attempt(self, batch: int) -> tuple[bool, float | None]:
-        """Return whether several whole steps succeed at this batch size, and their peak if known."""
+        """Return whether several whole steps pass at this batch, and their peak if it is known."""
         if self.child is None:
             self.child = Child(self.task)
         answer = self.child.ask(trial=batch)
@@ -131,7 +131,7 @@ class Search:
         if not fitting and not answer.get("died") and not answer.get("out_of_memory"):
             raise Failed(answer["failed"])
         if answer.get("died") or (not fitting and self.task.device == "cpu"):
-            # After a failed allocation a process keeps memory: smaller batches would not fit into it either.
+            # A process in which an allocation has failed keeps memory: smaller batches would not fit into it either.
             self.close()
         self.reason = answer.get("failed", self.reason)
         self.trials.append(self.row(batch, fitting, answer.get("step_ms")))

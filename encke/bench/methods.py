@@ -30,13 +30,13 @@ POLICIES = PRESETS | FIXED | {"dithered": Comet(rounding="dithered")}
 
 @dataclass(frozen=True)
 class Method:
-    """A change to plain training: to the model before compilation, afterwards, or around its forward passes."""
+    """A change to a plain training: before the model is compiled, afterwards, or around its forward passes."""
 
     kind: Literal["plain", "encke", "other"] = "other"
     wrap: Callable[[nn.Module], None] | None = None
     """Changes the model before it is compiled."""
     policy: Policy | None = None
-    """Policy that is attached after compilation."""
+    """Policy to attach after it is compiled."""
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Context of every forward pass."""
     needs: Literal["", "GPU", "compile", "offloader"] = ""
@@ -67,13 +67,13 @@ def call_checkpointed(function: Callable[..., Any], options: dict[str, Any], *ar
 
 
 def checkpoint_selectively(model: nn.Module) -> None:
-    """Checkpoint each block, but save expensive results: convolutions, matrix products, attention."""
+    """Checkpoint each block, but keep results that are expensive: convolutions, matrix products, attention."""
     attention = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
     names = ["convolution", "mm", "addmm", "bmm", "baddbmm", *(f"_scaled_dot_product_{kind}" for kind in attention)]
     kept = [getattr(torch.ops.aten, name).default for name in names]
     for module in model.modules():
         if getattr(module, "inplace", False):
-            # Saved results are not recomputed, so no operation may modify them in place.
+            # Results that are kept are not recomputed, so nothing may change them in place.
             module.inplace = False  # type: ignore[assignment]
     checkpoint_blocks(model, context_fn=partial(create_selective_checkpoint_contexts, kept))
 
@@ -95,7 +95,7 @@ def streamed_offload() -> AbstractContextManager[Any]:
 
 
 def checkpoint_and_pack(model: nn.Module) -> None:
-    """Checkpoint each block, and let the policy pack the blocks' inputs, which are otherwise kept exactly."""
+    """Checkpoint each block, and let the policy pack the blocks' inputs, which it keeps exactly otherwise."""
     checkpoint_blocks(model)
     encke.register_reader("Checkpoint", "input", "smooth")
 
@@ -119,7 +119,7 @@ METHODS = {
 }
 """Every method by its name. docs/bench.md explains them."""
 ON_REQUEST = ("careful", "aggressive", "group8", "dithered", "budget30", "checkpoint-packed")
-"""Methods that are measured only by name: they differ little from others."""
+"""Methods that are measured only if they are named: they differ little from others."""
 
 
 def compiled_as(graphs: bool) -> str:
@@ -128,6 +128,6 @@ def compiled_as(graphs: bool) -> str:
 
 
 def usual(compiled: bool) -> list[str]:
-    """Return the methods that are measured by default."""
+    """Return the methods that are measured if none is named."""
     names = (name for name in METHODS if name not in ON_REQUEST)
     return [name for name in names if compiled or METHODS[name].needs != "compile"]

@@ -62,7 +62,7 @@ def build(name: str, size: int) -> nn.Module:
 def transformers_model(name: str, tokens: int) -> nn.Module:
     """Build a language model of transformers: GPT-2 small, a Llama, or BERT base for masked tokens."""
     if installed("torchvision"):
-        torchvision_models()  # transformers imports it as well, and fails if its operators do not load
+        torchvision_models()  # transformers imports it as well, and fails where its operators do not load
     transformers = importlib.import_module("transformers")
     shape, length = MODELS[name].model, max(tokens, MODELS[name].model.context)
     sizes = {

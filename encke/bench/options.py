@@ -54,7 +54,7 @@ class Options:
     out: Path = option(Path("runs/bench"), "The folder for CSV files and plots.")
 
     def device_or_default(self) -> Device:
-        """Return the given device, by default a GPU if there is one."""
+        """Return the device that was named, otherwise a GPU if there is one."""
         return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
     def plan(self, batch: tuple[int, ...] = (), rounds: int = 1) -> Plan:

@@ -113,7 +113,7 @@ def measure_all(
 
         upcoming = start(tables[0]) if tables else {}
         for tasks, following in zip(tables, [*tables[1:], ()], strict=True):
-            # The next processes import their libraries during these measurements.
+            # The next processes import their libraries while these measure.
             kept, upcoming = upcoming, start(following)
             if together > 1:
                 with ThreadPoolExecutor(together) as pool:
@@ -174,12 +174,12 @@ def cap_words(cap: int | None) -> str:
 
 
 def plain_row(rows: Sequence[Row]) -> Row:
-    """Return the row with which others are compared; without figures if plain was not measured."""
+    """Return the row that others are compared with; without figures if plain was not measured."""
     return next((row for row in rows if row["method"] == "plain"), {})
 
 
 def compared_peak(row: Row) -> float | None:
-    """Return the peak for comparisons; without a GPU it is the peak above interpreter, libraries, model and data."""
+    """Return the peak that methods are compared by; without a GPU that above interpreter, libraries, model and data."""
     return row.get("peak_bytes" if row.get("device") == "cuda" else "peak_above_bytes")
 
 
@@ -189,13 +189,13 @@ def table_lines(rows: Sequence[Row], cells: Callable[[Row], list[str]]) -> list[
 
 
 def table_unit(rows: Sequence[Row]) -> tuple[str, float]:
-    """Return the unit for a table's bytes: GB, or MB if all are small."""
+    """Return the unit for a table's bytes: GB, or MB where all are small."""
     largest = max((row["peak_bytes"] or 0 for row in rows), default=0)
     return ("GB", GB) if largest >= 2 * GB else ("MB", MB)
 
 
 def conclude(rows: Sequence[Row], written: Sequence[Path]) -> None:
-    """Print the names of the written files; raise an error if there are no figures at all."""
+    """Name the files that were written; raise an error if there is no figure at all."""
     note()
     note("wrote " + " and ".join(str(path) for path in written))
     if all(row["status"] != "ok" for row in rows):

@@ -24,12 +24,12 @@ METHODS = {
     "cuda": ("plain", "checkpoint", "default", "budget50", "budget20"),
     "cpu": ("plain", "checkpoint", "default"),
 }
-"""Methods; a cap on a process includes the compiler's own memory, so compiled methods need a GPU."""
+"""The compiler's own memory counts under a cap on a process, so that compiled methods need a GPU."""
 CAPS = {"cuda": ("8GiB", "16GiB", "24GiB"), "cpu": (CPU_CAP,)}
 SMALL_CAP = {"cuda": "1GiB", "cpu": "32MiB"}
 """Caps of the training to an accuracy."""
 LEAST_STEPS = 8
-"""Fewest steps of an epoch, however large a batch would fit."""
+"""An epoch has at least so many steps, however large a batch would fit."""
 
 
 @dataclass(frozen=True)

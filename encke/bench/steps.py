@@ -40,9 +40,9 @@ from encke.tools.files import finite_json
 from encke.tools.step_memory import StepMemory, StepRecorder
 
 WARM = 13
-"""Warm-up steps. The default policy collects in the 10th step and settles in the following ones."""
+"""Warm-up steps. The default policy collects in the 10th, and settles in the next ones."""
 MEASURED = 3
-"""Steps in which memory is measured, unless fewer are timed. They precede the timed ones: reading memory takes time."""
+"""Steps in which memory is measured, unless fewer are timed. They come first, because reading memory takes time."""
 TRIED = 2
 """Ordinary steps of a trial before a collection step; one more follows it."""
 HOUR = 1000
@@ -95,17 +95,17 @@ class Result:
     per_second: float | None = None
     """Images or tokens per second, from `pipelined_ms`."""
     held_bytes: float | None = None
-    """Memory after the forward pass minus memory before it: the papers' activation memory."""
+    """Memory after the forward pass less that before it: the papers' activation memory."""
     peak_bytes: float | None = None
     """The largest memory during ordinary steps."""
     peak_with_collection_bytes: float | None = None
     """The largest memory with collection steps."""
     peak_run_bytes: float | None = None
-    """The largest memory including the first steps."""
+    """The largest memory with the very first steps."""
     peak_above_bytes: float | None = None
-    """`peak_bytes` minus the memory before the first step, which includes model and data."""
+    """`peak_bytes` less the memory before the first step, which has model and data."""
     peak_added_bytes: float | None = None
-    """`peak_with_collection_bytes` minus the memory before model and data were created: the least cap."""
+    """`peak_with_collection_bytes` less the memory before model and data were made: the least cap."""
     reserved_bytes: float | None = None
     """Memory that the allocator reserved on the GPU for ordinary steps."""
     papers_total_bytes: float | None = None
@@ -113,7 +113,7 @@ class Result:
     saved_bytes: int | None = None
     """Bytes that autograd saved, as Encke counts them."""
     packed_bytes: int | None = None
-    """Bytes that Encke kept."""
+    """Bytes that Encke kept instead."""
     loss: float | None = None
     """Loss of the last step: equal for methods that compute the same."""
 
@@ -140,7 +140,7 @@ class Gauge:
         return process.memory("VmHWM") or math.nan
 
     def reset_peak(self) -> None:
-        """Restart the peak at the memory in use."""
+        """Let the peak start again from the memory in use."""
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
         else:
@@ -189,7 +189,7 @@ class Training:
         self.loss = torch.zeros(())
         one_thread = task.device == "cpu" and torch.get_num_threads() == 1
         self.clock = time.process_time if one_thread else time.perf_counter
-        """Processor time if one thread computes, so that other programs on the machine do not count."""
+        """Processor time where one thread computes, so that other programs on the machine do not count."""
 
     def forward(self) -> torch.Tensor:
         """Run the forward pass and return the loss."""
@@ -210,7 +210,7 @@ class Training:
         self.loss = loss.detach()
 
     def wait(self) -> None:
-        """Wait for the GPU."""
+        """Wait until the GPU has finished."""
         if self.device == "cuda":
             torch.cuda.synchronize()
 
@@ -225,7 +225,7 @@ class Training:
         return due is not None and due(step)
 
     def collect_next(self) -> bool:
-        """Make the next step a collection step; return False if the policy does not collect."""
+        """Make the next step a collection step; return False where the policy does not collect."""
         return self.handle is not None and self.handle.collect_now()
 
     def timed(self, steps: int = 1) -> tuple[float, float]:
@@ -262,8 +262,7 @@ class Measurement:
     def warm_up(self) -> None:
         """Run the first steps.
 
-        The very first step counts as an ordinary one even if the policy collects in it: cuDNN tries its algorithms
-        there.
+        The very first counts as an ordinary one even if the policy collects in it: cuDNN tries its algorithms there.
         """
         for step in range(self.task.warm):
             self.gauge.reset_peak()
@@ -280,7 +279,7 @@ class Measurement:
         result = Result()
         result.first_ms, result.second_ms = (*self.first_ms, None, None)[:2]
         measure_memory(training, gauge, min(MEASURED, task.steps), result)
-        if not gauge.cuda and task.cap is None:  # under a cap, kept memory would count
+        if not gauge.cuda and task.cap is None:  # under a cap, memory that is kept would count
             process.keep_freed_memory()
             training.step()
         measure_time(training, task, result)
@@ -375,7 +374,7 @@ def first_steps(task: Task, count: int) -> dict[str, Any]:
 def trial(task: Task) -> dict[str, Any]:
     """Try a batch: ordinary steps, a collection step, and an ordinary one, which is timed.
 
-    cuDNN tries no algorithms here, as that takes longer than the steps.
+    cuDNN tries no algorithms here, which takes longer than the steps do.
     """
     torch.backends.cudnn.benchmark = False
     gauge = Gauge(task.device, graphs=True)
@@ -406,7 +405,7 @@ def prepare(task: Task, rehearsed: bool = True) -> None:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, task.cap / total))
     elif task.device == "cpu" and rehearsed:
-        # A rehearsal loads threads, libraries and compiled kernels, which are not part of the training's memory.
+        # A rehearsal loads threads, libraries and compiled kernels, which are not the training's own memory.
         trial(replace(task, batch=2))
         if METHODS[task.method].policy is not None:
             load_kernels()
@@ -438,9 +437,9 @@ class Server:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.kept: Measurement | None = None
-        """Training that the next request measures again."""
+        """The training that the next request measures again."""
         self.data: accuracy.ImageData | None = None
-        """Real images; read before the cap on memory is set, as the search for the batch runs without them."""
+        """Real images; read before the cap on memory, because the search for the batch does not have them."""
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return the answer to a request, or the reason why it failed."""
@@ -474,7 +473,7 @@ class Server:
             return trial(replace(self.task, batch=request["trial"]))
         if "warm" in request:
             self.kept = Measurement(self.task)
-            self.kept.first_ms.clear()  # other processes warmed up at the same time
+            self.kept.first_ms.clear()  # others warmed up at the same time
             return {}
         measurement = self.kept or Measurement(self.task)
         self.kept = measurement if request.get("keep") else None

@@ -42,7 +42,7 @@ class CastWeight:
         return tuple(self.parameter.shape if self.geometry is None else self.geometry[0])
 
     def weight(self) -> Tensor:
-        """Return the weight; raise if it was modified since the cast."""
+        """Return the weight; raise if it was modified since."""
         parameter: Tensor = self.parameter
         if parameter._version != self.version:
             self.changed()
@@ -93,7 +93,7 @@ def cast_frozen(t: Tensor, module: Any, facts: SiteFacts, changed: Callable[[], 
         changed: Called if the weight turns out to have been modified.
     """
     copy: Any = t if t._base is None else t._base
-    # A replaced `forward` may multiply by any tensor.
+    # A `forward` that was replaced may multiply by anything.
     if type(module) is not nn.Linear or "forward" in module.__dict__ or copy.requires_grad or copy._version:
         return None
     if t.dtype is not copy.dtype:
@@ -103,7 +103,7 @@ def cast_frozen(t: Tensor, module: Any, facts: SiteFacts, changed: Callable[[], 
         return None
     known = (weight, weight._version)
     if facts.copied is None or facts.copied[0] is not weight or facts.copied[1] != weight._version:
-        # The host waits for the GPU here, once for as long as the weight stays frozen.
+        # The host waits for the GPU, once as long as the weight stays frozen.
         if not torch.equal(weight.detach().to(copy.dtype), copy):
             return None
         facts.copied = known

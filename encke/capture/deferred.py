@@ -61,7 +61,7 @@ class DeferredForward:
         return codec.encode_run(self.t, layout, length, key, state)
 
     def run_unfused(self) -> None:
-        """Compute the layer's result when no tensor is packed."""
+        """Compute the layer's result where nothing is packed."""
 
 
 class RestoredInput(DeferredForward):

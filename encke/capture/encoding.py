@@ -136,7 +136,7 @@ def steady_save(
         asked += [each for each in all_dependents(facts) if each.site.need == "lossy"] if facts.dependents else []
     if any(each.site.need not in STEADY_NEEDS or each.site.need == "mask" for each in asked):
         return None
-    # Needs for more bits than the policy chooses are the same in each pass, except for attention.
+    # Readers that need more bits than the policy chooses need the same in each pass, but for attention.
     choose = scores.policy.choose
     functions = [scores.codec if each.site.need == "attention" else choose for each in asked]
     chosen = tuple(
@@ -173,7 +173,7 @@ def save_again(
         return None
     for choose, site, codec in steady.chosen:
         found = choose(site)
-        # Policies create some codecs on every call.
+        # Policies create some codecs at every call.
         if found is not codec and found != codec:
             return None
     storage = t.untyped_storage()
@@ -281,7 +281,7 @@ def encode(
     """
     codec, record, packed, layout = cell.wanted, cell.record, cell.packed, with_rows(saved.layout, cell.rows)
     assert codec is not None
-    # Groups that cross the rows of a norm do not serve it.
+    # Groups across the rows that a norm reads do not serve it.
     crosses = packed is not None and packed.plan is not None and packed.layout.rows != cell.rows
     if packed is None or crosses or not satisfies(packed.codec, codec):
         again, known = None, forward.recomputations
@@ -302,7 +302,7 @@ def encode(
             forward.deferred = None
             packed = deferred.encode(codec, layout, length, cell.key, record.facts.encoder_state)
         if not saved.owner.intact(saved.facts, packed, t, forward.collection is not None) and deferred is None:
-            # A deferred forward expects the codec it has announced: the site becomes exact from the next pass on.
+            # A forward that was deferred expects the codec it has announced: exact from the next pass on.
             codec = cell.wanted = Lossless()
             flat = t if length is None else run_of(t.detach(), layout, length)
             packed = codec.encode_flat(flat, layout, cell.key, record.facts.encoder_state)

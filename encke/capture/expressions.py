@@ -45,11 +45,11 @@ class Rule:
     curved: bool = False
     """Whether the function is not linear in each operand."""
     same_bits: bool = True
-    """Whether the function reproduces the operation's result bit for bit."""
+    """Whether it returns the bits that the operation did."""
     kernel: Callable[[Any], Kernel] | None = None
-    """Returns a GPU kernel for the same function, given the node."""
+    """Returns a kernel that does the same on a GPU, given the node."""
     applies: Callable[[Any], bool] | None = None
-    """Returns whether the rule holds for a node; None: it always holds."""
+    """Returns whether the rule holds for a node; None: it always does."""
 
 
 class Expression:
@@ -69,13 +69,13 @@ class Expression:
         """Casts of the result, in order."""
         self.shape = shape
         self.signature: tuple[Any, ...] = (operation, dtypes)
-        """Operations and casts: the key under which a decision is remembered."""
+        """Operations and casts, by which a decision is remembered."""
 
     def value(self) -> Tensor:
         """Compute the tensor."""
         dtypes, result = self.dtypes, None
         if self.kernel is not None:
-            # A kernel computes in fp32: a result that is cast from fp32 is rounded only once.
+            # A kernel computes in fp32: a result that is cast from there is rounded once.
             direct = int(len(dtypes) > 1 and dtypes[0] == torch.float32)
             result = self.kernel(self.operands, dtypes[direct])
             dtypes = dtypes[direct + 1 :]
@@ -108,7 +108,7 @@ class Recomputed(Packed):
 
     def decode(self) -> Tensor:
         """Compute the tensor."""
-        if not torch.is_grad_enabled():  # as in any backward without create_graph
+        if not torch.is_grad_enabled():  # as in any backward that is not recorded
             return self.expression.value()
         with torch.no_grad():
             return self.expression.value()
@@ -119,7 +119,7 @@ class Recomputed(Packed):
 
 
 def widened(x: Tensor) -> Tensor:
-    """Return the tensor, in 32 bits if it has 16."""
+    """Return 16-bit values in 32 bits."""
     return x.float() if x.element_size() == 2 else x
 
 
@@ -232,7 +232,7 @@ def packed_rows(raw: Any, width: int) -> GroupQuantPacked | None:
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Return whether the GPU kernels support this device."""
+    """Return whether the GPU kernels serve this device."""
     return backend_for(device.type).NAME == "triton"
 
 

@@ -47,7 +47,7 @@ class SteadySave:
         self.codec = codec
         """Codec with which the memory is packed; it satisfies every codec in `chosen`."""
         self.first = first
-        """Site that saves the memory first and packs it."""
+        """Site that saves the memory first, and packs it."""
         self.device, self.layout, self.packed_layout, self.length = device, layout, packed_layout, length
         self.size, self.stride = layout.size, layout.stride
         self.sharers = len(first.sharers)
@@ -62,7 +62,7 @@ class SteadySave:
 
 
 class SiteFacts:
-    """Facts about a site that persist from one pass to the next. Each fact is checked when it is used."""
+    """Everything about a site that is learnt from one pass to the next. Each fact is checked when it is used."""
 
     __slots__ = (
         "cast",
@@ -106,13 +106,13 @@ class SiteFacts:
         self.raw_slot = ""
         """Attribute of the reader's node that must hold the object saved here; empty if any slot may read it."""
         self.position = 0
-        """Index in that attribute if it holds several objects."""
+        """Number in that attribute, if it holds several."""
         self.siblings: list[SiteFacts | None] = []
         """Facts about all sites of the same call."""
         self.of_module = False
         """Whether the layer provides window and limit: it is a max-pool or an embedding of torch."""
         self.window: tuple[tuple[int, ...], ...] | None = None
-        """Kernel, stride, padding and dilation, if a max-pool saves its indices here."""
+        """Kernel, stride, padding and dilation, if this is where a max-pool saves its indices."""
         self.input_index = -1
         """Index, within the same call, of the site where that max-pool saves its input."""
         self.high: int | None = None
@@ -132,9 +132,9 @@ class SiteFacts:
         self.waits = False
         """Whether backward could recompute the tensor once its sources are packed finely enough."""
         self.changed = False
-        """Whether the memory had other values when another site saved it: it was written through `tensor.data`."""
+        """Whether the memory had other values when another site saved it before: written through `tensor.data`."""
         self.examined = False
-        """Whether the values saved here were checked for NaN and infinities."""
+        """Whether the values saved here were looked at, for NaN and infinities."""
         self.copied: tuple[Any, int] | None = None
         """Frozen weight, and its version, of which a cast copy was found here (encke/capture/casts.py)."""
         self.cast: Any = None

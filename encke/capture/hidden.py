@@ -51,7 +51,7 @@ def operation_of(frame: Frame) -> tuple[str, str] | None:
 
 
 def is_result(t: Tensor) -> bool:
-    """Return whether a tensor is a view that an in-place operation has just written."""
+    """Return whether a tensor is a view that an operation has just written in place."""
     node = t.grad_fn
     edges = () if node is None or not t._version else node.next_functions
     return bool(edges) and edges[0][0] is not None and operation_name(edges[0][0]) == COPY_SLICES

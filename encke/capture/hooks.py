@@ -76,7 +76,7 @@ class Capture:
         self.rank = 0
         # Sharded weights have no memory between forward and backward.
         self.whole_weights = root is None or not any(is_wrapper(p) for p in root.parameters())
-        """Whether the weights stay in memory between forward and backward."""
+        """Whether weights are there between forward and backward."""
         self.casts_again = self.whole_weights
         """Whether the copies that autocast makes of weights are released, and cast again in backward."""
         self.ledger = Ledger()
@@ -87,7 +87,7 @@ class Capture:
         self.readers = Readers(self.scores, root, self.threads, self.negligible)
 
     def begin_step(self) -> None:
-        """Count one more training forward pass, and write the previous one to the log."""
+        """Count one more training forward pass; the one before goes to the log."""
         self.ledger.write(self.step)
         self.scores.settle()
         self.step += 1
@@ -171,7 +171,7 @@ class Capture:
         if forward.collection is not None:
             forward.nodes.append(t.grad_fn)
         if type(t) is not Tensor and isinstance(t, nn.Parameter):
-            # A leaf has no node, so keeping the tensor itself creates no reference cycle.
+            # A leaf has no node that would keep it alive in a circle.
             return (t, t._version) if t.is_leaf else keep(t)
         if negligible or t.numel() * t.element_size() < self.min_bytes:
             return self._keep_small(t)
@@ -199,7 +199,7 @@ class Capture:
                 if not unfrozen(known.site, frame.layer):
                     return self._save_shape(t, known, frame)
             elif signature(t)[1::2] != known.signature[1::2]:
-                # A different operation made it, or its number of dimensions differs.
+                # Another operation made it, or it has other dimensions.
                 known.distrust()
         if called_by_checkpoint(0):
             return self._save(t, self.readers.learn_checkpoint(t, frame, index), frame, forward)
@@ -216,7 +216,7 @@ class Capture:
         return (*keep(t), True) if 3 <= t.dim() <= 4 else keep(t)
 
     def _keep(self, t: Tensor, facts: SiteFacts) -> Kept:
-        """Keep `t` itself, and count it at a site; a sparse tensor has no single storage to count."""
+        """Keep `t` itself, and count it at a site; a sparse one has no single storage to count."""
         if t.layout == torch.strided and not is_wrapper(t) and not is_parameter_view(t):
             tally = self.threads.forward.tally
             size = tally.count(t.untyped_storage())
@@ -277,7 +277,7 @@ class Capture:
     def _save(
         self, t: Tensor, facts: SiteFacts, frame: Frame, forward: ForwardPass, deferred: DeferredForward | None = None
     ) -> Saved | Kept:
-        """Pack `t` for a reader whose need is known, and run the deferred forward, if there is one."""
+        """Pack `t` for a reader whose need is known, and run the forward that was deferred until then."""
         need = facts.site.need
         if facts.site.place in self.negligible.places:
             return self._keep_small(t)
@@ -318,7 +318,7 @@ class Capture:
         return saved
 
     def _save_shape(self, t: Tensor, facts: SiteFacts, frame: Frame) -> Saved:
-        """Save only the shape. The record still counts the memory that plain autograd would have held."""
+        """Save only the shape. The record still counts the memory, which plain autograd would have held."""
         need = facts.site.need
         saved = Saved(self.readers, facts, t, layout_of(t.shape, t.stride())[0], None)
         note_size(frame, facts.index, t)
@@ -398,7 +398,7 @@ def note_size(frame: Frame, index: int, t: Tensor) -> None:
 
 
 def unfrozen(site: Site, layer: Layer) -> bool:
-    """Return whether a layer that was frozen when the site was learnt now reads its input's values."""
+    """Return whether a layer that was frozen when the site was learnt reads its input's values now."""
     if site.need != "shape" or site.operation not in ("Convolution", "BatchNorm"):
         return False
     module = layer.owner()

@@ -23,13 +23,13 @@ class Record:
     def __init__(self, facts: SiteFacts, saved_bytes: int = 0, packed_bytes: int = 0) -> None:
         self.facts = facts
         self.saved_bytes = saved_bytes
-        """Bytes that plain autograd would hold; zero if another record counts the memory."""
+        """Bytes that plain autograd would hold; zero if another record counts that memory."""
         self.packed_bytes = packed_bytes
         self.codec: Codec | str = "kept"
 
     @property
     def site(self) -> Site:
-        """The site that saved the tensor."""
+        """The site that saved."""
         return self.facts.site
 
 

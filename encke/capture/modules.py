@@ -66,7 +66,7 @@ def _inert() -> Callable[..., None]:
 
 
 class WatchHook(ModuleHook):
-    """Hook that notices a compiler around the attached model; a compiler calls the layers directly."""
+    """Hook that notices a compiler around the attached model, which calls the layers directly."""
 
     def __init__(self, function: Callable[[nn.Module], Any], layer: Layer) -> None:
         super().__init__(layer)

@@ -223,7 +223,7 @@ FEWEST = 8
 """Fewest values that a lossy norm, variance or deviation must reduce. Its own derivative or that of the next operation
 divides by it. Over few values it may be almost zero beside its neighbours, whose values decide the error."""
 
-# Slots that hold data whether or not the tensor needs a gradient: the first layer's input is an example.
+# Slots that hold data whether or not it needs a gradient: the first layer's input is such a tensor.
 DATA_SLOTS = {"input", "query", "key", "value", "output"}
 MATMULS = {"Addmm", "Mm", "Linear", "Addmv", "Mv", "GroupedMm"}
 SECOND = {"mat2", "vec"}
@@ -299,7 +299,7 @@ def listed_need(operation: str, slot: str, node_class: type | None = None) -> Ne
         node_class: The class of its autograd node, if there is one.
     """
     need, registered = _registered.get((operation, slot), (None, None))
-    # Two functions may have the same name.
+    # Two functions may have one name.
     if need is not None and registered in (None, node_class):
         return need
     return "weight" if slot.startswith("weight") else TABLE.get((operation, slot))

@@ -20,7 +20,7 @@ VIEWS = {
 }  # fmt: skip
 PRODUCTS = {"Addmm", "Mm", "Linear", "Addmv", "Mv", "Dot", "Bmm", "Baddbmm", "Convolution"}
 LAST = 2**64 - 1
-"""The last dimension, as nodes store it."""
+"""The last dimension, as nodes keep it."""
 KNOWN: dict[type, str] = {}
 """Names of operations whose nodes have a type of their own."""
 _slots: dict[type, list[str]] = {}
@@ -177,7 +177,7 @@ def square_of(mean: Any) -> Any:
         return None
     last = len(square._input_metadata[0].shape) - 1
     dims = saved_setting(mean, "dim", None)
-    # A node stores -1 as the largest number.
+    # A node keeps -1 as the largest number.
     return square if dims is not None and tuple(dims) in ((last,), (LAST,)) else None
 
 
@@ -205,7 +205,7 @@ def expand_window(*settings: int | Sequence[int], dimensions: int) -> tuple[tupl
 
 
 def saved_by(node: Any) -> list[tuple[str, Saved]]:
-    """Return (slot, Saved) for every tensor that a node saved through our hooks, without unpacking it."""
+    """Return (slot, Saved) for everything that a node saved through us, without unpacking it."""
     names = _slots.get(type(node))
     if names is None:
         names = _slots[type(node)] = raw_saved_slots(type(node))

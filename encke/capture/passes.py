@@ -35,7 +35,7 @@ ACCUMULATE = 0xFFFFFFFFFFFFFFFF
 
 
 class Frame:
-    """Call of a layer in progress."""
+    """A layer's call in progress."""
 
     __slots__ = ("index", "layer", "lossy", "number", "sites", "sizes")
 
@@ -50,11 +50,11 @@ class Frame:
         self.sites = calls[number]
         """Facts about the sites of this call, by index; None where none were learnt."""
         self.sizes: dict[int, tuple[int, ...]] | None = None
-        """Shapes saved so far in this call, by index; the indices of a max-pool look up their input here."""
+        """Shapes saved so far in this call, by index; max-pool indices look up their input's shape here."""
         self.lossy: set[int] = set()
         """Indices of the inputs of attention that this call has packed lossily."""
         self.index = 0
-        """Number of tensors saved so far in this call."""
+        """Tensors saved so far in this call."""
 
     def new_site(self, index: int, operation: str, slot: str, need: Need, dtype: torch.dtype, dimensions: int) -> Site:
         """Return the key of the `index`-th tensor that this call saves."""
@@ -97,7 +97,7 @@ class ForwardPass:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the state of the last pass before a new one begins."""
+        """Forget everything: the next pass starts from here."""
         self.frames.clear()
         self.calls: dict[Layer, int] = {}
         self.cells: dict[tuple[Any, ...], tuple[weakref.ref[SharedCell], weakref.ref[torch.UntypedStorage]]] = {}
@@ -123,7 +123,7 @@ class ForwardPass:
         self.step = 0
         self.rank = 0
         self.steady = False
-        """Whether sites may reuse their decisions of the last pass: this pass neither collects nor measures."""
+        """Whether sites may save as they did in the last pass: nothing is collected or measured."""
         self.recomputations: Any = None
         """Decisions about tensors that backward recomputes (`recompute.Recomputations`); None if it must not."""
 
@@ -209,7 +209,7 @@ class Passes:
         forward.clear()
 
     def abandon(self) -> None:
-        """Forget a forward pass that was interrupted, and remove its hooks from this thread."""
+        """Forget a forward pass that was interrupted, and take its hooks off this thread."""
         forward = self.threads.forward
         if forward.frames:
             self._unhook()

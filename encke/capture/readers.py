@@ -335,7 +335,7 @@ class Readers:
             tensors = [] if root is None else weights_of(root)
             plain = [t for t in tensors if t.layout == torch.strided and not is_wrapper(t)]
             weights = {t.untyped_storage()._cdata for t in plain}
-            # While their layer runs, sharded parameters are replaced by whole ones: look again next time.
+            # Sharded parameters are replaced by whole ones while their layer runs: look again next time.
             if len(plain) == len(tensors):
                 forward.weights = weights
         return t.untyped_storage()._cdata in weights
@@ -355,7 +355,7 @@ class Readers:
             forward.weights = None
 
     def mismatch(self, saved: Saved, node: Any) -> None:
-        """Handle an unexpected reader: exact values serve any reader, any other need is an error."""
+        """Handle a reader other than the one learnt: exact values serve any reader, anything else is an error."""
         facts, site, cell = saved.facts, saved.site, saved.cell
         facts.distrust()
         if cell is not None:
@@ -396,7 +396,7 @@ def sequence_number(node: Any) -> int:
 
 
 def matches(facts: SiteFacts, t: Tensor) -> bool:
-    """Return whether the tensor's signature equals the site's."""
+    """Return whether `signature(t)` is the site's."""
     dtype, dimensions, requires_grad, producer = facts.signature
     if t.dtype is not dtype or t.dim() != dimensions or t.requires_grad != requires_grad:
         return False

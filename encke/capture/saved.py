@@ -98,7 +98,7 @@ class SharedCell:
         return packed is not None and packed.codec is self.wanted and packed.layout.rows == self.rows
 
     def hold(self, flat: Tensor) -> None:
-        """Keep the memory unpacked until its readers' needs are known."""
+        """Keep the memory itself until its readers' needs are known."""
         self.held = flat
         self.version = flat._version
 
@@ -131,7 +131,7 @@ class Pending:
 
     def __init__(self, frame: Any, parameter: bool, from_leaves: bool) -> None:
         self.frame = frame
-        """Call of the layer that saved the tensor."""
+        """The layer's call that saved."""
         self.parameter = parameter
         """Whether the tensor is a parameter behind views and casts, or computed from parameters alone."""
         self.from_leaves = from_leaves
@@ -156,7 +156,7 @@ class Saved:
 
     @property
     def site(self) -> Site:
-        """The site that saved the tensor."""
+        """The site that saved."""
         return self.facts.site
 
     @property

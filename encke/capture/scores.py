@@ -68,7 +68,7 @@ class Scores:
         self._calls: dict[str, Call] = {}
         self._figures: dict[str, Figures] = {}
         self._measured: dict[str, Tensor] = {}
-        """Figures that are still tensors, by name."""
+        """Figures that are not numbers yet, by name."""
         self._in_flight: list[tuple[str, Tensor, torch.cuda.Event]] = []
         """Figures being copied to the host, each with its name and the event that follows the copy."""
         self._refined: dict[str, tuple[Codec, int, Codec]] = {}
@@ -154,7 +154,7 @@ class Scores:
                 self._in_flight.append((name, copy, event))
 
     def settle(self, wait: bool = False) -> None:
-        """Decide by the figures that have arrived; with `wait`, by all figures."""
+        """Decide by the figures that have arrived; with `wait`, by all."""
         arrived = {}
         while self._in_flight and (wait or self._in_flight[0][2].query()):
             name, copy, event = self._in_flight.pop(0)

@@ -35,7 +35,7 @@ class Site:
     place_v1: str = field(default="", compare=False, repr=False)
     """Key in states of version 1: layer, call, and index of the tensor within the call. Eager mode only."""
     place: str = field(init=False, compare=False, repr=False)
-    """Key as text, `layer/call/operation.slot.occurrence`, for quick lookups."""
+    """The key as a text, `layer/call/operation.slot.occurrence`: quick to look up."""
     number: int = field(init=False, compare=False, repr=False)
     """Hash of the key, which makes random numbers differ between sites."""
 
@@ -46,5 +46,5 @@ class Site:
 
     @property
     def name(self) -> str:
-        """Layer, operation and slot, for display."""
+        """Layer, operation and slot, for people."""
         return f"{self.layer or '(root)'}:{self.operation}.{self.slot}"

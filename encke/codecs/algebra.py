@@ -25,7 +25,7 @@ def satisfies(codec: Codec, other: Codec) -> bool:
     """Return whether the values that `codec` restores serve a reader that asks for `other`."""
     if codec is other:
         return True
-    # Only ReLU's result, which is not negative, is read as a mask.
+    # Only ReLU's result is read as a mask, and it is not negative.
     if other.zeros_only and codec.keeps_zeros:
         return True
     return codec == other or codec.exact or codec.covers(other)

@@ -36,7 +36,7 @@ def operations(flat: Tensor) -> kernels.Backend:
 
 
 def as_written(thing: Any) -> str:
-    """Return a codec or policy as source code, with the fields that differ from their defaults."""
+    """Return a codec or policy as one would write it, with the fields that differ from their defaults."""
     return f"{type(thing).__name__}({_settings(thing)})"
 
 
@@ -68,7 +68,7 @@ class EncoderState:
         self.share = self.least = 0.0
         """The largest and the smallest recent payload, as a share of the source's bytes."""
         self.coarsened = 0
-        """Number of payloads that did not fit and were encoded with a coarser bound."""
+        """Payloads that did not fit, and were encoded with a coarser bound."""
         self.plan: Any = None
 
     def learn(self, format: Any, payload: int, source: int) -> None:
@@ -114,9 +114,9 @@ class Codec(ABC):
     """Whether decoded values approximate the encoded ones. False for codecs that serve a single kind of reader, such as
     those of masks and signs."""
     zeros_only = False
-    """Whether the codec keeps only which values are zero."""
+    """Whether the codec keeps nothing but which values are zero."""
     signs_only = False
-    """Whether the codec keeps only signs."""
+    """Whether the codec keeps nothing but signs."""
     keeps_zeros = False
     """Whether a mask of the zeros of non-negative data can be read from the packed form."""
     zeros_decode = False
@@ -163,7 +163,7 @@ class Codec(ABC):
         return self if self.exact else None
 
     def bounds(self) -> tuple[float, float]:
-        """Return the largest absolute error and the largest error relative to the range; infinite if not guaranteed."""
+        """Return the largest absolute error and the largest one relative to the range; infinite if not promised."""
         return (0.0, math.inf) if self.exact else (math.inf, math.inf)
 
     def fixed_rate(self) -> GroupQuant | None:
@@ -229,7 +229,7 @@ class Codec(ABC):
 
 
 def _codecs() -> dict[str, type[Codec]]:
-    """Return every codec class that has been defined, by name; the latest definition wins, as in a notebook."""
+    """Return every codec class that has been defined, by name; the latest definition counts, as in a notebook."""
     found: dict[str, type[Codec]] = {}
     stack: list[Any] = [Codec]
     while stack:
@@ -255,7 +255,7 @@ class Packed(ABC):
 
     __slots__ = ("__weakref__", "buffers", "codec", "dtype", "layout", "numel")
     plan: GroupPlan | None = None
-    """The plan that encoded the tensor, if kernels may read it packed."""
+    """The plan that encoded it, where kernels may read it packed."""
 
     def __init__(
         self, codec: Codec, layout: Layout, dtype: torch.dtype, numel: int, buffers: tuple[Tensor, ...] = ()
@@ -273,7 +273,7 @@ class Packed(ABC):
 
     @abstractmethod
     def decode(self) -> Tensor:
-        """Return the tensor with its original size, dtype and device."""
+        """Return the tensor, with the size, dtype and device that it had."""
 
     @property
     def nbytes(self) -> int:
@@ -308,7 +308,7 @@ class Packed(ABC):
         return source.numel() == 0 or torch.stack(torch.aminmax(source)).isfinite().all()
 
     def decode_in(self, layout: Layout) -> Tensor:
-        """Return the decoded run with a given layout, which need not be that of the encoded tensor."""
+        """Return the decoded run laid out as a tensor, which need not be the one that was encoded."""
         return layout.restore(self.decode_flat())
 
     def __repr__(self) -> str:
@@ -374,7 +374,7 @@ class FlatPacked(Packed):
     __slots__ = ()
 
     def decode(self) -> Tensor:
-        """Return the tensor with its original size, strides, dtype and device."""
+        """Return the tensor, with the size, strides, dtype and device that it had."""
         return self.decode_in(self.layout)
 
     @abstractmethod

@@ -34,7 +34,7 @@ class BitsPacked(FlatPacked):
         if self.bits < 8:
             data = operations(data).bits_decode(data, self.bits, self.numel)
         if self.dtype in FLOATS:
-            # Not a product: zero times infinity is NaN.
+            # No product: zero times infinity is not a number.
             return data.bool() if mask else torch.where(data.bool(), self.buffers[1], 0).to(self.dtype)
         if self.dtype == torch.bool:
             return data.view(torch.bool)
@@ -98,7 +98,7 @@ class WindowPacked(BitsPacked):
 
 
 PIECE = 1 << 22
-"""Number of indices that `Window` processes at a time, so that its temporary tensors take at most 32 MiB."""
+"""Indices that `Window` works on at a time, so that its temporary tensors take at most 32 MiB."""
 
 
 def pieces(x: Tensor) -> tuple[Tensor, ...]:
@@ -207,7 +207,7 @@ class Lossless(ExactCodec):
         return pack_bits(self, flat - offset if offset else flat, layout, flat.dtype, bits, offset)
 
     def _two_values(self, flat: Tensor, layout: Layout) -> Packed | None:
-        """Pack values that are zero or one constant, as in a dropout mask on the CPU, at one bit each."""
+        """Pack values that are zero or one constant, as a dropout mask on the CPU is, at one bit each."""
         if flat.device.type != "cpu" or flat.numel() == 0:
             return None
         scale = flat.max()
@@ -296,7 +296,7 @@ class Window(ExactCodec):
         return dtype == torch.int64 and math.prod(self.kernel) <= 256
 
     def steps(self) -> list[int]:
-        """Return the distance in the plane between neighbours along each pooled dimension."""
+        """Return the distance in the plane between neighbours in each pooled dimension."""
         return [math.prod(self.plane[d + 1 :]) for d in range(len(self.plane))]
 
     def offsets(self, device: torch.device) -> Tensor:
@@ -325,7 +325,7 @@ class Window(ExactCodec):
     def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, state: EncoderState | None = None) -> Packed:
         index = flat.view(layout.size) if layout.copied else layout.restore(flat)
         offsets, corners = self.offsets(flat.device), self.corners(index)
-        # A GPU narrows while it subtracts; a CPU would need a second pass to narrow.
+        # A GPU narrows while it subtracts; a CPU does that in a second pass.
         width = torch.int64 if flat.device.type == "cpu" else self.width()
         position = torch.zeros(self.reach() + 1, dtype=torch.uint8, device=flat.device)
         position[offsets] = torch.arange(len(offsets), device=flat.device).to(torch.uint8)

@@ -144,9 +144,9 @@ class GroupQuant(FlatCodec):
         return GroupQuantPacked(self, layout, plan.encode(x, seed), seed, plan)
 
     def planned(self, x: Tensor, layout: Layout, length: int, state: EncoderState) -> GroupPlan | None:
-        """Return the plan for a tensor whose memory is a run, kept from step to step; None for other tensors."""
+        """Return the plan for a tensor whose memory is a run, kept from step to step; None for others."""
         known = state.plan
-        # Policies create some codecs on every call.
+        # Policies create some codecs at every call.
         same = known is not None and (known[0] is self or known[0] == self)
         if not same or known[1] is not layout or known[2] is not x.dtype or known[3] != x.device:
             plan = self._plan(x, layout, length) if layout.dense else None

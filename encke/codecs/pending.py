@@ -87,10 +87,10 @@ class _Row:
         self.read = False
         """Whether the payload has been decoded."""
         self.missing = 0
-        """Number of bytes that did not fit, once known."""
+        """Bytes for which there was no space, as soon as that is known."""
 
     def learn(self, words: list[int]) -> None:
-        """Record the sizes that the GPU has counted, one for each attempt."""
+        """Take the sizes that the GPU has counted, one for each attempt."""
         sizes = [4 * word for word in words[: len(FACTORS)] if word]
         if sizes:
             self.missing = max(sizes[-1] - self.capacity, 0)
@@ -168,13 +168,13 @@ class Transfer:
         self.event.record()
 
     def wait(self) -> list[list[int]]:
-        """Return the words once they have arrived."""
+        """Return the words, once they have arrived."""
         self.event.synchronize()
         return self.copy.tolist()
 
 
 def incomplete(rows: list[_Row]) -> RuntimeError:
-    """Return the error for payloads whose capacity was too small."""
+    """Return the error for payloads that had not enough space."""
     first = rows[0]
     others = f" (and {len(rows) - 1} more)" if len(rows) > 1 else ""
     return RuntimeError(

@@ -63,7 +63,7 @@ def room_for_pairs() -> AbstractContextManager[None]:
 
 
 def calling(function: Callable[[Any], Any]) -> GraphModule:
-    """Return a graph that calls the function; torch.compile writes such hooks into the graphs it compiles."""
+    """Return a function as a graph that calls it: torch.compile writes such hooks into the graphs it compiles."""
     graph = Graph()
     graph.output(graph.call_function(function, (graph.placeholder("x"),)))
     module = GraphModule(nn.Module(), graph)

@@ -1,4 +1,4 @@
-"""Calls that a graph makes for one quantised tensor, whose codec is either a constant or read at run time."""
+"""Calls that a graph makes for one quantised tensor: with the codec as a constant, or read at run time."""
 
 from __future__ import annotations
 

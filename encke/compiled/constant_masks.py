@@ -18,7 +18,7 @@ from encke.compiled.names import ancestors, arguments_of, name_of, set_arguments
 from encke.torch_internals import without_modes
 
 MASKS = ("attn_bias", "attn_mask")
-"""Argument names of the mask."""
+"""Names under which operations take the mask."""
 HIDDEN = -6e4
 """Largest number whose addition hides a score: masks use minus infinity, or -65504 (torch 2.11 for cuDNN)."""
 LARGEST = 1 << 30
@@ -33,7 +33,7 @@ class ConstantMasks:
         """Whether each mask is causal; None if it is neither causal nor without effect."""
 
     def drop(self, call: Node, reader: Node) -> bool:
-        """Call attention and its backward without a mask if that is equivalent; return whether it is.
+        """Call attention, and its backward, without a mask where that is the same; return whether it is.
 
         Args:
             call: The operation in the forward graph.
@@ -72,7 +72,7 @@ def constant_of(node: Node) -> Tensor | None:
 
 
 def is_device(argument: Any) -> bool:
-    """Return whether an argument is a device."""
+    """Return whether an argument names a device."""
     return isinstance(argument, torch.device)
 
 

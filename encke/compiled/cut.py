@@ -50,7 +50,7 @@ def _recomputed(pair: Pair, lossy: set[Node]) -> Node | None:
 
 
 def _first_step(pair: Pair, node: Node, own: str | None, between: dict[Node, frozenset[str]]) -> Node:
-    """Return the value at which the reader's own steps, views and casts begin."""
+    """Return the value that the reader's own steps, views and casts begin with."""
     while True:
         # Each result of an operation with several results is a value of its own.
         step = node.all_input_nodes[0] if node.target is operator.getitem else node
@@ -76,7 +76,7 @@ def _save_result(pair: Pair, node: Node, lossy: set[Node]) -> None:
 
 
 def _save_comparison(pair: Pair, reader: Node) -> bool:
-    """Compare in the forward graph and save the result; return whether both operands are available there."""
+    """Make a comparison in the forward graph and save its result; return whether both operands are there."""
     operands = {node: pair.made_in_forward(node) for node in reader.all_input_nodes}
     if None in operands.values():
         return False

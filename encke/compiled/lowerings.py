@@ -94,7 +94,7 @@ def _install(name: str) -> None:
 
 
 def takes(values: list[Any]) -> bool:
-    """Return whether a function supports tensors like these; its results come first."""
+    """Return whether a function serves tensors like these: its results come first."""
     tensors = [t for t in values if isinstance(t, Tensor)]
     return tensors[0].device.type in DIRECT_ON and all(map(without_gaps, tensors))
 

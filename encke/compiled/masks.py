@@ -38,7 +38,7 @@ def read_mask_from_codes(
     """
     compares_values = False
     for reader, source in readers:
-        # Readers behind views compare the restored values.
+        # Behind views, the restored values are compared.
         alike = layout(value(source)) == layout(t)
         compares_values |= not alike
         gated = sole_masked_where(reader) if alike else None
@@ -105,7 +105,7 @@ def _replace_comparison(pair: Pair, reader: Node, flags: Node) -> None:
 
 
 def sole_masked_where(comparison: Node) -> Node | None:
-    """Return `where(comparison, 0, gradient)`, if it is the only reader of `comparison`."""
+    """Return `where(comparison, 0, gradient)`, if that alone reads `comparison`."""
     users = list(comparison.users)
     if name_of(comparison.target) != "le" or len(users) != 1 or name_of(users[0].target) != "where":
         return None
@@ -120,7 +120,7 @@ def is_zero(node: Any) -> bool:
 
 
 def gradients_like(gradient: Any, t: Tensor) -> tuple[Node, Node | None] | None:
-    """Return a gradient that is stored with the layout of `t`, or the two terms of a sum of such; None otherwise."""
+    """Return a gradient that lies in memory as `t` did, or the two that it is the sum of; None if there are none."""
     if is_stored_like(gradient, t):
         return gradient, None
     if not isinstance(gradient, Node) or name_of(gradient.target) != "add" or len(gradient.users) != 1:
@@ -142,5 +142,5 @@ def is_stored_like(gradient: Any, t: Tensor) -> bool:
 
 
 def layout(t: Tensor) -> list[str]:
-    """Return size and strides as text: comparing symbols would make them constants."""
+    """Return size and strides as texts: comparing symbols would make them constants."""
     return [str(number) for number in (*t.shape, *t.stride())]

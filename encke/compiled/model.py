@@ -38,7 +38,7 @@ from encke.kernels import FLOATS
 from encke.torch_internals import inductor_records_cuda_graphs, pop_saved_tensors_hooks, push_saved_tensors_hooks
 
 RENEWALS = 3
-"""Number of collection steps after the first compilation whose findings may recompile CUDA graphs for more bits. In a
+"""Collection steps after the first compilation whose findings may have CUDA graphs compiled again for more bits. In a
 new training these are steps 10, 20 and 40."""
 
 ERROR_NESTED_COMPILE = (
@@ -84,13 +84,13 @@ class CompiledModel:
         """Number of times that constant codecs were compared with the policy's current choices."""
         self.calling = False
         self.packs = False
-        """Whether any forward pass has packed a tensor; with a smaller batch or fewer layers it may have none."""
+        """Whether a forward pass has packed something; one with a smaller batch or fewer layers may have nothing to."""
         self.exact = False
         """Whether some tensor that could be packed is exact by the policy's choice, or as the input of a checkpoint."""
         self.measured = False
         """Whether queries and keys have been measured, under a policy without collection steps."""
         self.stale = False
-        """Whether the policy may have changed its settings since graphs with constant codecs were compiled."""
+        """Whether the policy may have changed its settings since graphs with constant codecs were made."""
         self.release_patch = aot.hold(self)
         self.renew()
 
@@ -118,7 +118,7 @@ class CompiledModel:
             self.calling = False
 
     def watch(self, module: nn.Module) -> None:
-        """Raise if a call other than ours traces the model for training: it would pack no tensors."""
+        """Raise if the model is traced for training by another call than ours: nothing would be packed there."""
         if not self.calling and module.training and torch.is_grad_enabled():
             raise RuntimeError(ERROR_NESTED_COMPILE)
 
@@ -164,9 +164,9 @@ class CompiledModel:
         return first or scores.due(self.capture.step + 1)
 
     def consider_constants(self) -> None:
-        """Recompile the model if constant codecs no longer suffice: early on for more bits, at any time for exactness.
+        """Have the model compiled again where constant codecs do not serve: early for more bits, always for exactness.
 
-        Later the graphs keep their bits, which bounds the number of compilations.
+        Later the graphs keep their bits, so that compilations come to an end for certain.
         """
         self.considered += bool(self.packings)
         short: list[str] = []
@@ -265,7 +265,7 @@ class CompiledModel:
         return packing
 
     def may_recompute(self, packing: Packing) -> bool:
-        """Return whether a tensor may be recomputed from lossy ones; False if eager mode found that to be worse."""
+        """Return whether a tensor may be computed from lossy ones: not where eager mode found that to be worse."""
         if packing.codec is None or not packing.codec.reads_packed:
             return False
         decisions = self.capture.recomputations.decisions
@@ -297,7 +297,7 @@ class CompiledModel:
         """Return the policy's codec, or its replacement of fixed rate; None to keep the tensor."""
         codec = self.capture.scores.codec(site, lasting)
         stand_in = codec.fixed_rate()
-        # A fixed rate guarantees no bound, which the exponential in log-softmax's backward needs.
+        # A fixed rate has no bound, which the exponential in log-softmax's backward needs.
         if stand_in is codec or codec.exact or site.need == "logprob":
             return stand_in if stand_in is codec else None
         instead = "tensors are kept as they are" if stand_in is None else f"{stand_in!r} takes its place"

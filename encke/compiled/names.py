@@ -66,7 +66,7 @@ for _name, _output in (("flash_attention", 4), ("cudnn_attention", 4), ("efficie
     _inputs = ((SDPA, "query"), (SDPA, "key"), (SDPA, "value"))
     _results = {_output: (SDPA, "output"), _output + 1: (SDPA, "logsumexp")}
     READERS[f"_scaled_dot_product_{_name}_backward"] = dict(enumerate(_inputs, 1)) | _results
-    # Inserted into backward graphs by encke/compiled/attention.py.
+    # Written into backward graphs by encke/compiled/attention.py.
     READERS[f"_scaled_dot_product_{_name}"] = dict(enumerate(_inputs))
 
 # Operations whose gradients are operations of the same kind: only the forward operation shows which operand they read.
@@ -87,7 +87,7 @@ def name_of(target: Any) -> str:
 
 
 def operation_of(node: Node) -> str:
-    """Return the operation that a node belongs to: the one it was decomposed from, if known."""
+    """Return the operation that a node belongs to: the one it was decomposed from, where that is known."""
     return name_of(node.meta.get("original_aten") or node.target)
 
 
@@ -153,7 +153,7 @@ def set_arguments(node: Node, changed: dict[str, Any]) -> None:
 
 
 def ancestors(node: Any) -> set[Node]:
-    """Return a node and all nodes it is computed from."""
+    """Return a node and all that it is computed from."""
     stack, seen = [node], set()
     while stack:
         each = stack.pop()
@@ -164,7 +164,7 @@ def ancestors(node: Any) -> set[Node]:
 
 
 def behind_views(node: Node) -> Node:
-    """Return the node behind views and casts."""
+    """Return the node that a node shows, behind views and casts."""
     while name_of(node.target) in TRANSPARENT and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
@@ -182,7 +182,7 @@ def has_dropout(reader: Node) -> bool:
 
 
 def is_mean_square(power: Node) -> bool:
-    """Return whether a power is the square in a mean of squares over the last dimension, as in RMS norms."""
+    """Return whether a power is the square whose mean over the last dimension is taken, as RMS norms do."""
     last = (-1, value(power).dim() - 1)
     means = [user for user in power.users if name_of(user.target) == "mean" and len(user.args) > 1]
     return bool(power.args[1] == 2) and any(list(user.args[1]) in ([d] for d in last) for user in means)  # type: ignore[arg-type]
@@ -227,7 +227,7 @@ class SiteNames:
         return call_of(operations[0] if operations else reader if call_of(reader)[0] else made)
 
     def _operation_and_slot(self, made: Node, reader: Node, source: Node) -> list[tuple[str, str]]:
-        """Return the operations and slots as which `reader` may read `source`, the result of `made` in forward."""
+        """Return the operations and slots as which `reader` may read `source`, which `made` computes in forward."""
         operation = operation_of(reader)
         table = READERS.get(operation)
         if table is None:
@@ -311,12 +311,12 @@ class SiteNames:
             operation, slot = self._in_norm(made, reader, (operation, slot))
             largest = max(map(size_of, [reader, *reader.all_input_nodes]))
             if need == "lossy" and any(norm in operation for norm in NORMS) and size_of(made) < largest:
-                need = "exact"  # a statistic, broadcast over the values that the norm reduces
+                need = "exact"  # a statistic, spread over the values that the norm takes
         savings = sorted(self._savings.get((layer, call, operation, slot), ()))
         number = reader.meta.get("seq_nr", -1)
         occurrence = savings.index(number) if number in savings else len(savings)
         site = Site(layer, operation, slot, call, occurrence, need, t.dtype, read.dim())
-        # Two tensors that a decomposed operation saves are two sites.
+        # Two tensors that an operation was decomposed to save are two sites.
         while self._given.setdefault(site, made) is not made:
             occurrence += 1
             site = Site(layer, operation, slot, call, occurrence, need, t.dtype, read.dim())

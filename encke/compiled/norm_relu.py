@@ -17,7 +17,7 @@ from encke.compiled.rewrites import CASTS, PatternMismatch, arguments, expect_op
 
 
 class NormRelu(NamedTuple):
-    """Nodes from which ReLU's result is computed: relu((x - mean) * invstd * weight + bias)."""
+    """Nodes that ReLU's result is computed from: relu((x - mean) * invstd * weight + bias)."""
 
     x: Node
     mean: Node

@@ -67,7 +67,7 @@ def restore_in_order(flat: Tensor, size: Sequence[int], strides: Sequence[int], 
 
 
 def site_encode(x: Tensor, seeds: Tensor, row: int, format: list[int], order: list[int]) -> Tensor:
-    """Return a saved tensor packed with its dimensions in this order."""
+    """Return a saved tensor packed, its dimensions in this order."""
     return plan_of(tuple(format), x.numel(), x.device).encode(run_in_order(x, order), (seeds, row))
 
 
@@ -111,7 +111,7 @@ def site_encode_norm_relu(
     x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, bias: Tensor, seeds: Tensor, row: int, format: list[int],
     order: list[int],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return `site_encode` of `norm_relu`, and `norm_relu` itself."""
+    """Return `site_encode` of `norm_relu`, and that itself."""
     if fills_in_order(x.shape, x.stride(), order):
         return encode_norm_relu(x, mean, invstd, weight, bias, seeds, row, format)
     y = norm_relu(x, (mean, invstd, weight, bias))
@@ -170,7 +170,7 @@ def decode_into(data: Tensor, seeds: Tensor, row: int, format: list[int], *, out
 
 
 def site_mask(data: Tensor, format: list[int], size: list[int], strides: list[int], order: list[int]) -> Tensor:
-    """Return which values of a tensor that `site_encode` packed are not zero, read from the codes."""
+    """Return which values that `site_encode` packed are not zero, read from the codes."""
     flat = plan_of(tuple(format), math.prod(size), data.device).mask(data)
     return restore_in_order(flat, size, strides, order)
 
@@ -196,7 +196,7 @@ def gate_into(grad: Tensor, data: Tensor, other: Tensor | None, format: list[int
 
 
 def mask_encode(flags: Tensor, order: list[int]) -> Tensor:
-    """Return the flags packed as one bit each."""
+    """Return a bit for each flag."""
     flat = run_in_order(flags, order)
     return operations(flat).bits_encode(flat.view(torch.uint8), 1)
 
@@ -338,7 +338,7 @@ OPERATORS: dict[Callable[..., Any], tuple[str, Callable[..., Any]]] = {
         _conv_input_grad_fake,
     ),
 }
-"""Each operator's schema and fake implementation."""
+"""Each operator's arguments and results, and its fake."""
 
 for _function, (_schema, _fake) in OPERATORS.items():
     # Seeds, which the host computes in every step, stay outside of CUDA graphs.

@@ -65,7 +65,7 @@ class Pair:
         saved = results[outputs:]
         self.saved: list[Node] = [n for n in saved if isinstance(n, Node) and isinstance(value(n), Tensor)]
         self.others = [n for n in saved if n not in self.saved]
-        """Saved values other than tensors, such as sizes."""
+        """Sizes and the like."""
         self.names = {node.name: node for node in forward.nodes}
         self.recomputed = {node for node in backward.nodes if is_same(node, self.names.get(node.name))}
         """Nodes of the backward graph that also exist in the forward graph: recomputed."""
@@ -239,7 +239,7 @@ class Pair:
         self.backward.erase_node(old)
 
     def forget(self, made: Node, restore: Callable[[], Node]) -> None:
-        """Stop saving `made`, and restore it in the backward graph without a saved tensor."""
+        """Save nothing in place of `made`."""
         old = self.inputs[made.name]
         order = {node: i for i, node in enumerate(self.backward.nodes)}
         readers = sorted(old.users, key=order.__getitem__)

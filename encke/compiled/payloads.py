@@ -45,7 +45,7 @@ ERROR_LOST = (
 
 
 def hold(packed: Packed, device: torch.device) -> Tensor:
-    """Return a handle that owns `packed`."""
+    """Return a handle that keeps `packed` alive and leads to it."""
     handle = torch.empty(1, dtype=torch.uint8, device=device)
     # A storage's Python object lives as long as its memory does, even if only C++ code holds the memory.
     handle.untyped_storage().encke_payload = packed  # type: ignore[attr-defined]
@@ -110,7 +110,7 @@ def site_pack_moments(x: Tensor, graph: int, row: int) -> tuple[Tensor, Tensor, 
 def site_pack_norm_relu(
     x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, bias: Tensor, graph: int, row: int
 ) -> tuple[Tensor, Tensor]:
-    """Return `site_pack` of `norm_relu`, and `norm_relu` itself."""
+    """Return `site_pack` of `norm_relu`, and that itself."""
     packing, codec, layout, length, key = prepare(x, graph, row)
     plan, seed = codec.planned(x, layout, length, packing.state), mix(codec.seed, key)
     norm = (mean, invstd, weight, bias)
@@ -140,7 +140,7 @@ def packed_mask_of(packed: Packed) -> Tensor:
 
 
 def with_strides(x: Tensor, size: Sequence[int], strides: Sequence[int]) -> Tensor:
-    """Return a tensor with the size and strides that the graph expects."""
+    """Return a tensor as the graph expects it."""
     if x.stride() == tuple(strides):
         return x
     return torch.empty_strided(size, strides, dtype=x.dtype, device=x.device).copy_(x)
@@ -162,7 +162,7 @@ def decode_into(handle: Tensor, *, out: Tensor) -> None:
 
 
 def packed_mask(handle: Tensor, size: list[int], strides: list[int]) -> Tensor:
-    """Return which values of a tensor that `site_pack` packed are not zero, read from the codes."""
+    """Return which values that `site_pack` packed are not zero, read from the codes."""
     return with_strides(packed_mask_of(payload_of(handle)), size, strides)
 
 
@@ -297,7 +297,7 @@ OPERATORS: dict[Callable[..., Any], tuple[str, Callable[..., Any]]] = {
         lambda grad, *rest: torch.empty_like(grad),
     ),
 }
-"""Each operator's schema and fake implementation."""
+"""Each operator's arguments and results, and its fake."""
 
 for _function, (_schema, _fake) in OPERATORS.items():
     # They read state on the host that changes from step to step.

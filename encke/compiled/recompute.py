@@ -99,7 +99,7 @@ class Expressions:
         return placeholder in self.saved or (placeholder not in self.pair.data and placeholder not in self.pair.mutated)
 
     def sources_of(self, node: Node) -> Sources | None:
-        """Return the packed tensors from which a saved tensor can be recomputed; None if it cannot."""
+        """Return the packed tensors that a saved one can be computed from; None if it cannot."""
         return self._through(node, size_hint(value(node).numel()))
 
     def _sources(self, node: Node, numel: int) -> Sources | None:

@@ -44,11 +44,11 @@ class NormBackward:
 
 
 class PatternMismatch(Exception):
-    """The graph does not match the expected pattern."""
+    """A graph does not have the pattern that was looked for."""
 
 
 def find_norm_backward(x: Node) -> NormBackward | None:
-    """Return batch norm's backward as torch decomposes it, if it is the only reader of `x`; else None."""
+    """Return batch norm's backward as torch decomposes it, if it alone reads `x`; else None."""
     try:
         return _match_norm_backward(x)
     except PatternMismatch:
@@ -150,7 +150,7 @@ def update_early(graph: Graph) -> None:
 
 
 def no_kernels(device: torch.device) -> bool:
-    """Return whether the reference runs on a GPU because Triton is missing."""
+    """Return whether a GPU is served by the reference, because Triton is missing."""
     return device.type == "cuda" and backend_for("cuda").NAME == "reference"
 
 
@@ -162,7 +162,7 @@ def expect_op(node: Any, name: str) -> Node:
 
 
 def single(nodes: Iterable[Any]) -> Node:
-    """Return the only node of an iterable, else raise `PatternMismatch`."""
+    """Return the only node there is, else raise `PatternMismatch`."""
     candidates = list(nodes)
     if len(candidates) != 1 or not isinstance(candidates[0], Node):
         raise PatternMismatch
@@ -192,7 +192,7 @@ def sums_channels(total: Node, x: Node) -> bool:
 
 
 def reads_codes(norm: NormBackward, t: Tensor, format: GroupFormat) -> bool:
-    """Return whether kernels exist for this batch norm, whose input was `t`."""
+    """Return whether there are kernels for this batch norm, whose input was `t`."""
     channels_last = format.stride > 1
     grad, fixed = value(norm.grad), t.shape[1:2] if channels_last else t.shape[1:]
     if t.device.type not in NORMS_ON or format.signs or bytes_of(t) < FUSE_MIN_BYTES or t.dim() < 3:

@@ -32,14 +32,14 @@ CAST = torch.ops.prims.convert_element_type.default
 
 
 class Form(Enum):
-    """Form in which a saved tensor passes from the forward to the backward graph."""
+    """In which form a saved tensor passes from the forward to the backward graph."""
 
     KEPT = auto()
     """Unchanged."""
     SHAPE = auto()
     """Not saved: its readers need only its shape."""
     MASK = auto()
-    """One bit per value."""
+    """One bit for each value."""
     CODES = auto()
     """Quantised."""
     RECOMPUTED = auto()
@@ -62,15 +62,15 @@ class Packing:
     def __init__(self, form: Form, sites: list[Site], constant: GroupQuant | None = None) -> None:
         self.form = form
         self.sites = sites
-        """One site for each reader."""
+        """One for each reader."""
         self.constant = constant
         """Codec of `CODES` if it is a constant of the graph; None if it is read at run time."""
         self.codec: Codec | None = constant
-        """Codec of `CODES` when the graph was made; None for the other forms."""
+        """Codec of `CODES` when the graph was made, None for the other forms."""
         self.record = Record(SiteFacts(sites[0]))
         self.state = self.record.facts.encoder_state
         self.plan: GroupPlan | None = None
-        """Plan with which the tensor was last packed, if any."""
+        """Plan that packed it last, if a plan did."""
         self.rows: tuple[int, int] | None = None
         """Number and distance of the values of the rows that a norm reads in its memory; None if no norm does."""
         self.number = sites[0].number
@@ -142,13 +142,13 @@ class Writer:
         self.packed = 0
         """Number of tensors packed so far."""
         self.measures = False
-        """Whether an encoder also computes a batch norm's statistics."""
+        """Whether an encoder computes a batch norm's statistics as well."""
         self.tells = False
         """Whether an encoder notifies the model at run time that the graph runs."""
         self._seeds: dict[torch.device, tuple[Node, Node]] = {}
 
     def write(self, node: Node, packing: Packing) -> None:
-        """Write the chosen form of the tensor that `node` computes into both graphs."""
+        """Let the tensor that `node` makes pass in the form that was chosen for it."""
         t, record = value(node), packing.record
         record.saved_bytes = size_hint(t.numel()) * t.element_size()
         if packing.form is Form.KEPT:
@@ -238,7 +238,7 @@ class Writer:
         return result
 
     def _write_norm_backward(self, norm: rewrites.NormBackward, data: Node, calls: Calls) -> None:
-        """Make a batch norm's backward read codes."""
+        """Let a batch norm's backward read codes."""
         graph, read = self.pair.backward, (norm.mean, norm.invstd, norm.weight)
         # Makes inductor store the gradient once, unchanged, instead of once for each of the two readers.
         norm.grad.meta["inductor_realize_to_strides"] = True
@@ -321,7 +321,7 @@ class Writer:
             return self._with_value(self.pair.forward.call_function(*call))
 
     def _here(self, call: Call) -> Node:
-        """Add a node to the backward graph, at the current insertion point."""
+        """Add a node to the backward graph, where it is being written."""
         return self._with_value(self.pair.backward.call_function(*call))
 
     def _with_value(self, made: Node) -> Node:

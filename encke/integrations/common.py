@@ -1,4 +1,4 @@
-"""Shared parts of the callbacks: figures for the trainer's logs, and the report at the end."""
+"""Parts that the callbacks share: figures for the trainer's logs, and the report at the end."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class EnckeTraining:
         return figures
 
     def finish(self, folder: str | Path | None) -> None:
-        """Detach. With a folder, write the report to it and print one line about it."""
+        """Detach. With a folder, write the report there and print one line about it."""
         if self.handle is None or not self.handle.attached:
             return
         report = self.handle.report()

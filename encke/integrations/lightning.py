@@ -59,7 +59,7 @@ class EnckeCallback(EnckeTraining, Callback):
         model = pl_module.get_submodule(self.module) if self.module else trainer.strategy.model
         self.begin(model, optimizers[0] if len(optimizers) == 1 else None, self._loaded)
         self._loaded = None
-        # Strategies that wrap the module already call `training_step` through the wrapper.
+        # Strategies that wrap the module call `training_step` through the wrapper already.
         if model is pl_module and pl_module.automatic_optimization:
             pl_module.training_step = CalledAsForward(pl_module, pl_module.training_step)
 

@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from encke.torch_internals import functorch_interpreter, make_wrapper_subclass, pytree, without_torch_function
 
 CHUNK = 1 << 25
-"""Number of logits that exist at a time."""
+"""Logits that exist at a time."""
 SMALLEST = 1 << 22
 """Smallest number of logits that is worth chunking."""
 
@@ -80,7 +80,7 @@ class ChunkedLoss:
         self._head = head
 
     def remove(self) -> None:
-        """Make the output layer an ordinary linear layer again. A second call has no effect."""
+        """Make the output layer an ordinary linear layer again. Calling it twice does no harm."""
         if isinstance(self._head, DeferringLinear):
             self._head.__class__ = nn.Linear  # type: ignore[assignment]
 
@@ -89,7 +89,7 @@ class DeferringLinear(nn.Linear):
     """Linear layer that defers the computation of large outputs until they are read."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the layer's output, deferred in training if it is large."""
+        """Return the layer's output, deferred in training where it is large."""
         plain = type(input) is Tensor and type(self.weight) is nn.Parameter
         if (
             torch.compiler.is_compiling()
@@ -160,7 +160,7 @@ DEFERRED_OPS = {
     torch.ops.aten.div.Tensor,
     torch.ops.aten.tanh.default,
 }
-"""Operations whose result is deferred as well if the logits are their only tensor."""
+"""Operations whose result is deferred, too, where the logits are their only tensor."""
 
 
 class DeferredLogits(Tensor):
@@ -173,7 +173,7 @@ class DeferredLogits(Tensor):
     _compute: Callable[[], Tensor]
     _value: Tensor | None
     _family: list[weakref.ref[DeferredLogits]]
-    """All tensors derived from the same output."""
+    """All that was derived from the same output."""
 
     @staticmethod
     def __new__(
@@ -188,13 +188,13 @@ class DeferredLogits(Tensor):
         return logits
 
     def value(self) -> Tensor:
-        """Return the logits, computed on the first call."""
+        """Return the logits, computed at the first call."""
         if self._value is None:
             self._value = self._compute()
         return self._value
 
     def settle(self) -> None:
-        """Compute all tensors derived from the same output, before one of them is written to."""
+        """Compute all that was derived from the same output, before something is written to it."""
         for logits in [each() for each in self._family]:
             if logits is not None:
                 logits.value()
@@ -226,7 +226,7 @@ class DeferredLogits(Tensor):
             if loss is not None:
                 return loss
         if func in READS:
-            # Pass the value, which requires a gradient if the logits do.
+            # The value, with or without a gradient as the logits themselves.
             args = (args[0].value().detach().requires_grad_(args[0].requires_grad), *args[1:])
         with without_torch_function():
             result = func(*args, **kwargs)

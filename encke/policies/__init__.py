@@ -1,4 +1,4 @@
-"""Policies, which choose a codec and its setting for each site."""
+"""Policies decide, for each site, which codec with which setting."""
 
 from encke.policies.base import AdaptivePolicy, Policy
 from encke.policies.comet.policy import Comet

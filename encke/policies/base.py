@@ -129,7 +129,7 @@ class PackedMemory(Protocol):
 
 
 class SavedTensor(Protocol):
-    """One saved tensor: its site, and its layout in memory that it may share with other tensors."""
+    """One saved tensor: its site, and its layout in memory that it may share with others."""
 
     @property
     def site(self) -> Site: ...
@@ -140,7 +140,7 @@ class SavedTensor(Protocol):
 
 
 class Collector(Protocol):
-    """Measures one collection step. Capture passes it every packed tensor, then the finished autograd graph."""
+    """Measures one collection step. Capture shows it every packed tensor, then the finished autograd graph."""
 
     def saved(self, saved: SavedTensor, cell: PackedMemory, flat: Tensor) -> None:
         """Measure a tensor that was just packed, or that shares packed memory; `flat` has the exact values."""

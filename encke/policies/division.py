@@ -35,7 +35,7 @@ class Division(Policy):
     bits: int = 2
 
     def __post_init__(self) -> None:
-        DualPrecision(self.block, self.bits)  # raises for a wrong value
+        DualPrecision(self.block, self.bits)  # names a wrong value
 
     def choose(self, site: Site) -> Codec:
         """Return the codec for the tensors that `site` saves."""

@@ -1,4 +1,4 @@
-"""Fixed: one codec for every tensor that may be lossy."""
+"""Fixed: one codec for everything that may be lossy."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Fixed(Policy):
 
 
 def at_logprob(codec: Codec, site: Site) -> Codec:
-    """Return `codec` with an absolute error that the exponential in log-softmax's backward tolerates."""
+    """Return `codec`, with an absolute error that the exponential in log-softmax's backward can bear."""
     if codec.unbiased and codec.bounds() == (math.inf, math.inf):
         fixed_rate = LogProb(codec.seed)
         return fixed_rate if fixed_rate.takes(site.dtype) else ErrorBounded(BOUND)

@@ -87,7 +87,7 @@ class LayerPolicies(Policy):
         return self.responsible(site).choose(site)
 
     def choose_lasting(self, site: Site) -> Codec:
-        """Return the codec of the layer's policy for a site where it cannot change soon."""
+        """Return the codec that the layer's policy chooses where it cannot change soon."""
         return self.responsible(site).choose_lasting(site)
 
     def state_dict(self) -> dict[str, Any]:
@@ -189,7 +189,7 @@ class CombinedCollector:
                 collector.saved(saved, cell, flat)
 
     def walk(self, nodes: Iterable[Any], saved_by: Callable[[Any], Iterable[tuple[str, SavedTensor]]]) -> None:
-        """Pass the finished graph to all collectors, each with its own saved tensors."""
+        """Show the finished graph to all collectors, each with its own saved tensors."""
         nodes = list(nodes)
         for policy, collector in self.collectors:
             collector.walk(nodes, self._saved_for(policy, saved_by))

@@ -25,7 +25,7 @@ FIXED: dict[str, Policy] = {
     "group8": Fixed(GroupQuant(8)),
     "bounded": Fixed(ErrorBounded(0.01, "rel")),
 }
-"""One codec for all tensors, under the names that train, bench and reports use. For comparisons, not for `attach`."""
+"""One codec for everything, under the names that train, bench and reports use. For comparisons, not for `attach`."""
 
 
 def preset(name: str) -> Policy:

@@ -21,7 +21,7 @@ SLOTS = {"Convolution": "input", "Linear": "input", "Addmm": "mat1", "Mm": "self
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A convolution or linear layer: its weight's gradient, and the tensors from which it is computed."""
+    """A convolution or linear layer: its weight's gradient, and the tensors that it is computed from."""
 
     name: str
     weight: nn.Parameter
@@ -33,7 +33,7 @@ class Layer:
     """The weight's plain gradient."""
     product: Product
     weight_gradient: Callable[[Tensor, Tensor], Tensor]
-    """(output gradient, input) -> the weight's gradient. Linear in both, so that it also maps errors."""
+    """(output gradient, input) -> the weight's gradient. Linear in both, so that errors pass through it."""
 
     @property
     def kind(self) -> str:

@@ -81,7 +81,7 @@ def band(axes: Axes) -> None:
 
 
 def ratio_axes(axes: Axes, names: Sequence[str]) -> None:
-    """Label one position for each layer and draw the band of 10 %."""
+    """Label one place for each layer and draw the band of 10 %."""
     axes.axhspan(0.9, 1.1, color="#777777", alpha=0.25, linewidth=0)
     axes.axhline(1, color="#777777", linewidth=0.8)
     axes.set_xticks(range(len(names)), names, rotation=90, fontsize=8)

@@ -81,7 +81,7 @@ class Confirmation:
     """A real run in which only one layer's input was lossy."""
 
     disagreement: float
-    """Difference between its weight gradient's error and that of the product, relative to the error."""
+    """Difference between its weight gradient's error and the one through the product, relative to the error."""
     equal: int
     """Number of gradients of other parameters that were bit-equal to the plain ones."""
     others: int

@@ -68,7 +68,7 @@ def frequency(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def worst(results: Iterable[tuple[Result, float | None]]) -> tuple[float, Result] | None:
-    """Return the ratio furthest from one, by factor, with its result."""
+    """Return the ratio that is furthest from one, by factor, with its result."""
     known = [(ratio, result) for result, ratio in results if ratio and math.isfinite(ratio)]
     return max(known, key=lambda pair: abs(math.log(pair[0])), default=None)
 

@@ -28,7 +28,7 @@ CODECS: dict[str, Callable[[float], Codec]] = {
 
 
 class SameCodec(Fixed):
-    """One codec for every input. Where `Fixed` would use a finer codec (attention), values are kept exactly."""
+    """One codec for every input. Where `Fixed` would use a finer one (attention), values are kept exactly."""
 
     def choose(self, site: Site) -> Codec:
         refined = (site.operation, site.slot) in MIN_BITS

@@ -18,18 +18,18 @@ from encke.torch_internals import profiler_enabled
 
 MARK = "encke mark "
 NOISE = (b"CPUAllocator.cpp", b"ActivityProfiler")
-"""Sources of log lines about a profiler's start and stop, and about memory that is older than the profiler."""
+"""In each line about a profiler's start and stop, and about memory that is older than the profiler."""
 
 
 @dataclass
 class Part:
-    """Operations and memory between two marks."""
+    """Operations and memory before a mark, from the mark before it on."""
 
     name: str = ""
     operations: list[str] = field(default_factory=list)
     """Operations in order; the first one represents the time before them."""
     peaks: list[int] = field(default_factory=list)
-    """Peak bytes during each operation, until the next one begins."""
+    """Bytes alive at most during each operation, until the next one begins."""
     end: float = 0.0
     """Seconds from the start of the block to the mark."""
 
@@ -61,7 +61,7 @@ class Allocations:
         self._profile = profile(profile_memory=True)
 
     def mark(self, name: str) -> None:
-        """Name the current moment."""
+        """Name this moment."""
         with record_function(f"{MARK}{len(self._names)}"):
             self._names.append(name)
 

@@ -1,4 +1,4 @@
-"""Errors that the command line prints as one line."""
+"""Errors that the command line shows as one line."""
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc", "cannot allocate memory", "could not create")
 """Phrases of libraries that have run out of memory, in lower case."""

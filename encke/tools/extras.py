@@ -20,7 +20,7 @@ PACKAGES = {
 
 
 def installed(module: str) -> bool:
-    """Return whether `module` and its parents can be imported."""
+    """Return whether `module` can be imported, its parents included."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:

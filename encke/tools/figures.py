@@ -10,7 +10,7 @@ from typing import Any
 
 @contextmanager
 def figure(path: Path, rows: int, columns: int, size: tuple[float, float], dpi: int = 120) -> Iterator[tuple[Any, Any]]:
-    """Create a figure with its panels and write it when the block ends."""
+    """Make a figure with its panels and write it when the block ends."""
     import matplotlib
 
     matplotlib.use("Agg")

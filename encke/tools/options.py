@@ -21,7 +21,7 @@ from encke.tools.suggest import suggestion
 WORDS = {int: "INT", float: "FLOAT", Path: "PATH", str: "TEXT"}
 """Placeholder of a value in the help, by type."""
 LONGEST_CHOICES = 45
-"""Longest list of choices, in characters, that the help shows as the placeholder of a value."""
+"""Choices that take more characters are named in the explanation alone."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Option:
     kind: Any
     """Type: bool, int, float, str, Path, a Literal, one of these or None, or a tuple of one of these."""
     default: Any
-    """Default value; MISSING if the option is required."""
+    """Its default value; MISSING if it has to be given."""
     help: str
-    """Explanation."""
+    """Its explanation."""
     group: str = "options"
-    """Heading under which the help shows it."""
+    """The heading under which the help shows it."""
     short: str = ""
-    """Alternative name."""
+    """Another name for it."""
 
     def flags(self) -> list[str]:
         """Return the option's words on the command line; the word that turns a switch off comes last."""
@@ -51,7 +51,7 @@ class Option:
 
 
 class Switch(argparse.Action):
-    """Turns an option on with `--name` and off with `--no-name`."""
+    """Turns an option on with `--name`, and off with `--no-name`."""
 
     def __call__(
         self,
@@ -118,7 +118,7 @@ def read_options(
 
 
 def refuse_rest(rest: Sequence[str], options: Iterable[Option]) -> None:
-    """Raise an error if some words belong to no option."""
+    """Raise an error if words are left that belong to no option."""
     if rest:
         known = [flag for option in options for flag in option.flags() if option.default is not MISSING]
         hint = suggestion(rest[0].partition("=")[0], known) if rest[0].startswith("-") else ""
@@ -222,7 +222,7 @@ def metavar(option: Option) -> Any:
 
 
 def placeholder(option: Option) -> str:
-    """Return an argument without a name as shown in the usage line."""
+    """Return an argument without a name as the usage line shows it."""
     name = option.name.upper()
     return f"[{name} ...]" if count(option.kind) == "*" else name
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-# glibc reads these when a process starts: allocations from 64 KiB on are mapped separately and unmapped when freed.
+# Read by glibc when a process starts: allocations from 64 KiB on are mapped separately and unmapped when freed.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 PR_SET_PDEATHSIG = 1
@@ -26,7 +26,7 @@ def memory(field: Literal["VmRSS", "VmHWM", "VmData"]) -> int | None:
 
 
 def forget_peak() -> None:
-    """Reset VmHWM to the memory in use, if the system allows it."""
+    """Let VmHWM start again from the memory in use, where the system allows it."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
@@ -44,14 +44,14 @@ def glibc() -> ctypes.CDLL | None:
 
 
 def release_freed_memory() -> None:
-    """Return freed memory between blocks in use to the system."""
+    """Return freed memory that lies between blocks in use to the system."""
     library = glibc()
     if library is not None:
         library.malloc_trim(0)
 
 
 def keep_freed_memory() -> None:
-    """Undo ALLOCATOR: the process keeps freed memory, as it does by default after a few steps."""
+    """Undo ALLOCATOR: freed memory stays with the process, as it does by default after a few steps."""
     library = glibc()
     if library is not None:
         library.mallopt(M_MMAP_THRESHOLD, 32 << 20)
@@ -59,7 +59,7 @@ def keep_freed_memory() -> None:
 
 
 def cap_memory(more: int) -> None:
-    """Limit further allocations of this process to `more` bytes; larger ones fail."""
+    """Let this process allocate `more` bytes; then allocations fail."""
     import resource
 
     now = memory("VmData")
@@ -69,6 +69,6 @@ def cap_memory(more: int) -> None:
 
 
 def die_with_parent() -> None:
-    """Make the system end this process when its parent ends."""
+    """Let the system end this process when its parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -32,11 +32,11 @@ class StatusLine:
 
     @property
     def width(self) -> int:
-        """Width of the live line in characters."""
+        """Characters that the live line may have."""
         return shutil.get_terminal_size().columns - 1
 
     def show(self, text: str, at_once: bool = False) -> None:
-        """Replace the line; `at_once` prints it even outside a terminal and before `PAUSE` has passed."""
+        """Replace the line; `at_once` prints it also outside a terminal, however short the pause was."""
         if self.live:
             print(CLEAR + text[: self.width], end="", file=sys.stderr, flush=True)
         elif at_once or time.monotonic() - self.printed >= PAUSE:
@@ -44,7 +44,7 @@ class StatusLine:
             note(text)
 
     def say(self, text: str) -> None:
-        """Print permanent text above the live line."""
+        """Print text that stays, above the live line."""
         self.clear()
         note(text)
 
@@ -61,9 +61,9 @@ class Waiting:
         """Store the kind of the kernels."""
         self.kernels = kernels
         self.count = 0
-        """Number of kernels compiled so far."""
+        """Kernels that were compiled so far."""
         self.seconds = 0.0
-        """Time that they took."""
+        """Time that this took."""
         self.began: list[float] = []
         """Start times of the compilations in progress: of one kernel, and of the functions that it calls."""
 

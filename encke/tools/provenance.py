@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-# Read before any measurement: how busy the machine was with other work.
+# Read before anything is measured: how busy the machine was with other work.
 LOAD_BEFORE = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else ""
 
 

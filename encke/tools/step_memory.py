@@ -25,11 +25,11 @@ class StepMemory:
     seconds: float
     """Duration of the recorded step."""
     forward_seconds: float
-    """Seconds until the first forward pass ends and backward begins."""
+    """Seconds until the first forward pass has ended and backward begins."""
     resting_bytes: int
     """Bytes alive between steps: weights, state of the optimizer, data."""
     peak_bytes: int
-    """Peak of the bytes alive."""
+    """Bytes alive at most."""
     bytes: tuple[int, ...]
     """Peak of the bytes alive in each of the equal parts of the step."""
 
@@ -63,7 +63,7 @@ class StepRecorder:
         return self
 
     def forward_ended(self) -> None:
-        """Record that a forward pass has ended."""
+        """Note that a forward pass has ended."""
         self.allocations.mark(FORWARD)
 
     def __exit__(

@@ -1,4 +1,4 @@
-"""Suggestions for a mistyped name."""
+"""Hints at the name that a user probably meant."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def columns() -> int:
 
 
 def paragraph(text: str, lead: str = "", below: str = "") -> None:
-    """Print a paragraph in lines that fit the terminal: `lead` starts the first line, `below` the others."""
+    """Print a paragraph in lines that fit the terminal: `lead` begins the first, `below` the others."""
     note(textwrap.fill(text, min(columns(), 120), initial_indent=lead, subsequent_indent=below))
 
 

@@ -6,7 +6,7 @@ GB, MB, KB = 1e9, 1e6, 1e3
 
 
 def size(value: float) -> str:
-    """Format bytes with a unit: 512 B, 3.2 kB, 45.0 MB, 1.25 GB."""
+    """Bytes with their unit: 512 B, 3.2 kB, 45.0 MB, 1.25 GB."""
     for unit, factor, digits in (("GB", GB, 2), ("MB", MB, 1), ("kB", KB, 1)):
         if abs(value) >= factor:
             return f"{value / factor:,.{digits}f} {unit}"
@@ -19,7 +19,7 @@ def size_in(value: float | None, unit: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration: 7 s, 3 min 20 s, 2 h 05 min."""
+    """A duration: 7 s, 3 min 20 s, 2 h 05 min."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

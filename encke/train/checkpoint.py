@@ -38,9 +38,9 @@ MAY_CHANGE = (
     *("model.weights", "data.path", "data.validation", "data.workers"),
     *("device", "out", "save", "metrics", "sites", "table", "ratios", "log"),
 )
-"""Settings that may differ when a run is resumed: they do not change its steps."""
+"""Settings that may differ when a run is resumed: its steps stay the same."""
 LENGTH = ("epochs", "steps")
-"""Settings that make a resumed run longer."""
+"""Settings by which a run is made longer when it is resumed."""
 
 
 class RunFolder:
@@ -63,7 +63,7 @@ class RunFolder:
             raise UsageError(f"another process is training in {self.path}; name another folder with --out") from None
         self.checkpoint = self.path / CHECKPOINT
         self.is_lengthened = resume and self.check_same(settings)
-        """Whether the resumed run has more steps than it was started with."""
+        """Whether the run is to have more steps than it was started for."""
         if resume:
             return
         if not overwrite and any((self.path / name).exists() for name in (CHECKPOINT, METRICS, RESULT)):
@@ -131,7 +131,7 @@ class RunFolder:
         return any(getattr(before, name) != getattr(settings, name) for name in LENGTH)
 
     def check_disk(self, checkpoint_bytes: int) -> None:
-        """Raise an error if two checkpoints do not fit on the disk: the last one stays until the next is complete."""
+        """Raise an error if two checkpoints do not fit: the last one stays until the next is complete."""
         free, needed = shutil.disk_usage(self.path).free, 2 * checkpoint_bytes
         if free < needed:
             raise UsageError(
@@ -174,7 +174,7 @@ class RunFolder:
             raise self.write_error(name, error) from None
 
     def write_error(self, name: str, error: Exception) -> UsageError:
-        """Return an error that names the file and the way out."""
+        """Return an error that names the file and the way on."""
         words = getattr(error, "strerror", None) or first_line(error)
         free = units.size(shutil.disk_usage(self.path).free)
         way_on = "the checkpoint before is kept: " if self.checkpoint.exists() else ""
@@ -195,7 +195,7 @@ class RunFolder:
                 os.truncate(path, min(lengths.get(name, 0), path.stat().st_size))
 
     def save(self, state: dict[str, Any]) -> None:
-        """Write the checkpoint; the previous one stays until this one is on the disk."""
+        """Write the checkpoint; the one before stays until this one is on the disk."""
         draft = self.path / f"{CHECKPOINT}.part"
         try:
             with draft.open("wb") as file:
@@ -208,11 +208,11 @@ class RunFolder:
         draft.replace(self.checkpoint)
 
     def load(self) -> dict[str, Any] | None:
-        """Read the last checkpoint with all checksums verified; None if the run ended before its first one."""
+        """Read the last checkpoint, each byte checked; None if the run ended before its first one."""
         if not self.checkpoint.exists():
             return None
         try:
-            with zipfile.ZipFile(self.checkpoint) as archive:  # torch.load does not verify the checksums
+            with zipfile.ZipFile(self.checkpoint) as archive:  # torch.load does not look at the checksums
                 if (damaged := archive.testzip()) is not None:
                     raise ValueError(f"its part {damaged} has a wrong checksum")
             return torch.load(self.checkpoint, map_location="cpu", weights_only=True)
@@ -220,5 +220,5 @@ class RunFolder:
             raise self.unusable(f"cannot be read ({first_line(error)})") from None
 
     def unusable(self, why: str) -> UsageError:
-        """Return an error about a checkpoint from which no run can continue."""
+        """Return an error about a checkpoint that no run can go on from."""
         return UsageError(f"{self.checkpoint} {why}: put back a copy of it, or start again with --overwrite")

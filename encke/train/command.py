@@ -48,7 +48,7 @@ def train(arguments: Sequence[str]) -> None:
         raise UsageError("--resume goes on with a run and --overwrite deletes it: choose one")
     resume = options.resume or (not options.overwrite and asks_for_more(arguments[0], options))
     settings = Settings(**{field.name: getattr(options, field.name) for field in fields(Settings)})
-    from encke.train.loop import train as run  # slow to import: after all checks of the command line
+    from encke.train.loop import train as run  # slow to import: after everything that can be wrong in a line
 
     try:
         code = EXIT_CODES[run(settings, resume, options.overwrite).get("reason", "done")]

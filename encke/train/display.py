@@ -1,4 +1,4 @@
-"""Lines that a training shows while it runs."""
+"""The lines that a training shows while it runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def figures(line: dict[str, Any], unit: str) -> str:
 
 
 def loss_text(value: float) -> str:
-    """Return a loss with four decimals, or with four digits if the training has diverged."""
+    """Return a loss with four decimals, or with four digits where training has diverged."""
     return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.4g}"
 
 
@@ -105,7 +105,7 @@ class Display:
             self.say(figures)
 
     def say(self, text: str) -> None:
-        """Show a permanent line."""
+        """Show a line that stays."""
         if not self.quiet:
             self.line.say(text)
 

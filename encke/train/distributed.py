@@ -81,7 +81,7 @@ class World:
 
 
 class StopSignal:
-    """Handler of Ctrl-C and SIGTERM: the current step is finished and saved; a second signal ends at once."""
+    """Catches Ctrl-C and SIGTERM, so that the current step is finished and saved; a second one ends at once."""
 
     def __init__(self) -> None:
         self.received = False

@@ -72,7 +72,7 @@ def policy_for(settings: Policy, seed: int) -> policies.Policy | None:
     target = policy.codec if settings.name in FIXED else policy
     own = {field.name for field in fields(target) if field.init}
     if settings.name.startswith("group"):
-        own -= {"bits"}  # the name implies it
+        own -= {"bits"}  # the name says it
     given = {field.name: getattr(settings, field.name) for field in fields(settings) if field.name != "name"}
     changes = {name: value for name, value in given.items() if value is not None}
     for name in changes:

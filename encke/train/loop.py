@@ -1,4 +1,4 @@
-"""The training loop, from the settings to a trained model, in order of execution."""
+"""The training loop, from the settings to a trained model, in the order in which things happen."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def train(settings: Settings, resume: bool = False, overwrite: bool = False) -> 
 
 
 def train_in(folder: RunFolder | None, settings: Settings, world: World, resume: bool) -> dict[str, Any]:
-    """Train in an open folder, which only the first process has."""
+    """Train in an open folder; only the first process has one."""
     if resume and (result := world.share(folder.finished() if folder is not None else None)) is not None:
         if world.first:
             note(f"{settings.out} has finished its {result['steps']} steps: nothing to resume, nothing changed")
@@ -84,9 +84,9 @@ def train_in(folder: RunFolder | None, settings: Settings, world: World, resume:
 def prepare(
     settings: Settings, world: World, folder: RunFolder | None, resume: bool
 ) -> tuple[Run, Callable[[int], float]]:
-    """Create the run, or restore it from its last checkpoint, and prepare the folder for it.
+    """Make the run, or restore it from its last checkpoint, and make the folder ready for it.
 
-    Return the run with its schedule. The folder changes last, when no other error can occur.
+    Returns it with its schedule. The folder changes last, when nothing else can fail.
     """
     torch.backends.cudnn.benchmark = world.cuda
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
@@ -165,7 +165,7 @@ def read(run: Run, source: Source, **which: Any) -> Iterator[Batch]:
 
 
 def rehearse(run: Run) -> None:
-    """Run a step on two samples with a copy: compiles kernels and loads libraries before memory is measured."""
+    """Do a step on two samples with a copy: compiles kernels and loads libraries before memory is measured."""
     generator = torch.get_rng_state()
     model = copy.deepcopy(run.model)
     policy = policy_for(run.settings.policy, run.settings.seed)

@@ -76,7 +76,7 @@ class DeferredMetrics:
         self.pending: tuple[Tensor, Any, Callable[[Tensor], None]] | None = None
 
     def put(self, sums: Tensor, handle: Callable[[Tensor], None]) -> None:
-        """Start a copy to the host. The previous copy arrived long ago and is handled now."""
+        """Start a copy to the host. The one before has arrived long ago and is handled now."""
         self.flush()
         if sums.device.type != "cuda":
             handle(sums)
@@ -105,7 +105,7 @@ class StepTimer:
         self.means: list[float] = []
 
     def reset(self) -> None:
-        """Restart the clock, without counting the time since the last lap."""
+        """Start again, without the time since the last lap."""
         self.start, self.steps = time.perf_counter(), 0
 
     def lap(self) -> float:
@@ -124,7 +124,7 @@ class StepTimer:
 
 
 def memory_is_exact(device: torch.device) -> bool:
-    """Return whether freed memory is returned at once: on the CPU only with the allocator settings `ALLOCATOR`."""
+    """Return whether freed memory goes back at once: on the CPU only with the allocator settings `ALLOCATOR`."""
     return device.type == "cuda" or all(name in os.environ for name in ALLOCATOR)
 
 
@@ -136,14 +136,14 @@ def memory_held(device: torch.device) -> int | None:
 
 
 def memory_peak(device: torch.device) -> int | None:
-    """Return the largest memory since `reset_memory_peak`, if it is meaningful."""
+    """Return the largest memory since `reset_memory_peak`, where that means something."""
     if not memory_is_exact(device):
         return None
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else memory("VmHWM")
 
 
 def reset_memory_peak(device: torch.device) -> None:
-    """Restart the peak at the memory in use."""
+    """Let the peak start again from the memory in use now."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:

@@ -1,4 +1,4 @@
-"""The user's own code by Python path: `package.module:function`, or `folder/file.py:function`."""
+"""The user's own code by its Python path: `package.module:function`, or `folder/file.py:function`."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def from_name(name: str, where: str) -> ModuleType:
                 f"{where}: there is no module {error.name!r} in the working directory or among the installed packages; "
                 "a file is named by its path, folder/file.py:function"
             ) from None
-        raise  # the module exists, and one that it imports does not
+        raise  # the module is there, and one that it imports is not
 
 
 def from_file(path: Path, where: str) -> ModuleType:
-    """Import a file, once. Like a program, it may import modules of its own folder."""
+    """Import a file, once. It may import its neighbours, as a program may."""
     path = path.expanduser().resolve()
     if not path.is_file():
         raise UsageError(f"{where}: there is no file {path}")
@@ -84,7 +84,7 @@ def from_file(path: Path, where: str) -> ModuleType:
 
 
 def search(folder: Path) -> None:
-    """Make modules of a folder importable, unless a previously added folder has modules of the same names."""
+    """Let modules be imported from a folder, if no folder searched before has them."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 

@@ -61,9 +61,9 @@ class Run:
     world: World
     data: Datasets
     model: nn.Module
-    """The unwrapped model."""
+    """The bare model."""
     wrapped: nn.Module
-    """The model that training calls: compiled and distributed according to the settings."""
+    """The model that is called in training: compiled and distributed as the settings say."""
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     handle: Handle | None
@@ -105,7 +105,7 @@ class Run:
 
     @property
     def epoch(self) -> float:
-        """Number of completed epochs."""
+        """Epochs that are done."""
         return self.progress.step / self.steps_per_epoch
 
     @property

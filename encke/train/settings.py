@@ -206,7 +206,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 """Headings of the help before those of the sections -> their settings; all other settings belong to `training`."""
 MAY_BE_CODE = ("model.name", "data.kind")
-"""Settings that may name code by a Python path. The code runs only if the command line names it."""
+"""Settings that may name code by a Python path. It is run only if the command line names it."""
 S = TypeVar("S", bound=Settings)
 
 
@@ -245,7 +245,7 @@ def read_as(kind: type[S], recipe: str, overrides: Sequence[str]) -> S:
 
 
 def read_file(kind: type[S], recipe: str) -> S:
-    """Read a recipe alone. Code that it names must not run."""
+    """Read a recipe alone. Code that it names must not be run."""
     path = find(recipe)
     values = load(path)
     if path == Path(recipe) / SETTINGS or (path.name == SETTINGS and (path.parent / "metrics.jsonl").exists()):
@@ -354,7 +354,7 @@ def known(name: str, where: str) -> Any:
 
 
 def arguments_of(values: Mapping[str, Any], where: str) -> list[str]:
-    """Convert values from a file to options, so that one parser checks both."""
+    """Write values from a file as options, so that one parser checks both."""
     arguments: list[str] = []
     for name, value in values.items():
         kind = known(name, where)
@@ -422,7 +422,7 @@ def parse(kind: type[S], arguments: Sequence[str], default: S, where: str, about
 
 
 def place_in_help(option: Option) -> tuple[int, int]:
-    """Return the position of an option in the help: groups in their order, and the common settings in theirs."""
+    """Return where the help shows an option: groups in their order, and the common settings in theirs."""
     groups = [*GROUPS, *SECTIONS]
     names = GROUPS.get(option.group, ())
     return groups.index(option.group), names.index(option.name) if option.name in names else 0
@@ -468,7 +468,7 @@ POSITIVE = ("epochs", "optimizer.clip", "policy.sigma", "schedule.gamma")
 
 
 def check(settings: S) -> S:
-    """Return the settings if their values are valid, individually and together."""
+    """Return the settings if their values make sense, each by itself and together."""
     for name in fields():
         value = attrgetter(name)(settings)
         if isinstance(value, float) and not abs(value) < float("inf"):

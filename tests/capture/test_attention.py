@@ -61,7 +61,7 @@ def attention_node(output: Tensor) -> Any:
 
 
 def decoded(output: Tensor) -> list[Tensor]:
-    """Return query, key and value as backward decodes them."""
+    """Return query, key and value as backward will see them."""
     node = attention_node(output)
     return [attention.value_of(attention.raw_saved(node, slot)).clone() for slot in attention.INPUTS]
 

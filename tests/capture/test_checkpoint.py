@@ -97,7 +97,7 @@ def test_inputs_are_exact_and_counted(policy, inner):
 def test_packed_inputs_have_8_bits_whatever_the_policy(packed, policy):
     torch.manual_seed(0)
     model = Net()
-    model.head.requires_grad_(False)  # otherwise its input would have the policy's bits
+    model.head.requires_grad_(False)  # its input would have the policy's bits
     plain = copy.deepcopy(model)
     handle = encke.attach(model, policy, overrides={"head": None})
 

@@ -132,7 +132,7 @@ def test_what_lies_between_limits() -> None:
 
 
 def test_what_nobody_could_be_asked_about_keeps_its_values() -> None:
-    """The last operation shares its input with a ReLU, which packs a mask; its own reader is known only in backward."""
+    """The last operation's input was packed as a mask for the one before: its own reader is known only in backward."""
     x, w = torch.randn(128, 128, requires_grad=True), torch.randn(128, 128, requires_grad=True)
     expected = torch.autograd.grad((x.relu() @ w).sum(), (x, w))
     context = encke.compress(EXACT)
@@ -149,7 +149,7 @@ def test_relu_of_nan_lets_the_gradient_pass_as_autograd_does() -> None:
     expected, got = (x.clone().requires_grad_() for _ in range(2))
     expected.relu().sum().backward()
     context = encke.compress()
-    # The reader is known from the first backward on: the second pass keeps only the mask.
+    # The reader is known from the first backward on: in the second pass the mask alone is kept.
     for _ in range(2):
         got.grad = None
         with context as handle:
@@ -262,7 +262,7 @@ def test_the_mask_codec_gives_booleans() -> None:
 
 
 class Product(nn.Module):
-    """A product with a tensor that may hold infinities; each column has a gradient of its own in plain training."""
+    """A product with a tensor that may hold infinities: plain training has one gradient for each column."""
 
     def __init__(self) -> None:
         super().__init__()

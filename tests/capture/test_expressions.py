@@ -23,7 +23,7 @@ WIDTH = 64
 
 
 class Gated(nn.Module):
-    """A gated MLP, as in the Llama and Gemma families."""
+    """A gated MLP as the Llama and Gemma families have it."""
 
     def __init__(self, act: nn.Module, swapped: bool = False) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Sequence(Gated):
 
 
 class Narrow(Gated):
-    """Gated MLP whose other factor is broadcast."""
+    """The other factor is broadcast."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.act(self.gate(x)) * self.up(x)[..., :1])

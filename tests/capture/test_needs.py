@@ -1,4 +1,4 @@
-"""Needs: the table, reader by reader, with equal answers in eager and in compiled mode."""
+"""Needs: the table, reader by reader, and the same answer in eager and in compiled mode."""
 
 from __future__ import annotations
 

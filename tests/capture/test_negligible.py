@@ -27,7 +27,7 @@ def shares(monkeypatch) -> None:
 
 
 class Net(nn.Module):
-    """Two wide layers, and between them a narrow one, whose 16 KiB result has two readers."""
+    """Two wide layers, and a narrow one between them, whose 16 KiB two layers read."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -48,7 +48,7 @@ def test_checkpoint_inside_the_model(reentrant: bool) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint_around_the_model_is_left_alone_or_compressed_when_it_recomputes(reentrant: bool) -> None:
-    """Without `reentrant` the checkpoint's own hooks are active: nothing is packed. With it, the second run is."""
+    """The checkpoint's own hooks are on without `reentrant`: nothing is packed. Reentrant, the second run is ours."""
     plain, model, handle = twins()
     for _ in range(2):
         for m in (plain, model):

@@ -1,4 +1,4 @@
-"""Readers: learnt from the graph, checked when they read, and learnt again when they change."""
+"""Readers: learnt from the graph, checked when they read, learnt again when they change."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_frozen_convolutions_keep_no_input() -> None:
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("affine", [False, True])
 def test_a_frozen_batch_norm_in_evaluation_keeps_no_input(memory_format: torch.memory_format, affine: bool) -> None:
-    """It reads its input again in training, or once unfrozen."""
+    """In training, or unfrozen, it reads its input again."""
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8, affine=affine), nn.Conv2d(8, 8, 3))
     model.to(memory_format=memory_format)
     plain = copy.deepcopy(model)
@@ -441,7 +441,7 @@ def test_the_origin_of_a_result_is_found_once_for_each_node() -> None:
     assert origin_of((product + w).grad_fn, known) is Origin.DATA
     assert origin_of(None, known) is Origin.DATA
     branches = weight
-    for _ in range(100):  # each node doubles the number of paths
+    for _ in range(100):  # each node twice the paths
         branches = branches + branches
     assert origin_of(branches.grad_fn, known) is Origin.PARAMETERS
     assert len(known) == 103

@@ -221,7 +221,7 @@ def test_what_is_modified_after_it_was_computed_is_packed(how: str, autocast: bo
 
 @dataclass(frozen=True)
 class ByLayer(Policy):
-    """Fine for inputs of linear layers, coarse elsewhere."""
+    """Fine where a linear layer reads, coarse elsewhere."""
 
     fine: int = 8
 
@@ -452,7 +452,7 @@ def test_an_activation_reads_what_a_batch_norm_has_saved(act: nn.Module, last: b
 
 
 def test_a_batch_norm_of_which_the_graph_tells_no_bias_is_not_computed_again() -> None:
-    """The bias is frozen before the first step or later: recomputing the result without it would be wrong."""
+    """Frozen before the first step, or later: without it the result would be another."""
     for when in (0, 3):
         plain, model = conv_block(nn.SiLU()), conv_block(nn.SiLU())
         handle = encke.attach(model, FINE)

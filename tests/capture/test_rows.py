@@ -155,7 +155,7 @@ def test_codecs_without_groups_ignore_rows() -> None:
         ((2, 96, 7, 5), (0, 2, 3, 1), ("last", 1), (96, 35)),  # ConvNeXt: a layer norm over the channels of NCHW memory
         ((2, 96, 7, 5), (0, 1, 2, 3), ("channels", 0), (35, 1)),
         ((2, 7, 5, 96), (0, 3, 1, 2), ("channels", 0), (70, 96)),
-        ((64, 12, 7, 5), (0, 1, 2, 3), ("channels", 0), (35, 1)),  # planes, although the batch is larger
+        ((64, 12, 7, 5), (0, 1, 2, 3), ("channels", 0), (35, 1)),  # planes, though the batch is larger
         ((64, 12, 2, 2), (0, 1, 2, 3), ("channels", 0), (64, 48)),
         ((300, 12), (0, 1), ("channels", 0), (300, 12)),
         ((1, 96, 7, 5), (0, 1, 2, 3), ("channels", 0), (35, 1)),

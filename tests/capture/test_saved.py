@@ -104,7 +104,7 @@ def chain(layers: int) -> nn.Sequential:
 
 
 class Reuse:
-    """Counts saved tensors at the address of a tensor that was saved in the same forward pass and freed since."""
+    """Counts saved tensors at an address where another one, freed since, was saved in the same forward pass."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count, self.seen, self.step = 0, {}, -1
@@ -134,7 +134,7 @@ def test_hundreds_of_reused_addresses_change_no_gradient(monkeypatch: pytest.Mon
 
 
 def test_without_the_storage_guard_gradients_go_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above would fail. How soon depends on the allocator."""
+    """The test above would notice. How soon depends on the allocator."""
     plain, model = chain(20), chain(20)
     for module in (encoding, ledger):
         monkeypatch.setattr(module, "storage_ref", lambda storage: lambda: "alive")

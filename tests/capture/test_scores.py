@@ -172,7 +172,7 @@ def test_queries_and_keys_that_were_not_measured_have_8_bits() -> None:
 
 
 def products(leaves: list[Tensor]) -> Tensor:
-    """Compute attention with matrix products."""
+    """Attention written with matrix products."""
     q, k, v = (t + torch.zeros(()) for t in leaves)
     return torch.bmm(torch.bmm(q, k.transpose(1, 2)).softmax(-1), v)
 

@@ -18,7 +18,7 @@ STEPS = 8
 
 
 class Switching(Policy):
-    """Choose two bits, and another number from a given step on."""
+    """Choose two bits, from one step on others."""
 
     def __init__(self) -> None:
         self.codec: Codec = GroupQuant(bits=2)
@@ -28,7 +28,7 @@ class Switching(Policy):
 
 
 class Block(nn.Module):
-    """Layers with shared inputs: a ReLU's result has two readers, a sum is read by a norm and a layer."""
+    """Layers whose inputs are shared: a ReLU's result is read by two layers, a sum by a norm and a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ def test_a_cpu_examines_whatever_it_packs():
         model.zero_grad()
         x = torch.randn(64, 32, generator=torch.Generator().manual_seed(step))
         model(x)[1:].square().mean().backward()
-    # The row with the infinity does not contribute to the loss, but its group holds other rows.
+    # The row with the infinity takes no part in the loss, but its group holds other rows.
     assert model[2].weight.grad[:, 1:].isfinite().all()
 
 

@@ -26,7 +26,7 @@ def step(model: nn.Module) -> None:
 
 
 class Middle(Policy):
-    """Minimal policy: more bits for one layer."""
+    """The least that a policy needs: more bits for one layer."""
 
     def choose(self, site: Site) -> Codec:
         return GroupQuant(bits=8 if site.layer == "1" else 2)

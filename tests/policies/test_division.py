@@ -44,7 +44,7 @@ def test_codec_for_each_site(operation: str, slot: str, dimensions: int, need: s
 
 
 def convolutions(inplace: bool = False) -> nn.Module:
-    """Return layers whose input gradient needs only weights, masks, positions and shapes."""
+    """No gradient on the way to the input needs more than weights, masks, positions and shapes."""
     return nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(inplace), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(inplace),
         nn.MaxPool2d(2), nn.Conv2d(16, 8, 3, padding=1), nn.ReLU(inplace), nn.Dropout(0.3), nn.AvgPool2d(2),
@@ -68,7 +68,7 @@ def test_masks_are_exact(inplace: bool, memory: torch.memory_format) -> None:
         assert torch.equal(input_gradient(model, x, seed), input_gradient(plain, x, seed))
     (row,) = [row for row in handle.report().sites if row.layer == "1"]
     assert row.codec == "DualPrecision" and row.ratio > 8
-    (row,) = [row for row in handle.report().sites if row.layer == "3"]  # only the pooling reads it, for its shape
+    (row,) = [row for row in handle.report().sites if row.layer == "3"]  # only the pooling reads it, by its shape
     assert row.codec == "Mask"
 
 

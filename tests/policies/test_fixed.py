@@ -1,4 +1,4 @@
-"""Fixed: one codec, refined only where a coarse one is known to break training."""
+"""Fixed: one codec, made finer only where a coarse one is known to break training."""
 
 from __future__ import annotations
 

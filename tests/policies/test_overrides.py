@@ -1,4 +1,4 @@
-"""Overrides: another policy, another codec, or none, for the layers that match a pattern."""
+"""Overrides: another policy, another codec, or none, for the layers that a pattern names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Presets: one name for one policy, wherever a policy is accepted."""
+"""Presets: one name for one policy, everywhere a policy is taken."""
 
 from __future__ import annotations
 

@@ -116,13 +116,13 @@ class WeightGradientSample:
         self.uses = 1
         """Uses of this weight in the forward pass: the errors of its gradients add up."""
         self.positions = self.size = 0
-        """Numbers of positions and of values in the output gradient."""
+        """Positions and values that the output gradient has."""
         self.tensors: list[Tensor | None] = []
         """Norm and sum of absolute values of the output gradient, norm of its sums over positions, and mean square
         error of the weight's gradient; None for figures that were not measured. Empty before backward."""
 
     def measure(self, g: Tensor) -> None:
-        """Measure the output gradient `g`, which backward has just computed."""
+        """Take the output gradient `g`, which backward has just computed."""
         kind = torch.float64 if g.dtype == torch.float64 else torch.float32
         self.size = g.numel()
         self.positions = self.size // max(g.shape[self.channel], 1)
@@ -190,7 +190,7 @@ class NormGradientSample:
 
 
 def norm_figures(samples: Sequence[NormGradientSample], measured: Sequence[Tensor]) -> list[NormFigures]:
-    """Return the errors that batch norms propagate, from their `tensor` on the host."""
+    """Return the error that batch norms propagate, from their `tensor` on the host."""
     counts = torch.tensor([float(each.count) for each in samples], dtype=torch.float64)
     channels = torch.tensor([each.numel() // 5 for each in measured])
     owner = torch.repeat_interleave(torch.arange(len(samples)), channels)
@@ -205,7 +205,7 @@ def norm_figures(samples: Sequence[NormGradientSample], measured: Sequence[Tenso
     rest = power - along.square() - mean.square()
     # A gradient that is nearly all mean, or nearly all along h, leaves too little to measure.
     share = propagated / rest.clamp_min(1e-3 * power)
-    # The values of a group share one error: only if groups hold one channel is it in proportion to their values.
+    # A group's values have one error: only where groups have one channel is it in proportion to its values.
     inverse = table[4].square()
     scale = mixed * inverse + (1 - mixed) * (channels / total(inverse.reciprocal()))[owner]
     second = scale * share * power / count
@@ -226,7 +226,7 @@ def mixed_share(packed: Packed, layout: Layout) -> float:
 
 
 class CometCollector:
-    """Measures one collection step: a forward pass (several with accumulation), its backward, the optimizer's step."""
+    """Measures one collection step: a forward pass (with accumulation several), its backward, the optimizer's step."""
 
     compiled_for = "cuda"
     """Device type whose kernels are compiled when they are first needed."""
@@ -234,7 +234,7 @@ class CometCollector:
     def __init__(self, trials: Sequence[GroupQuant], probed: Collection[str], whole: bool, absolute: bool) -> None:
         self.trials = trials
         self.probed = probed
-        """Places where the error of the weight's gradient is measured."""
+        """Places whose weight gradient's error is measured."""
         self.whole = whole
         """Whether that measurement takes the whole batch: if errors are biased, some rows do not represent all."""
         self.absolute = absolute

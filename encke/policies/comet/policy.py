@@ -1,9 +1,9 @@
 """Comet: settings that follow the training (COMET's adaptive control, VLDB'22), corrected by measurement.
 
-Four phases. *Parameter collection*: a collection step measures saved tensors and output gradients (measure.py).
+Four phases. *Parameter collection*: in a collection step saved tensors and output gradients are measured (measure.py).
 *Gradient assessment* and *activation assessment*: how much error each weight's gradient may have, and how coarse its
-input may be for that error (assess.py, theory.py, momentum.py). *Adaptive compression*: the settings are in force until
-the next collection step, which schedule.py decides.
+input may be for that (assess.py, theory.py, momentum.py). *Adaptive compression*: the settings are in force until the
+next collection step (schedule.py says when that is).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Comet(AdaptivePolicy):
 
     @property
     def allocates(self) -> bool:
-        """Whether bits are allocated to all saved tensors together, which needs unbiased rounding."""
+        """Whether bits are allocated to all saved tensors together: with rounding that is unbiased."""
         return self.rounding != "nearest"
 
     # -- one training --------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class Comet(AdaptivePolicy):
         return self._learnt.layers.get(site.layer) or initial
 
     def choose_lasting(self, site: Site) -> Codec:
-        """Return a codec that still serves when gradients are half as large."""
+        """Return a codec that also serves when gradients have become half as large."""
         codec, setting = self.choose(site), self._learnt.settings.get(site.place)
         lasting = None if setting is None else setting.lasting
         return lasting if lasting is not None and satisfies(lasting, codec) else codec
@@ -145,7 +145,7 @@ class Comet(AdaptivePolicy):
     # -- collection steps ----------------------------------------------------------------------------------------------
 
     def collector(self) -> CometCollector:
-        """Return a new collector, which also measures the weight gradients' errors at some places, in rotation."""
+        """Return a new collector, which also measures the weight gradients' errors at some places, in turn."""
         learnt = self._learnt
         places = [(place, setting.values) for place, setting in learnt.settings.items() if setting.values]
         probed: set[str] = set()

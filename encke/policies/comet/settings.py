@@ -15,14 +15,14 @@ from encke.policies.comet.theory import Gain
 
 @dataclass(slots=True)
 class Setting:
-    """The codec in force at one place, and the error of its predictions."""
+    """The codec in force at one place, and how far predictions there were off."""
 
     codec: Codec
     gain: Gain = field(default_factory=Gain)
     values: int = 0
-    """Number of values last saved here, if a weight's gradient is computed from them."""
+    """Values saved here last, if a weight's gradient is computed from them."""
     lasting: Codec | None = None
-    """The codec for uses where it cannot change soon, if it is a different one."""
+    """The codec where it cannot change soon, if it is another."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the setting as plain data."""

@@ -54,7 +54,7 @@ class TensorFigures:
 
     @property
     def bound(self) -> float:
-        """The absolute bound in force; derived from the error itself if the codec has a relative one."""
+        """The absolute bound in force; from the error itself where the codec has a relative one."""
         codec = self.codec
         absolute, relative = codec.bounds()
         if absolute < math.inf and relative == math.inf:
@@ -80,7 +80,7 @@ def sample(flat: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
 
 
 def upcast(x: Tensor) -> Tensor:
-    """Return `x` in a precision in which differences are accurate."""
+    """Return `x` in a precision fit for differences."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -102,7 +102,7 @@ class TensorStats:
         self.trials = tuple(trials)
         self.codec = packed.codec
         self.row = max(math.prod(layout.size[2:]) if len(layout.size) > 3 else layout.size[-1] if layout.size else 1, 1)
-        """Values in a row (planes: in a plane), the least that a normalisation reduces together."""
+        """Values in a row (planes: in a plane), which a normalisation takes together at least."""
         self.fixed = False
         """Whether only codes of a fixed rate are suitable."""
         self.bits = 0

@@ -95,7 +95,7 @@ class Gain:
     """Ratio of measured to predicted error of a weight's gradient, and its growth with the bound."""
 
     value: float = 1.0
-    """Measured over predicted error in the last measurement."""
+    """Measured over predicted, the last time it was measured."""
     at: float = 0.0
     """The bound in force at the last measurement; zero before the first one."""
     slope: float = 0.0
@@ -114,6 +114,6 @@ class Gain:
         return unit * bound * self.value * grown
 
     def bound_for(self, error: float, unit: float) -> float:
-        """Return the bound at which this error is expected."""
+        """Return the bound at which that error is to be expected."""
         slope = self.slope if self.at > 0 else 0.0
         return (error / (unit * self.value) * self.at**slope) ** (1 / (1 + slope))

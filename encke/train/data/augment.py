@@ -36,7 +36,7 @@ class View:
         return (images - mean).mul_(scale)
 
     def show(self, images: Tensor, draws: Tensor | None) -> Tensor:
-        """Augment stored images by their rows of `draws` (None in validation), then scale and normalise them."""
+        """Augment stored images by their rows of `draws` (None in validation), scale and normalise them."""
         if self.augment == "resized":
             boxes = middle(images) if draws is None else random_boxes(draws)
             return self.normalise(cut(images, boxes, None if draws is None else draws[:, 2] < 0.5, self.size))
@@ -51,7 +51,7 @@ class View:
 
 @lru_cache
 def on_device(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return offset and factor on the device; cached, because a copy to the device synchronises."""
+    """Return offset and factor on the device; cached, because a copy to the device makes it wait."""
     constants = torch.tensor([[255 * m for m in mean], [1 / (255 * s) for s in std]], device=device)
     return constants[0].view(1, -1, 1, 1), constants[1].view(1, -1, 1, 1)
 
@@ -76,7 +76,7 @@ def pick(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 def random_boxes(draws: Tensor) -> Tensor:
     """Return a random part of each image: left, top, width and height as shares of the sides."""
     area = AREA[0] + (AREA[1] - AREA[0]) * draws[:, 3]
-    # In float64: a float32 exp may differ in its last bit between positions in a batch.
+    # In float64: a float32 exp may differ in its last bit from place to place in a batch.
     ratio = (RATIO[0] * (math.log(RATIO[1] / RATIO[0]) * draws[:, 4].double()).exp()).float()
     width, height = (area * ratio).sqrt().clamp(max=1), (area / ratio).sqrt().clamp(max=1)
     return torch.stack([draws[:, 0] * (1 - width), draws[:, 1] * (1 - height), width, height], 1)
@@ -93,7 +93,7 @@ def cut(images: Tensor, boxes: Tensor, mirrored: Tensor | None, size: tuple[int,
     height, width = size
     across = (torch.arange(width, device=images.device) + 0.5) / width
     down = (torch.arange(height, device=images.device) + 0.5) / height
-    # Not affine_grid: it multiplies matrices, in tf32 if allowed, and its result varies with the batch.
+    # Not affine_grid: it multiplies matrices, in tf32 where that is allowed, with a result that varies with the batch.
     x, y = 2 * (boxes[:, :1] + boxes[:, 2:3] * across) - 1, 2 * (boxes[:, 1:2] + boxes[:, 3:] * down) - 1
     if mirrored is not None:
         x = torch.where(mirrored[:, None], x.flip(1), x)
@@ -116,6 +116,6 @@ def statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
 def from_sums(total: list[int], squares: list[int], count: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and standard deviation from integer sums; the deviation of a constant channel is one level."""
     mean = tuple(t / count / 255 for t in total)
-    # Integers for as long as possible: the difference loses no digits.
+    # Whole numbers as long as possible: no digits are lost in the difference.
     variance = [(count * s - t * t) / (count * count) for t, s in zip(total, squares, strict=True)]
     return mean, tuple(max(math.sqrt(v), 1.0) / 255 for v in variance)

@@ -93,7 +93,7 @@ def official(root: Path, classes: Sequence[str]) -> dict[str, Listed]:
     found = {}
     for name, file in (("train", lists / "train_list.mat"), ("val", lists / "test_list.mat")):
         files = read_list(file)
-        # Exactly two plain names: a path with `..` in it would be written outside DST.
+        # Two plain names and no more: a path with `..` in it would be written outside DST.
         outside = next((path for path in files if len(Path(path).parts) != 2 or ".." in path.split("/")), None)
         if outside is not None:
             raise UsageError(f"{file} lists {outside!r}, which is not BREED/FILE: get the lists again")
@@ -140,7 +140,7 @@ def random(root: Path, classes: Sequence[str], fraction: float, seed: int) -> di
 
 
 def start(dst: Path, about: dict[str, str]) -> None:
-    """Create the folder, or continue with one that was made in the same way."""
+    """Make the folder, or go on with one that was made in the same way."""
     try:
         dst.mkdir(parents=True, exist_ok=True)
         inside = [each.name for each in dst.iterdir()]

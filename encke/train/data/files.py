@@ -1,4 +1,4 @@
-"""Images that worker processes read on demand, from a folder or an LMDB."""
+"""Images that are read when they are needed, from a folder or an LMDB, by worker processes."""
 
 from __future__ import annotations
 

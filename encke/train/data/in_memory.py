@@ -1,4 +1,4 @@
-"""Images held entirely in memory, on the training device: a batch takes a few operations and no worker."""
+"""Images that are all in memory, on the device that trains: a batch takes a few operations and no worker."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Source:
         return hashlib.sha256(content.encode()).hexdigest()
 
     def space(self, done: int) -> int:
-        """Estimate the bytes of the files from `done` on."""
+        """Return about how many bytes the files from `done` on will take."""
         return sum(-(-(size + 32) // PAGE) * PAGE if size > PAGE // 3 else size + 32 for size in self.sizes[done:])
 
 
@@ -175,7 +175,7 @@ def progress_of(place: Path, source: Source, wanted: Wanted) -> State:
 
 
 def refuse_other_files(place: Path, ours: set[str]) -> None:
-    """Raise an error if the folder holds a file that this command does not write."""
+    """Raise an error if the folder holds anything that this command does not make."""
     if place.is_file():
         raise UsageError(f"DST {place} is a file: name a folder")
     others = sorted({each.name for each in place.iterdir()} - ours) if place.exists() else []
@@ -199,7 +199,7 @@ def check_space(dst: Path, needed: int) -> None:
 
 
 def pack(source: Source, place: Path, wanted: Wanted, workers: int) -> State:
-    """Write the images that are not yet in the LMDB."""
+    """Write the images that the LMDB does not have yet."""
     state = progress_of(place, source, wanted)
     if state.done:
         note(f"{place}: {state.done:,} of {len(source.names):,} images are done already")
@@ -257,7 +257,7 @@ def add(transaction: Any, source: Source, state: State, found: Checked) -> None:
 
 
 def finish(environment: Any, source: Source, state: State) -> None:
-    """Write labels, names and description, which complete the LMDB."""
+    """Write labels, names and description; from then on the LMDB is complete."""
     if not state.good:
         raise UsageError(f"SRC {source.root}: none of {len(source.names):,} images can be decoded; see its files")
     broken = {name for name, _ in state.broken}

@@ -62,7 +62,7 @@ class SampleReader:
         return values, label.long()
 
     def __getitem__(self, request: Request) -> Batch | Failure:
-        """Read a batch. The data set's random numbers depend on seed, epoch and sample only."""
+        """Read a batch. Random numbers that the data set draws depend on seed, epoch and sample only."""
         index, seeds = request
         assert seeds is not None
         samples = []
@@ -99,7 +99,7 @@ def load(data: Data, seed: int) -> tuple[OwnSource, OwnSource, int, tuple[str, .
         raise UsageError(f"{where}: {name} does not change samples of your own; do that in the data set")
     with generators_kept():
         function = own_code.load(data.kind, where)
-        seed_generators(seeded.key_of(seed, Purpose.HELD_OUT))  # splits that the function draws stay the same
+        seed_generators(seeded.key_of(seed, Purpose.HELD_OUT))  # data that the function splits stay split the same way
         pair = own_code.call(function, where, path=data.path, seed=seed)
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise UsageError(f"{where} must return two data sets, for training and validation, got {kind_of(pair)}")

@@ -82,9 +82,9 @@ def random_box(size: tuple[int, int], draws: Sequence[float]) -> Box:
 
 
 def draft(image: Image.Image, box: Box, shape: tuple[int, int]) -> Box:
-    """Let a JPEG be decoded at a half, quarter or eighth if that is enough for the box at `shape`.
+    """Let a JPEG be decoded at a half, quarter or eighth where that is enough for the box at `shape`.
 
-    Return the box in the decoded image.
+    Returns the box in the image that will be decoded.
     """
     before = image.size
     wanted = before[0] * shape[1] / (box[2] - box[0]), before[1] * shape[0] / (box[3] - box[1])
@@ -96,7 +96,7 @@ def draft(image: Image.Image, box: Box, shape: tuple[int, int]) -> Box:
 
 
 def complaint(name: str, error: Exception) -> str:
-    """Return a one-line message about an unusable image."""
+    """Return one line about an image that cannot be used."""
     if isinstance(error, UsageError):
         return f"{name}: {error}"
     if isinstance(error, FileNotFoundError):
@@ -105,7 +105,7 @@ def complaint(name: str, error: Exception) -> str:
 
 
 def error_line(error: Exception) -> str:
-    """Return an error as one line."""
+    """Return an error in one line."""
     if isinstance(error, Image.UnidentifiedImageError):
         return "not an image"
     return (str(error).splitlines() or [type(error).__name__])[0]

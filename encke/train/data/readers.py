@@ -184,7 +184,7 @@ def mean_and_std(reader: Reader, scale: bool, size: tuple[int, int]) -> tuple[tu
 
 
 def sampled(reader: Reader, scale: bool, size: tuple[int, int], most: int = 512) -> Tensor:
-    """Return images spread over the whole set, (N, 3, H, W), as the model will see them; broken ones are skipped."""
+    """Return some images spread over all, (N, 3, H, W), as the model will see them; broken ones are skipped."""
     count = len(reader.labels)
     found = []
     for number in np.linspace(0, count - 1, min(most, count)).astype(int).tolist():

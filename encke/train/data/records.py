@@ -20,7 +20,7 @@ FORMAT = "encke images 1"
 OLD_FORMAT = "halley images 1"
 """Format of release 0.1, which differs only in the package's former name."""
 META, LABELS, NAMES, PROGRESS = b".meta", b".labels", b".names", b".progress"
-"""Keys that sort before all numbers, so that images are always appended at the end."""
+"""They sort before all numbers, so that images are always added at the end."""
 WAY_OUT = "make one with encke data lmdb SRC DST"
 _open: dict[Path, Any] = {}
 

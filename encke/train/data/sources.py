@@ -127,7 +127,7 @@ def images(data: Data, train: ImageStore, validation: ImageStore, sample: Tensor
 
 def in_files(data: Data, seed: int) -> Datasets:
     """Open images that are read when they are needed."""
-    # Pillow and lmdb are needed only here.
+    # Pillow and lmdb are needed for these alone.
     from encke.train.data.files import FileSource
     from encke.train.data.readers import first_size, mean_and_std, open_sets
 

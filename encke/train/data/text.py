@@ -20,7 +20,7 @@ VOCABULARY = 256
 
 
 class TextSource:
-    """A text in windows of `context` tokens: at random positions in training, consecutive in validation."""
+    """A text in windows of `context` tokens: at random places in training, side by side in validation."""
 
     def __init__(self, tokens: Tensor, context: int) -> None:
         self.tokens = tokens

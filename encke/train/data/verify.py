@@ -28,7 +28,7 @@ from encke.train.data.pictures import error_line, rgb
 FILES, BYTES = 64, 4_000_000
 """Largest number of files, and of bytes, in a worker's portion."""
 COUNTED, GRID = 1024, 32
-"""Least number of images, if there are as many, for brightness, and the number of pixels down and across."""
+"""Brightness is measured on at least this many images, or all, at this many pixels down and across."""
 LEVELS = np.arange(256)
 
 
@@ -62,7 +62,7 @@ class Checked:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Results that are requested besides decoding each file."""
+    """Results that are wanted besides decoding each file."""
 
     contents: bool
     size: int | None = None
@@ -72,7 +72,7 @@ class Wanted:
 
 
 def check(paths: Sequence[str], wanted: Wanted, counted: Container[int]) -> Checked:
-    """Decode the files; those at the positions in `counted` count for the brightness."""
+    """Decode the files; those at the places in `counted` are counted for the brightness."""
     problems, contents, grids = [], [], []
     for place, path in enumerate(paths):
         content, problem = b"", ""
@@ -102,7 +102,7 @@ def brightness(pixels: bytes) -> Brightness:
 
 
 def grid(picture: Image.Image) -> bytes:
-    """Return pixels from all over an image, at most GRID in each direction, so that large images do not count more."""
+    """Return pixels all over an image, at most GRID in each direction, so that large images do not count more."""
     if max(picture.size) > GRID:
         picture = picture.resize((min(picture.width, GRID), min(picture.height, GRID)), Image.Resampling.NEAREST)
     return picture.tobytes()
@@ -167,7 +167,7 @@ def checks(
     try:
         yield results()
     finally:
-        # Wait for the portions in progress: at exit, Python would otherwise write to a closing pool, with a traceback.
+        # Waits for the portions in work: at exit, Python would write to a pool that is being closed, with a traceback.
         pool.shutdown(cancel_futures=True)
 
 

@@ -33,7 +33,7 @@ class Failure:
 
 @dataclass
 class Requests:
-    """The batches that the workers read next."""
+    """The batches that the workers are to read next."""
 
     now: list[Request] = field(default_factory=list)
 

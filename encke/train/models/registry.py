@@ -24,7 +24,7 @@ OURS: dict[str, Callable[[int, int], nn.Module]] = {
 }  # fmt: skip
 """Networks for images that torchvision lacks: functions of the number of classes and of channels."""
 UNETS: dict[str, int] = {"unet2d": 2, "unet3d": 3}
-"""Networks for segmentation -> their dimensions. They are only measured; `encke train` has no data for them."""
+"""Networks for segmentation, and their dimensions. They are measured; `encke train` has no data for them."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ModelInfo:
     optimizer: Literal["sgd", "adamw"] = "sgd"
     """The usual optimizer of such a model; sgd has momentum 0.9."""
     lr: float = 0.01
-    """Learning rate at which the loss does not rise in the first steps, without a warm-up."""
+    """A learning rate with which the loss does not rise in the first steps, without a warm-up."""
     dense: bool = False
     """Whether each pixel has a label of its own."""
     channels: int = 3

@@ -33,7 +33,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet164(nn.Module):
-    """ResNet with `blocks` bottlenecks per stage; by default 9 * 18 + 2 = 164 layers with weights."""
+    """`blocks` bottlenecks a stage: 9 * 18 + 2 = 164 layers with weights."""
 
     def __init__(self, classes: int = 10, channels: int = 3, blocks: int = 18) -> None:
         super().__init__()

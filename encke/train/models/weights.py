@@ -13,7 +13,7 @@ from encke.tools.errors import UsageError, first_line
 from encke.tools.extras import install_hint, installed
 
 PARTS = ("model", "state_dict")
-"""Keys under which a checkpoint may hold its state_dict; Encke's own key is `model`."""
+"""Names under which a checkpoint may hold its state_dict; Encke's own is `model`."""
 
 
 def load_weights(model: nn.Module, file: str) -> str:

@@ -95,7 +95,7 @@ def step_chart(chart: StepChart | None) -> str:
 
 
 def table_html(table: Table) -> str:
-    """Return a table that scrolls by itself if the page is narrow."""
+    """Return a table that scrolls by itself where the page is narrow."""
     right = [is_figure(row[i] for row in table.rows) for i in range(len(table.head))]
 
     def cell(i: int, text: str) -> str:
@@ -117,7 +117,7 @@ def table_html(table: Table) -> str:
 
 
 def details(title: str, content: str) -> str:
-    """Return collapsed content."""
+    """Return content that is folded away."""
     return f"<details><summary>{escape(title)}</summary>{content}</details>"
 
 
@@ -154,7 +154,7 @@ def tile_html(tile: Tile) -> str:
 
 
 def chart(kind: str, caption: str, run: int | None = None) -> str:
-    """Return a placeholder in which the script draws a chart."""
+    """Return a place into which the script draws a chart."""
     which = "" if run is None else f' data-run="{run}"'
     place = f'<figcaption>{escape(caption)}</figcaption><div class="place"></div>'
     return f'<figure data-chart="{kind}"{which}>{place}</figure>'

@@ -36,7 +36,7 @@ def to_markdown(runs: Sequence[Run]) -> str:
 
 
 def turned(table: Table) -> Table:
-    """Return the transposed table: a few runs have many figures, which fit a narrow terminal as rows."""
+    """Return a table with its rows as columns: a few runs have many figures, and fit a narrow terminal like that."""
     head, *rows = zip(table.head, *table.rows, strict=True)
     return Table(table.caption, tuple(head), tuple(rows))
 

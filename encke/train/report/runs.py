@@ -1,4 +1,4 @@
-"""Reading run folders, even while a training runs or after it was killed."""
+"""Reading run folders, also while a training still runs or after it was killed."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Run:
     def data(self) -> str:
         kind = str(self.settings.get("data.kind", "not known"))
         named = kind in ("folder", "lmdb", "text") and self.settings.get("data.path")
-        # The name of /data/imagenet/train is imagenet.
+        # /data/imagenet/train is imagenet.
         names = [part for part in Path(str(named)).parts if part not in ("train", "training")]
         return f"{kind} {names[-1]}" if named and names else kind
 

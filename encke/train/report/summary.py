@@ -54,7 +54,7 @@ class Tile:
 
 
 def size(value: float | None) -> str:
-    """Format bytes with a unit, if known."""
+    """Return bytes with a unit, if they are known."""
     return UNKNOWN if value is None else units.size(value)
 
 
@@ -84,12 +84,12 @@ def step_time(value: float | None) -> str:
 
 
 def duration(value: float | None) -> str:
-    """Format a duration, if known."""
+    """Return a duration, if it is known."""
     return UNKNOWN if value is None else units.duration(value)
 
 
 def smaller(plain: float | None, compressed: float | None) -> str:
-    """Format by what factor the compressed figure is smaller, or larger."""
+    """Return how many times less, or more."""
     if plain is None or compressed is None or plain <= 0 or compressed <= 0:
         return ""
     less = plain / compressed
@@ -101,7 +101,7 @@ def smaller(plain: float | None, compressed: float | None) -> str:
 
 
 def is_figure(cells: Iterable[str]) -> bool:
-    """Return whether a column holds figures, which are right-aligned."""
+    """Return whether a column holds figures, which are aligned to the right."""
     return all(re.match(r"[+-]?[\d.]|–$|$", cell) for cell in cells)
 
 
@@ -132,7 +132,7 @@ class Comparison:
         return "step_peak_bytes" if None in self.both("peak_bytes") else "peak_bytes"
 
     def chart(self) -> StepChart | None:
-        """Return the memory during one step, if both runs have recorded it on one machine."""
+        """Return the memory through one step, if both runs on one machine have recorded it."""
         run, memories = self.pair.compressed, (self.pair.plain.memory, self.pair.compressed.memory)
         if not all(memories) or not self.same_machine:
             return None

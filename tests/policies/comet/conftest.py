@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Use one thread: models this small gain nothing from threads, and lose much if other processes need the cores."""
+    """Models this small gain nothing from threads, and lose much where others want the cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

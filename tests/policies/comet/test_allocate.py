@@ -1,4 +1,4 @@
-"""Allocation: the fewest bits that keep the limit, spent where each byte removes most error."""
+"""Allocation: the fewest bits that keep the limit, most where they remove most error for each byte."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_near_the_best_of_all_choices(seed: int) -> None:
     assert error(memories, chosen) <= allowed * (1 + 1e-9)
     best = min(cost(memories, each) for each in everything if error(memories, each) <= allowed * (1 + 1e-9))
     largest = max(each.values for each in memories)
-    assert cost(memories, chosen) <= best + 4 * largest  # the greedy choice is off by one step at most
+    assert cost(memories, chosen) <= best + 4 * largest  # greedy is off by one step at most
 
 
 def test_equal_tensors_are_treated_alike_and_small_ones_get_more_bits() -> None:
@@ -57,9 +57,9 @@ def test_equal_tensors_are_treated_alike_and_small_ones_get_more_bits() -> None:
 def test_error_that_falls_late_counts_by_all_bits_that_it_takes() -> None:
     late = Memory(1024, [1.0, 0.9, *[0.0] * (len(BITS) - 2)])
     assert allocate([late], 0.1, 0) == [2]
-    # Bit by bit, 0.2 for the first bit would precede 0.1 and then 0.9.
+    # Step by step, 0.2 for the first bit would come before 0.1 and then 0.9.
     assert allocate([late, Memory(1024, [0.2, *[0.0] * (len(BITS) - 1)])], 0.2, 0) == [2, 0]
-    assert allocate([Memory(1024, [1.0, 0.5, 0.6, 0.6])], 0.1, 0) == [1]  # bits that increase the error are not taken
+    assert allocate([Memory(1024, [1.0, 0.5, 0.6, 0.6])], 0.1, 0) == [1]  # more bits that make it worse are not taken
 
 
 def test_least_bits_are_kept_and_spare_bits_are_spent() -> None:

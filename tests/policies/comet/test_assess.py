@@ -1,4 +1,4 @@
-"""Assessment: predicted errors against measured ones, and the resulting settings."""
+"""Assessment: predicted errors against measured ones, and the settings that follow."""
 
 from __future__ import annotations
 

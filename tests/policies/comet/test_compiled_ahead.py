@@ -38,7 +38,7 @@ class Watch:
         specialised = options[2] if len(options) > 2 else 2
         self.needed.add(ahead.specialisation(function, tensors, numbers, constants, specialised))
         for t in tensors[1:]:
-            t.data.zero_()  # like kernels, unseen by autograd
+            t.data.zero_()  # as kernels do: not seen by autograd
         if function is samples.sample_kernel:
             tensors[2].data.copy_(torch.tensor([1.0, 1.0, 1.0, 1.0, 2.0, 1.0, 1.0]))  # a sample with a spread
 
@@ -59,7 +59,7 @@ class Watch:
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
-    """Run CPU tensors through the code for GPUs, up to the launch."""
+    """CPU tensors go to the code for GPUs, up to the launch."""
     found = Watch()
     for plan in PLANS:
         plan.cache_clear()
@@ -118,7 +118,7 @@ def test_kernels_of_all_settings_are_known_after_the_first_pass(
             watch.asked = list(watch.asked)
             early, first = watch.known(), len(watch.asked)
             watch.needed.clear()
-        if step % 3 == 0:  # blocks run if nothing has changed in two passes
+        if step % 3 == 0:  # blocks run where nothing has changed in two passes
             for setting in handle.policy.settings.values():  # type: ignore[attr-defined]
                 setting.codec = GroupQuant(bits=choose.choice(BITS))
     handle.detach()
@@ -150,7 +150,7 @@ def saved_tensors(batch: int, memory: torch.memory_format, dtype: torch.dtype) -
 
 @pytest.mark.parametrize(("batch", "dtype"), [(256, torch.bfloat16), (64, torch.bfloat16), (256, torch.float32)])
 def test_kernels_of_resnet50_are_few(batch: int, dtype: torch.dtype, watch: Watch) -> None:
-    """Two to fifty steps at 224 pixels use few kernels at all rates; eight workers compile them in seconds."""
+    """Kernels that two to fifty steps at 224 pixels may take at every rate; eight workers compile them in seconds."""
     memory = torch.channels_last if dtype == torch.bfloat16 else torch.contiguous_format
     for x, norm in saved_tensors(batch, memory, dtype):
         flat, layout = flatten(x)

@@ -68,7 +68,7 @@ def test_a_part_of_a_large_input_tells_the_whole(rounding: str, monkeypatch: pyt
 @pytest.mark.parametrize("codec", [GroupQuant(bits=2), ErrorBounded(0.05, "rel")], ids=["rate", "bound"])
 @pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
 def test_what_is_kept_of_an_error_is_small_and_tells_it(codec, memory) -> None:
-    """Computing the error lets cuDNN try no algorithms."""
+    """And cuDNN does not try algorithms for it."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(8, 32, 16, 16, generator=generator).relu().contiguous(memory_format=memory)
     flat, layout = flatten(x)
@@ -110,7 +110,7 @@ def test_a_weight_used_twice_may_err_less_each_time() -> None:
 
 
 class Waits(TorchDispatchMode):
-    """Counts operations that would make the host wait for a GPU."""
+    """Counts operations for which the host would wait for a GPU."""
 
     count = 0
 
@@ -123,7 +123,7 @@ class Waits(TorchDispatchMode):
 def test_nothing_waits_for_the_gpu_before_the_optimizer_has_stepped(
     formula: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Capture's check for non-finite values is disabled: on a CPU it always waits."""
+    """Capture looks for values that are not finite: on a CPU always."""
     monkeypatch.setattr(Readers, "intact", lambda *arguments: True)
     model = net()
     optimizer = sgd(model)

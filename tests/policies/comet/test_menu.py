@@ -102,7 +102,7 @@ def test_dithered_holds_fewer_bytes_at_the_same_error() -> None:
 
 
 def test_memory_whose_signs_are_read_keeps_a_fixed_rate() -> None:
-    """Dithered levels do not keep signs, and all other bounded codecs are biased next to zero."""
+    """Dithered levels do not keep signs, and all others within a bound are biased next to zero."""
     _, _, handle = gradient_error("dithered", leaky=True)
     rows = {row.layer: row for row in handle.report().sites if row.operation == "LeakyRelu"}
     assert rows and all(row.codec == "GroupQuant" for row in rows.values()), rows

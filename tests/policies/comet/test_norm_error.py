@@ -47,7 +47,7 @@ def error_of(stats: TensorStats, codec: Codec) -> float:
 @pytest.mark.parametrize("apart", [True, False])
 @pytest.mark.parametrize("along", [0.0, 0.3, 2.0])
 def test_the_prediction_is_the_measured_error(apart, along):
-    """Errors proportional to each channel's spread, or equal for all channels; gradients along the input or not."""
+    """Errors in proportion to each channel's spread, or the same for all channels; gradients along the input or not."""
     torch.manual_seed(0)
     channels = 12
     spread = torch.logspace(-0.5, 0.5, channels).view(1, -1, 1, 1)
@@ -102,7 +102,7 @@ def test_the_share_of_values_in_mixed_groups():
         return mixed_share(codec.encode_flat(flat, layout), layout)
 
     assert share((4, 16, 16, 16)) == 0.0 and share((4, 16, 8, 8)) == 1.0
-    assert share((4, 16, 24, 24)) == pytest.approx(64 / 576)  # every second plane ends at a group boundary
+    assert share((4, 16, 24, 24)) == pytest.approx(64 / 576)  # every second plane ends with a group
     assert share((4, 16, 8, 8), torch.channels_last) == 0.0 and share((1, 16, 2, 2), torch.channels_last) == 1.0
 
 
@@ -158,7 +158,7 @@ def test_norms_that_distort_what_they_propagate_get_more_bits():
 
 @pytest.mark.parametrize("kind", ["evaluation", "double", "flat", "frozen", "zero"])
 def test_norms_of_other_kinds(kind):
-    """Evaluation, float64, vectors, a frozen weight and a zero gradient cause no error."""
+    """In evaluation, in float64, on vectors, with a frozen weight, with a gradient that is zero: nothing breaks."""
     torch.manual_seed(0)
     flat = kind == "flat"
     norm = nn.BatchNorm1d(64) if flat else nn.BatchNorm2d(16)
@@ -277,7 +277,7 @@ def test_first_steps_of_repvgg_are_not_worse_than_later_ones():
 
 @pytest.mark.parametrize("every", [1, 1000])
 def test_nothing_of_a_collection_step_outlives_it(every):
-    """Nothing waits for garbage collection, which frees a graph in a cycle with its hooks one node at a time."""
+    """Not even until garbage is collected, which frees a graph that hangs on its own hooks one node at a time."""
     model = Straight(relu=True)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
     handle = encke.attach(model, Comet(every=every), optimizer)

@@ -1,4 +1,4 @@
-"""Schedule: when Comet collects, with and without an optimizer, and after non-finite gradients."""
+"""Schedule: when Comet collects, with and without an optimizer, and after gradients that are not finite."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_bad_gradients_leave_settings_and_the_next_step_collects_again(rounding:
                 hook = model[0].weight.register_hook(lambda g: g * bad)
             (loss * bad if step in (10, 15, 16) and hook is None else loss).backward()
             if step in (10, 15, 16):
-                # Like a careful training loop: step without these gradients.
+                # As a careful training does: the step is made without these gradients.
                 for p in model.parameters():
                     p.grad.zero_()
             if hook is not None:
@@ -169,7 +169,7 @@ def test_an_overflow_that_the_scaler_skips_delays_the_collection() -> None:
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-    # The fifth forward pass had no step, so the sixth belongs to the fifth step.
+    # The fifth forward pass had no step, so the sixth is the fifth step's.
     assert steps_of(handle) == [1, 5] and handle.policy.schedule.updates == 7  # type: ignore[attr-defined]
     assert {row["layer"] for row in weight_rows(handle)} == set(WEIGHTS)
 
@@ -199,7 +199,7 @@ def test_gradients_that_do_not_come_from_backward_count_as_if_they_did(to_none: 
 
 
 def test_optimizers_that_step_in_backward_leave_the_momentum_to_go_by() -> None:
-    """A handle that was attached first averages gradients before they are released."""
+    """A handle that was attached first averages gradients before they are gone."""
     chosen = []
     for in_backward in (False, True):
         model = net()

@@ -96,7 +96,7 @@ def test_terms_are_what_a_gradient_of_ones_sums_up(name: str) -> None:
     ones = torch.ones_like(x)
     assert weight is layer.weight and channel == 1
     assert product.terms == pytest.approx(float(weight_gradient(layer, ones, torch.ones_like(y)).mean()))
-    # The gradient that maps a probe's error is the layer's own.
+    # The gradient that a probe's error goes through is the layer's own.
     g = torch.randn_like(y)
     x2, g2 = (x, g) if "linear" not in name else (x.flatten(0, -2), g.flatten(0, -2))
     mine, real = gradient(g2, x2), weight_gradient(layer, x, g)
@@ -127,7 +127,7 @@ def test_predicted_error_is_that_of_a_real_layer(name: str, share: float) -> Non
 @pytest.mark.parametrize("name", LAYERS)
 def test_an_error_that_does_not_cancel_is_predicted_too(name: str) -> None:
     layer, x, y, (product, weight, channel, _) = parts(name)
-    # Equal errors and equal output gradients: nothing cancels, and the sum is known exactly.
+    # All errors alike, all output gradients alike: nothing cancels, and the sum is exactly known.
     mean, g = 0.01, torch.full_like(y, 0.2)
     measured = math.sqrt(float(weight_gradient(layer, torch.full_like(x, mean), g).square().mean()))
     site = Site("layer", "Convolution", "input")
@@ -137,7 +137,7 @@ def test_an_error_that_does_not_cancel_is_predicted_too(name: str) -> None:
     sample.measure(flat)
     gradient = sample.figures([math.nan if t is None else float(t) for t in sample.tensors], 1.0)
     predicted = predict("exact", sample, gradient, mean**2, mean)
-    # Taps are averaged, so the prediction is not exact for layers with much padding.
+    # Taps are averaged, so that layers with much padding are not exact.
     assert predicted == pytest.approx(measured, rel=0.15), predicted / measured
 
 
@@ -157,7 +157,7 @@ def test_the_papers_form_agrees_where_output_gradients_are_normal() -> None:
     rms, absolute = float(g.square().mean().sqrt()), float(g.abs().mean())
     power = nearest_power(0.05, 0.5)
     assert paper_std(power, absolute, 900) == pytest.approx(error_std(power, rms, 900), rel=0.01)
-    # As in the paper: a * bound * sqrt(share * positions) * mean absolute output gradient.
+    # As printed: a * bound * sqrt(share * positions) * mean absolute output gradient.
     assert paper_std(power, absolute, 900) == pytest.approx(PAPER_A * 0.05 * math.sqrt(0.5 * 900) * absolute)
 
 

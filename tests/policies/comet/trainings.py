@@ -78,7 +78,7 @@ def run(policy: Comet, steps: int = 15, norm: bool = True, lr: float = 0.005) ->
     optimizer = sgd(model, lr)
     handle = encke.attach(model, policy, optimizer)
     train(model, optimizer, steps)
-    # Otherwise the model would be freed, and the handle with it.
+    # The model would otherwise be gone, and the handle with it.
     handle.model = model  # type: ignore[attr-defined]
     return handle
 
