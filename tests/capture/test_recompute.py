@@ -447,7 +447,7 @@ def test_an_activation_reads_what_a_batch_norm_has_saved(act: nn.Module, last: b
         expected = gradients(plain, images(last), autocast)
     name = "2:Silu.self" if isinstance(act, nn.SiLU) else "2:Hardswish.self"
     assert name in recomputed(handle) and codecs(handle)["1:BatchNorm.input"] == "GroupQuant"
-    # A bias before a norm has a gradient of rounding errors only.
+    # A bias in front of a norm has no gradient but rounding errors.
     assert error(found[:2] + found[3:], expected[:2] + expected[3:]) < (0.04 if autocast else 0.02)
 
 
