@@ -1,8 +1,8 @@
 """Encke: train PyTorch models in a fraction of the memory, with the error of every weight's gradient under control.
 
-Tensors that autograd saves are kept compressed from forward to backward. By default they take 2 to 8 bits a value,
+Tensors that autograd saves are kept compressed from forward to backward. By default they take 2 to 8 bits per value,
 unbiased, and a policy measures the training and sets the bits of each layer so that the error of every weight's
-gradient stays small beside its momentum. `encke.attach(model, optimizer=optimizer)` is all that a training needs.
+gradient stays small beside its momentum. A training only needs `encke.attach(model, optimizer=optimizer)`.
 """
 
 from encke import codecs, policies
@@ -34,5 +34,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """Return the public names: submodules that were imported along are not part of the interface."""
+    """Return the public names, without submodules that were imported along with them."""
     return [*__all__, "__version__"]

@@ -32,9 +32,9 @@ STATE_VERSION = 2
 
 
 class Handle:
-    """Gives report, log, history and state of one attached model, and takes Encke off it again.
+    """Report, log, history and state of one attached model, and its `detach()`.
 
-    `attach` and `compress` make it; it is not constructed. As a context manager it detaches at the end of the block.
+    Created by `attach` and `compress`; has no public constructor. As a context manager it detaches at the block's end.
 
     Example:
         >>> import torch, encke
@@ -82,12 +82,12 @@ class Handle:
 
     @property
     def policy(self) -> Policy:
-        """The policy at work: that given to `attach`, bound to this training if it is adaptive."""
+        """The active policy: the one given to `attach`, bound to this training if it is adaptive."""
         return self._capture.policy
 
     @property
     def attached(self) -> bool:
-        """Whether Encke is at work; False from `detach()` on."""
+        """Whether Encke is attached; False after `detach()`."""
         return self._attached
 
     @property
@@ -99,13 +99,13 @@ class Handle:
         predicted error). Inputs that a weight's gradient is computed from also have `momentum` (mean absolute
         momentum of the weight), `tolerated` and `predicted` (error of its gradient, allowed and expected with the new
         setting), `in_force_predicted` and `in_force_measured` (the same with the old one; None if not measured).
-        Rows of other inputs with stochastic rounding: `propagated`, the relative error of the gradient they propagate.
+        Other inputs with stochastic rounding have `propagated`, the relative error of the gradient they propagate.
         """
         policy = self.policy
         return policy.history if isinstance(policy, AdaptivePolicy) else []
 
     def report(self) -> Report:
-        """Return what the last training forward pass saved, site by site, and the measured peak.
+        """Return the tensors that the last training forward pass saved, site by site, and the measured peak.
 
         Returns:
             A report to print, to read from Python, or to write as JSON.
@@ -137,12 +137,12 @@ class Handle:
         )
 
     def log(self, target: str | os.PathLike[str] | TextIO | None, every: int = 1) -> None:
-        """Write setting and ratio of every site at some training forward passes.
+        """Write setting and ratio of every site for some training forward passes.
 
-        A pass is written when the next one begins or the handle is detached: only then are all sizes known.
+        A pass is written when the next one begins or the handle is detached, because only then are all sizes known.
 
         Args:
-            target: A path gets JSON lines, appended; a stream such as `sys.stdout` gets lines to read; None ends it.
+            target: A path gets JSON lines, appended; a stream such as `sys.stdout` gets readable lines; None stops it.
             every: Passes from one entry to the next.
 
         Raises:
@@ -176,12 +176,12 @@ class Handle:
         return schedule is not None
 
     def detach(self) -> None:
-        """Take every hook off the model; what was saved before stays readable. Calling it twice does no harm."""
+        """Remove every hook from the model; saved tensors stay readable. A second call has no effect."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self._attached = False
-        # Shallow copies of the model's layers may still tell of their calls.
+        # Shallow copies of the model's layers may still report their calls.
         self._capture.passes.detached = True
         self._capture.passes.abandon()
         self._capture.ledger.write(self._capture.step)
@@ -192,7 +192,7 @@ class Handle:
             del _handles[model]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to make the same choices.
+        """Return the state that a resumed run needs to make the same choices.
 
         Returns:
             Plain data and tensors, which `torch.save` writes and `torch.load` reads with `weights_only=True`.
@@ -210,10 +210,10 @@ class Handle:
         """Continue from `state_dict()` of an earlier run. A state that does not fit changes nothing.
 
         Args:
-            state: What `state_dict()` returned, in this release or an earlier one.
+            state: Return value of `state_dict()`, from this release or an earlier one.
 
         Raises:
-            ValueError: This is no such state, or one of another policy or of a later release.
+            ValueError: The state is invalid, or belongs to another policy or a later release.
         """
         if not isinstance(state, Mapping):
             raise ValueError(f"this is not a state of encke but a {type(state).__name__}")
@@ -244,9 +244,9 @@ def attach(
     overrides: Mapping[str, Override] | None = None,
     min_bytes: int | None = None,
 ) -> Handle:
-    """Keep what autograd saves in `model` compressed from now on, in place, until `handle.detach()`.
+    """Keep the tensors that autograd saves in `model` compressed, in place, until `handle.detach()`.
 
-    Nothing happens in `eval()` and under `no_grad`. A model is compiled first and attached then.
+    Nothing happens in `eval()` and under `no_grad`. Compile a model before attaching it.
 
     Args:
         model: The model to train. No class, no layer and no weight of it changes.
@@ -254,12 +254,12 @@ def attach(
             published) or "division".
         optimizer: The optimizer, if it exists already. An adaptive policy reads the momentum from it; without one it
             averages gradients itself.
-        overrides: What holds for some layers instead, by pattern (`fnmatch`) of layer names as `model.named_modules()`
-            gives them, without what wrappers put in front. A pattern stands for the layers it matches and all
-            below them; the last pattern that matches a layer wins. None leaves what these layers save as it is; a
-            codec, a policy or a preset's name is used for them.
+        overrides: Codec, policy or preset's name for some layers, by pattern (`fnmatch`) of layer names as in
+            `model.named_modules()`, without the prefixes that wrappers add. None leaves the tensors that these layers
+            save uncompressed. A pattern applies to the layers it matches and all layers below them; the last pattern
+            that matches a layer wins.
         min_bytes: Tensors of fewer bytes are kept as they are: packing them costs time and saves little memory. None:
-            16 KiB, and tensors of less than a ten-thousandth of all that is saved, up to 0.3 % together.
+            16 KiB, and tensors of less than a ten-thousandth of all saved bytes, up to 0.3 % together.
 
     Returns:
         The handle with report, log, history, state and `detach()`.
@@ -323,7 +323,7 @@ def attach(
         ]
     _handles[model] = handle
     if any(parameter.is_cuda for parameter in model.parameters()):
-        # Kernels are compiled while the first batch is on its way.
+        # Kernels are compiled while the first batch is being prepared.
         compile_usual(compiled is not None)
     return handle
 
@@ -349,10 +349,10 @@ def compiled_part(model: nn.Module) -> nn.Module | None:
 
 
 class Around:
-    """Stands between a compiled model and its compiled call, until it is removed."""
+    """Replaces the compiled call of a model until it is removed."""
 
     def __init__(self, model: nn.Module, capture: Capture, left_alone: set[str]) -> None:
-        # Imported late: it brings the compiler in.
+        # Imported here because it imports the compiler.
         from encke.compiled.model import CompiledModel
 
         self.model = weakref.ref(model)
@@ -380,7 +380,7 @@ class Around:
                 hook.remove()
 
     def remove(self) -> None:
-        """Give the model its compiled call back."""
+        """Restore the model's compiled call."""
         self.watch.remove()
         self.compiled.detach()
         model = self.model()
@@ -389,7 +389,7 @@ class Around:
 
 
 def check_layers(model: nn.Module) -> None:
-    """Refuse layers without weights yet, and those whose calls cannot be followed."""
+    """Raise for layers whose weights do not exist yet, and for layers whose calls cannot be observed."""
     for name, module in model.named_modules():
         place = f"layer {name!r} of this {type(model).__name__}" if name else f"this {type(module).__name__}"
         if isinstance(module, torch.jit.ScriptModule):
@@ -415,7 +415,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def check_optimizer(optimizer: Any, policy: Any, right: str, model: nn.Module | None = None) -> None:
-    """Refuse what is no optimizer, an optimizer in the policy's place, and that of another model."""
+    """Raise for a value that is not an optimizer, an optimizer in the policy's place, and another model's optimizer."""
     if isinstance(policy, Optimizer):
         raise TypeError(f"the second argument is the policy, got an optimizer ({type(policy).__name__}): write {right}")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
@@ -424,7 +424,7 @@ def check_optimizer(optimizer: Any, policy: Any, right: str, model: nn.Module | 
         return
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     own = set(map(id, model.parameters()))
-    # Sharded parameters (DTensor) stand for whole ones, which the model has in their place while a layer runs.
+    # While a layer runs, the model holds whole parameters in place of its sharded ones (DTensor).
     if not any(id(parameter) in own or is_wrapper(parameter) for parameter in trained):
         raise ValueError(
             f"this {type(optimizer).__name__} has no parameter of this {type(model).__name__}: it belongs to another "
@@ -434,7 +434,7 @@ def check_optimizer(optimizer: Any, policy: Any, right: str, model: nn.Module | 
 
 
 def check_min_bytes(min_bytes: Any) -> None:
-    """Refuse a smallest size that is no whole number of bytes from 1 on."""
+    """Raise unless the smallest size is a whole number of bytes from 1 on."""
     if min_bytes is None:
         return
     if isinstance(min_bytes, bool) or not isinstance(min_bytes, int):
@@ -444,15 +444,15 @@ def check_min_bytes(min_bytes: Any) -> None:
 
 
 def bind_policy(policy: Policy, model: nn.Module | None, optimizer: Optimizer | None) -> Policy:
-    """Return the policy at work in one training: an adaptive one gets a state of its own."""
+    """Return the policy bound to one training: an adaptive one gets a state of its own."""
     return policy.bind(model, optimizer) if isinstance(policy, AdaptivePolicy) else policy
 
 
 class compress:
-    """Keeps what autograd saves in a `with` block compressed, without a module.
+    """Keeps the tensors that autograd saves in a `with` block compressed, without a module.
 
-    Make it once and enter it at every step: it learns from one step to the next which operation reads what. The block
-    gives the handle; after `handle.detach()` the block compresses nothing.
+    Create it once and enter it in every step: it learns from one step to the next which operation reads which tensor.
+    The `with` statement returns the handle; after `handle.detach()` the block compresses nothing.
 
     Args:
         policy: A policy of `encke.policies`, or a preset's name; see `attach`.
@@ -460,7 +460,7 @@ class compress:
         min_bytes: Tensors of fewer bytes are kept as they are; see `attach`.
 
     Raises:
-        RuntimeError: It is entered while it is entered already.
+        RuntimeError: The context is entered while it is active.
         TypeError: An argument has the wrong type.
         ValueError: There is no such preset, or `min_bytes` is below 1.
 

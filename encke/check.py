@@ -1,7 +1,7 @@
 """`encke check`: versions, devices and kernels of this installation, and a first run of the kernels.
 
-`python -m encke.check` prints a digest of every decoded case. With ENCKE_KERNELS=reference it gives the values that all
-kernels have to reproduce.
+`python -m encke.check` prints a digest of every decoded case. With ENCKE_KERNELS=reference it prints the digests that
+all kernels have to reproduce.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def check() -> None:
 
 
 def first_runs(devices: list[str]) -> list[str]:
-    """Run every case on every device; return those that fail or differ from the reference, in words."""
+    """Run every case on every device; return a description of each that fails or differs from the reference."""
     variables = {"ENCKE_KERNELS": "reference", "CUDA_VISIBLE_DEVICES": ""}
     reference = subprocess.Popen(
         [sys.executable, "-m", "encke.check"], env=environment() | variables, stdout=subprocess.PIPE, text=True

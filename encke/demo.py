@@ -1,7 +1,7 @@
 """`encke demo` in two acts: the memory of training a ResNet, and the accuracy on real digits.
 
-Every training runs in a process of its own. Memory is the process's own, above what it was before the first step, with
-the same allocator settings on both sides: freed memory goes back to the system at once.
+Every training runs in a process of its own. Memory is the process's own, above its level before the first step, with
+the same allocator settings on both sides: freed memory is returned to the system at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MODEL, TITLE = "resnet50", "ResNet-50"
 """Model of the first act."""
 HEAD = ("", "plain", "Encke", "")
 WARM, STEPS = 2, 3
-"""Steps of the first act before anything is measured, and steps in which memory and then time are measured."""
+"""Warm-up steps of the first act, and steps in which memory and then time are measured."""
 
 
 def demo(image: int = 128, batch: int = 24, epochs: int = 2, seed: int = 0, out: Path = Path("runs/demo")) -> None:
@@ -75,7 +75,7 @@ def act_one(image: int, batch: int) -> dict[str, Any]:
     for method, task in tasks.items():
         note(f"  {label(method)}: measuring ...")
         if method != "plain":
-            # Compiling kernels takes memory, too: a first run, of few photos, leaves them in the cache on disk.
+            # Compiling kernels takes memory as well: a first run, of few photos, leaves them in the disk cache.
             measure(Task(**{**task.__dict__, "batch": 2, "warm": 1, "steps": 1}))
         with Child(task) as child:
             found[method] = answer = child.ask(measure=True, keep=True)
@@ -105,9 +105,9 @@ def before_training(answer: dict[str, Any]) -> int:
 
 
 def outcome(answer: dict[str, Any]) -> str:
-    """Return in words how a trial under a memory cap ended, of a training that runs without the cap.
+    """Describe how a trial under a memory cap ended, for a training that runs without the cap.
 
-    Libraries that do not check what malloc returns end the process, which counts as out of memory.
+    Libraries that do not check the result of malloc end the process, which counts as out of memory.
     """
     if answer.get("fits"):
         return "trains"
@@ -132,7 +132,7 @@ def act_two(epochs: int, seed: int, out: Path) -> dict[str, Any]:
 
 
 def training(arguments: list[str]) -> Iterator[str]:
-    """Give the lines that `encke train digits` prints, in a process of its own."""
+    """Yield the lines that `encke train digits` prints, in a process of its own."""
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
         [sys.executable, "-m", "encke", "train", "digits", *arguments],
@@ -191,7 +191,7 @@ def memory_section(found: dict[str, Any], image: int, batch: int) -> Section:
 
 
 def cap_section(found: dict[str, Any]) -> Section:
-    """Return how the trainings under a cap on memory ended, in the words of the libraries."""
+    """Describe how the trainings under a memory cap ended, with the libraries' messages."""
     words = (f"{label(method)}: {found[method]['capped']}." for method in METHODS)
     return Section(f"Training with {size(found['cap_bytes'])} of memory", tuple(words))
 

@@ -32,7 +32,7 @@ from encke.torch_internals import pytree
 BATCHES = (4, 8)
 """The two batches that are run."""
 STEPS = 3
-"""Steps with Encke: in two it learns what is saved, and packs some of it twice; the third is an ordinary one."""
+"""Steps with Encke: the first two learn the saved tensors and pack some of them twice; the third is an ordinary one."""
 BEGIN = "begin"
 """Mark at the beginning of a step."""
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -41,7 +41,7 @@ Mark = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Line:
-    """Bytes as a function of the batch: `fixed + per_sample * batch`."""
+    """Bytes as a function of the batch size: `fixed + per_sample * batch`."""
 
     fixed: float
     per_sample: float
@@ -59,14 +59,14 @@ class Line:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Memory of one way to train, at any batch."""
+    """Memory of one way to train, at any batch size."""
 
     held: Line
     """Bytes kept for backward: saved by autograd, or packed by Encke."""
     peaks: tuple[Line, ...]
     """Bytes alive at most during those operations that decide the peak at some batch."""
     sites: tuple[tuple[Line, Line], ...] = ()
-    """Bytes of each tensor before and after packing; `held` and `peaks` are for batches at which all are packed."""
+    """Bytes of each tensor before and after packing; `held` and `peaks` assume that all are packed."""
 
     def held_bytes(self, batch: int) -> int:
         """Return the bytes kept for backward at a batch."""
@@ -214,7 +214,7 @@ def estimate(
 
 
 def check(model: Any, optimizer: Any, policy: Any, loss: Any) -> None:
-    """Refuse models that cannot be copied and run, and what is no optimizer, policy or loss."""
+    """Raise for a model that cannot be copied and run, and for an invalid optimizer, policy or loss."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"estimate takes a torch.nn.Module, got {type(model).__name__}")
     if (optimizer is None or isinstance(optimizer, str)) and optimizer not in ("adamw", "sgd"):
@@ -277,7 +277,7 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def check_loss(value: Any) -> None:
-    """Refuse what `backward` cannot start from."""
+    """Raise for a value from which `backward` cannot start."""
     if not isinstance(value, Tensor):
         raise TypeError(f"loss must return a tensor, the loss alone, got {type(value).__name__}")
     if value.numel() != 1 or not value.requires_grad:
@@ -299,7 +299,7 @@ class Trial:
     sites: list[Row]
     """Tensors of the last step, packed and unpacked ones."""
     decisions: dict[str, Any] | None
-    """State of the handle, with the bits."""
+    """State of the handle, which includes the bits."""
 
 
 class Saved:
@@ -341,8 +341,8 @@ class Training:
     ) -> Trial:
         """Run whole steps of a copy of the model at a batch, plain if there is no policy.
 
-        Every tensor is packed, as at a large batch; with the bits of another trial if its decisions are given.
-        `advance` is told how many samples were run.
+        Every tensor is packed, as at a large batch. Decisions of another trial set the bits. `advance` is called with
+        the number of samples that were run.
         """
         gc.collect()
         with Allocations() as allocations:
@@ -375,7 +375,7 @@ class Training:
         begins = [number for number, part in enumerate(allocations.parts) if part.name == BEGIN]
         last = allocations.parts[begins[-1] + 1 :]
         for part in last:
-            # Plain steps are alike but for the state, which the optimizer makes at the end of the first.
+            # Plain steps are alike except for the state, which the optimizer creates at the end of the first.
             if handle is None and part.name != "optimizer":
                 part.peaks = [peak + state for peak in part.peaks]
         held = saved.bytes if report is None else report.packed_bytes
@@ -403,7 +403,7 @@ class Training:
 
 
 def not_trained(batch: int, error: Exception) -> RuntimeError:
-    """Return an error that says why model and loss do not run."""
+    """Return an error that explains why model and loss do not run."""
     return RuntimeError(
         f"the model does not train on {batch} samples of the example ({type(error).__name__}: {error}); "
         "pass an example that the model takes in batches of any size, or loss=, a function of model and batch"

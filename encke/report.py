@@ -18,7 +18,7 @@ from encke.tools.terminal import columns
 from encke.tools.units import size
 
 LEAST_NAME = 10
-"""Characters that a name of a layer or an operation keeps in a narrow terminal."""
+"""Characters that a layer's or an operation's name keeps in a narrow terminal."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class StepLog:
             raise TypeError(f"log takes a path or an open text stream, got {type(target).__name__}")
 
     def write(self, step: int, records: list[Record]) -> None:
-        """Write the records of one forward pass, unless they were written before or the pass is not logged."""
+        """Write the records of one forward pass, unless they were already written or the pass is not logged."""
         if step == self.written or step % self.every:
             return
         self.written = step

@@ -1,12 +1,12 @@
 """Private symbols of torch, each behind a name of our own with a check.
 
 No other module of Encke imports from a private module of torch or calls a private function of it
-(tests/test_torch_internals.py reads the source and fails on it). A symbol that a release lacks is an error here, which
-names the release, the symbol and the way out. Functions that run for every saved tensor are plain aliases: a wrapper
-would cost a Python call each.
+(tests/test_torch_internals.py reads the source and fails on it). If a release lacks a symbol, the error names the
+release, the symbol and the way out. Functions that run for every saved tensor are plain aliases: a wrapper would cost a
+Python call each.
 
-Attributes of tensors, modules and autograd nodes (`ATTRIBUTES`) are read where they are needed, for the same reason.
-They are listed and tested here as well. Operators under `torch.ops` are found by their schema and are not private.
+Attributes of tensors, modules and autograd nodes (`ATTRIBUTES`) are read in place, for the same reason. They are listed
+and tested here as well. Operators under `torch.ops` are found by their schema and are not private.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 SUPPORTED = ("2.11", "2.12", "2.13")
-"""Releases of torch whose private symbols look as expected: tests/test_torch_internals.py passes on each."""
+"""Supported releases of torch: tests/test_torch_internals.py passes on each."""
 
 ATTRIBUTES: dict[str, tuple[type, str]] = {
     "_version": (Tensor, "counts changes in place; what was saved is checked against it"),
@@ -48,7 +48,7 @@ ATTRIBUTES: dict[str, tuple[type, str]] = {
     "_input_metadata": (torch.autograd.graph.Node, "on a node: shape of each result of its operation"),
     "_sequence_nr": (torch.autograd.graph.Node, "on a node: its number within the process, by order of creation"),
 }
-"""Private attributes that are read in place: where they are found, and what they hold. Checked with 2.11 to 2.13."""
+"""Private attributes that are read in place -> their type, and their content. Checked with 2.11 to 2.13."""
 
 
 def unsupported(symbol: str, use: str) -> NotImplementedError:
@@ -96,14 +96,14 @@ another. Checked with 2.11 to 2.13.
 """
 
 pop_saved_tensors_hooks: Callable[[], None] = _find("_C._autograd._pop_saved_tensors_default_hooks", "capture")
-"""Take the topmost pair of hooks off this thread's stack. Checked with 2.11 to 2.13."""
+"""Pop the topmost pair of hooks from this thread's stack. Checked with 2.11 to 2.13."""
 
 top_saved_tensors_hooks: Callable[[], tuple[Any, Any] | None] = functools.partial(
     _find("_C._autograd._top_saved_tensors_default_hooks", "capture"), True
 )
 """Return the topmost pair of hooks of this thread, None if there is none, whether or not torch is tracing.
 
-A partial object and no function: calling it makes no Python frame. Checked with 2.11 to 2.13.
+A partial object instead of a function: calling it creates no Python frame. Checked with 2.11 to 2.13.
 """
 
 saved_tensors_hooks_allowed: Callable[[], bool] = _find("_C._autograd._saved_tensors_hooks_is_enabled", "capture")
@@ -113,7 +113,7 @@ Checked with 2.11 to 2.13.
 """
 
 functorch_interpreter: Callable[[], Any] = _find("_C._functorch.peek_interpreter_stack", "capture")
-"""Return the torch.func transform that is running, None outside of one; they refuse saved-tensor hooks.
+"""Return the active torch.func transform, None outside of one; such transforms refuse saved-tensor hooks.
 
 Checked with 2.11 to 2.13.
 """
@@ -122,7 +122,7 @@ is_functorch_tensor: Callable[[Tensor], bool] = _find("_C._functorch.is_functorc
 """Return whether a tensor belongs to a torch.func transform. Checked with 2.11 to 2.13."""
 
 is_batched_gradient: Callable[[Tensor], bool] = _find("_C._functorch.is_legacy_batchedtensor", "collection steps")
-"""Return whether a tensor stands for several gradients: those of `torch.autograd.grad(..., is_grads_batched=True)`.
+"""Return whether a tensor is a batch of gradients, from `torch.autograd.grad(..., is_grads_batched=True)`.
 
 Checked with 2.11 to 2.13.
 """
@@ -140,9 +140,9 @@ Checked with 2.11 to 2.13.
 """
 
 eval_frame_callback: Callable[[], Any] = _find("_C._dynamo.eval_frame.get_eval_frame_callback", "capture")
-"""Return the function that dynamo runs new Python frames through, None or False where it does not.
+"""Return the callback through which dynamo runs new Python frames; None or False if it runs none.
 
-Tells that torch.compile has given up tracing a call and runs it piece by piece. Checked with 2.11 to 2.13.
+It tells whether torch.compile has failed to trace a call and runs it piece by piece. Checked with 2.11 to 2.13.
 """
 
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
@@ -151,8 +151,8 @@ _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 def called_by_checkpoint(above: int) -> bool:
     """Return whether `torch.utils.checkpoint` is among the Python frames just above the caller of this function.
 
-    With `use_reentrant=False` the inputs of a region are saved by a node that no graph leads to. Only the call tells
-    that a tensor is saved or read for a recomputation. Checked with 2.11 to 2.13.
+    With `use_reentrant=False` the inputs of a region are saved by a node outside of the graph. Only the call stack
+    tells that a tensor is saved or read for a recomputation. Checked with 2.11 to 2.13.
 
     Args:
         above: Frames between the caller and the function that autograd calls.
@@ -168,18 +168,18 @@ def called_by_checkpoint(above: int) -> bool:
 
 
 profiler_enabled: Callable[[], bool] = _find("autograd._profiler_enabled", "records of memory")
-"""Return whether a profiler of torch is at work. Checked with 2.11 to 2.13."""
+"""Return whether a torch profiler is active. Checked with 2.11 to 2.13."""
 
 has_global_module_hooks: Callable[[], bool] = _find("nn.modules.module._has_any_global_hook", "fused blocks")
-"""Return whether there are hooks for the calls of all modules. Checked with 2.11 to 2.13."""
+"""Return whether hooks for the calls of all modules exist. Checked with 2.11 to 2.13."""
 
 # -- tensor subclasses -------------------------------------------------------------------------------------------------
 
 without_torch_function: Callable[[], Any] = _find("_C.DisableTorchFunctionSubclass", "losses in chunks")
-"""Context in which functions are called without `__torch_function__` of their arguments. Checked with 2.11 to 2.13."""
+"""Context that calls functions without `__torch_function__` of their arguments. Checked with 2.11 to 2.13."""
 
 make_wrapper_subclass: Callable[..., Any] = _find("Tensor._make_wrapper_subclass", "losses in chunks")
-"""Make a tensor of a subclass that has a shape and no memory. Checked with 2.11 to 2.13."""
+"""Create a tensor of a subclass with a shape and without memory. Checked with 2.11 to 2.13."""
 
 pytree = _module("torch.utils._pytree", ("tree_leaves", "tree_map", "tree_map_only"), "losses in chunks and estimates")
 """Functions for nested containers of tensors. Checked with 2.11 to 2.13."""
@@ -187,7 +187,7 @@ pytree = _module("torch.utils._pytree", ("tree_leaves", "tree_map", "tree_map_on
 # -- autograd nodes ----------------------------------------------------------------------------------------------------
 
 RAW_SAVED = "_raw_saved_"
-"""Prefix of the attributes of a node that give its saved tensors without unpacking them."""
+"""Prefix of the node attributes that return saved tensors without unpacking them."""
 
 
 def raw_saved_slots(kind: type) -> list[str]:
@@ -204,8 +204,8 @@ _REQUIRED = object()
 def saved_setting(node: Any, name: str, default: Any = _REQUIRED) -> Any:
     """Return a setting that a node keeps for its backward, such as a convolution's `stride`.
 
-    Nodes without it give the `default`; without one it is an error. Reading a tensor would unpack it: those that go
-    through the hooks are not for this function. Checked with 2.11 to 2.13.
+    Without the setting return `default`, or raise if there is none. Do not use this function for tensors that pass
+    through the hooks: reading one would unpack it. Checked with 2.11 to 2.13.
     """
     value = getattr(node, f"_saved_{name}", default)
     if value is _REQUIRED:
@@ -222,12 +222,12 @@ def queue_backward_callback(function: Callable[[], None]) -> None:
 
 
 def apply_as(function: type[torch.autograd.Function], name: str, node: dict[str, Any] | None = None) -> Any:
-    """Return what applies an autograd function whose nodes are called `<name>Backward` and have further attributes.
+    """Return the `apply` of an autograd function whose nodes are called `<name>Backward` and have further attributes.
 
-    Capture compares the names of nodes with those it has learnt, so a function in the place of an operation has to bear
-    the operation's name. Two detours of `torch.autograd.Function` are left out, each of them several Python calls: the
-    search for torch.func transforms in forward (the caller must have made sure that none is running), and the search
-    for the function's own `vjp` in backward. Checked with 2.11 to 2.13.
+    Capture compares node names with those it has learnt, so a function that replaces an operation must have the
+    operation's name. Two parts of `torch.autograd.Function`, each several Python calls, are left out: the search for
+    torch.func transforms in forward (the caller must ensure that none is active), and the search for the function's own
+    `vjp` in backward. Checked with 2.11 to 2.13.
     """
     named: Any = types.new_class(name, (function,))
     backward = getattr(named, "_backward_cls", None)
@@ -256,10 +256,10 @@ verify_batch_size: Callable[[Any], None] = _find("nn.functional._verify_batch_si
 """Raise unless there is more than one value for each channel. Checked with 2.11 to 2.13."""
 
 copy_together: Callable[[list[Tensor], list[Tensor]], None] = _find("_foreach_copy_", "fused blocks")
-"""Copy tensors to others of the same sizes, and cast them where dtypes differ. Checked with 2.11 to 2.13."""
+"""Copy tensors to others of the same sizes, with a cast if dtypes differ. Checked with 2.11 to 2.13."""
 
 foreach_norm: Callable[[list[Tensor], int, torch.dtype], list[Tensor]] = _find("_foreach_norm", "collection steps")
-"""Return the norms of tensors of that order, computed in that dtype. Checked with 2.11 to 2.13."""
+"""Return the norms of the given order of tensors, computed in the given dtype. Checked with 2.11 to 2.13."""
 
 _select_conv_backend = _find("_C._select_conv_backend", "fused convolutions")
 _conv_backend_format = _find("_C._conv_determine_backend_memory_format", "fused convolutions")
@@ -268,9 +268,9 @@ _conv_backend_format = _find("_C._conv_determine_backend_memory_format", "fused 
 def conv_memory_format(x: Tensor, weight: Tensor, settings: tuple[Any, ...]) -> torch.memory_format | None:
     """Return the memory format in which a convolution's backward reads its input.
 
-    None if it might read the input's values for the input's own gradient too. The backends of cuDNN and oneDNN do not:
-    they ask the input for its size and format, and copy it only if it has another format. `settings` are those of
-    `aten.convolution` from stride on. Checked with 2.11 to 2.13.
+    None if it might also read the input's values for the input's own gradient. The backends of cuDNN and oneDNN do not:
+    they read the input's size and format, and copy the input only if it has another format. `settings` are the
+    arguments of `aten.convolution` from stride on. Checked with 2.11 to 2.13.
     """
     backend = _select_conv_backend(x, weight, None, *settings)
     if backend.name not in ("Cudnn", "Mkldnn"):
@@ -280,9 +280,9 @@ def conv_memory_format(x: Tensor, weight: Tensor, settings: tuple[Any, ...]) -> 
 
 
 def storageless(size: tuple[int, ...], stride: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return a tensor without memory, which may be asked for its size and memory format and for nothing else.
+    """Return a tensor without memory, of which only the size and memory format may be read.
 
-    A tensor of zero strides would not do: none of those is channels_last. Checked with 2.11 to 2.13.
+    A tensor with zero strides would not serve: it is never channels_last. Checked with 2.11 to 2.13.
     """
     x = like.new_empty_strided(size, stride)
     x.untyped_storage().resize_(0)
@@ -292,7 +292,7 @@ def storageless(size: tuple[int, ...], stride: tuple[int, ...], like: Tensor) ->
 storage_from_weak_pointer: Callable[[Any], torch.UntypedStorage | None] = _find(
     "UntypedStorage._new_with_weak_ptr", "capture"
 )
-"""Return the storage behind the `cdata` of a `StorageWeakRef`, None if it is gone. Checked with 2.11 to 2.13."""
+"""Return the storage of a `StorageWeakRef`'s `cdata`, None if it is gone. Checked with 2.11 to 2.13."""
 
 # -- devices and processes ---------------------------------------------------------------------------------------------
 
@@ -305,11 +305,11 @@ current_cuda_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", _n
 """Return the current CUDA device, without the checks of `torch.cuda.current_device`. Checked with 2.11 to 2.13."""
 
 current_cuda_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_cuda)
-"""Return the address of a device's current CUDA stream, as Triton's launcher takes it. Checked with 2.11 to 2.13."""
+"""Return the address of a device's current CUDA stream, as Triton's launcher expects it. Checked with 2.11 to 2.13."""
 
 
 def shutdown_workers(batches: Any) -> None:
-    """End the worker processes of an iterator over a `DataLoader` now. Checked with 2.11 to 2.13."""
+    """End the worker processes of a `DataLoader` iterator immediately. Checked with 2.11 to 2.13."""
     if not hasattr(batches, "_shutdown_workers"):
         raise unsupported(f"{type(batches).__name__}._shutdown_workers", "data from worker processes")
     batches._shutdown_workers()
@@ -323,8 +323,8 @@ def active_ddp_module() -> DistributedDataParallel | None:
 def sharded_parameters(model: nn.Module) -> list[tuple[Tensor | None, Tensor]]:
     """Return (whole, sharded) for all parameters that FSDP2's `fully_shard` manages in a model.
 
-    While a layer runs its parameter is whole, and the graph has that one; the optimizer has the sharded one. The whole
-    one is None before its layer has run once. Checked with 2.11 to 2.13.
+    While a layer runs, its parameter is whole, and the graph contains the whole parameter; the optimizer has the
+    sharded one. The whole one is None before the layer's first run. Checked with 2.11 to 2.13.
     """
     pairs: list[tuple[Tensor | None, Tensor]] = []
     for module in model.modules():
@@ -347,15 +347,15 @@ AOT_ARGUMENTS = ["fw_module", "bw_module", "num_inner_fwd_outputs", "inner_meta"
 
 
 def aot_graph_compile() -> types.ModuleType:
-    """Return the module of AOTAutograd that has `AOT_INLINE`, the function that writes hooks into graphs.
+    """Return the module of AOTAutograd that contains `AOT_INLINE`, the function that writes hooks into graphs.
 
-    AOTAutograd calls that function by its global name, so whoever replaces it there is asked for every pair of graphs.
+    AOTAutograd looks the function up by its global name, so a replacement there is called for every pair of graphs.
     Imports the compiler. Checked with 2.11 to 2.13.
     """
     use = "compiled models (the way out: attach the model without torch.compile)"
     module: types.ModuleType = _module("torch._functorch._aot_autograd.graph_compile", (AOT_INLINE,), use)
     parameters = inspect.signature(getattr(module, AOT_INLINE)).parameters
-    # Others may have put a function of their own there, which passes on whatever it is given.
+    # Other code may have installed a function that passes all its arguments on.
     passes_on = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values())
     if list(parameters) != AOT_ARGUMENTS and not passes_on:
         raise unsupported(f"{module.__name__}.{AOT_INLINE}", use)
@@ -363,7 +363,7 @@ def aot_graph_compile() -> types.ModuleType:
 
 
 def run_uncompiled(code: types.CodeType) -> None:
-    """Have dynamo run calls of this code, and all that these call, as they are. Checked with 2.11 to 2.13."""
+    """Make dynamo run calls of this code, and everything they call, uncompiled. Checked with 2.11 to 2.13."""
     symbols = ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction.SKIP")
     frames = _module("torch._C._dynamo.eval_frame", symbols, "hooks beside torch.compile")
     skip = frames._FrameAction.SKIP
@@ -372,7 +372,7 @@ def run_uncompiled(code: types.CodeType) -> None:
 
 @contextmanager
 def recompile_limit(times: int) -> Iterator[None]:
-    """Let dynamo keep this many times as many compiled variants of a function, within the context.
+    """Multiply the number of compiled variants of a function that dynamo keeps, within the context.
 
     Checked with 2.11 to 2.13.
     """
@@ -393,7 +393,7 @@ def without_modes() -> AbstractContextManager[Any]:
 
 
 class Inductor(NamedTuple):
-    """The modules of inductor that lowerings are written with."""
+    """The modules of inductor with which lowerings are written."""
 
     ir: Any
     lowering: Any
@@ -407,7 +407,7 @@ def inductor_is_loaded() -> bool:
 
 
 def inductor_records_cuda_graphs() -> bool:
-    """Return whether inductor records what it is compiling as CUDA graphs. Checked with 2.11 to 2.13."""
+    """Return whether inductor records the graph that it is compiling as a CUDA graph. Checked with 2.11 to 2.13."""
     if not inductor_is_loaded():
         return False
     return bool(_module("torch._inductor.config", ("triton.cudagraphs",), "CUDA graphs").triton.cudagraphs)
@@ -415,7 +415,7 @@ def inductor_records_cuda_graphs() -> bool:
 
 @functools.cache
 def inductor() -> Inductor:
-    """Return the modules of inductor with all that our lowerings use. Checked with 2.11 to 2.13."""
+    """Return the modules of inductor with all symbols that our lowerings use. Checked with 2.11 to 2.13."""
     use = "lowerings under torch.compile; take backend='aot_eager'"
     nodes = (
         "ExternKernel.realize_input", "ExternKernelAlloc", "ExternKernelOut", "FallbackKernel.tensor_to_layout",
@@ -434,6 +434,6 @@ def inductor() -> Inductor:
 
 
 def set_activation_memory_budget(share: float) -> None:
-    """Let the compiler save this share of what it would save; it recomputes the rest. Checked with 2.11 to 2.13."""
+    """Make the compiler save only this share of its activations and recompute the rest. Checked with 2.11 to 2.13."""
     module = _module("torch._functorch.config", ("activation_memory_budget",), "the benchmark's budget methods")
     module.activation_memory_budget = share

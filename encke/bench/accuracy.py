@@ -24,7 +24,7 @@ class Goal:
     """The accuracy to reach, and the data."""
 
     accuracy: float
-    """Per cent of the held-out images."""
+    """Percentage of the held-out images."""
     epochs: int
     """Epochs after which the training is given up."""
     seed: int
@@ -61,7 +61,7 @@ def load(path: str | None, device: str) -> ImageData:
 def train(training: Training, batch: int, goal: Goal, data: ImageData) -> dict[str, Any]:
     """Train at a constant rate after one epoch of warm-up, and measure the accuracy after each epoch.
 
-    Time counts from the first step to the end of the epoch in which the accuracy is reached, without measuring it.
+    Time counts from the first step to the end of the epoch in which the accuracy is reached, without the measurements.
     """
     rates = [group["lr"] * batch / REFERENCE_BATCH for group in training.optimizer.param_groups]
     generator = torch.Generator().manual_seed(goal.seed)
@@ -84,7 +84,7 @@ def train(training: Training, batch: int, goal: Goal, data: ImageData) -> dict[s
 
 @torch.no_grad()
 def held_out_accuracy(training: Training, data: ImageData, batch: int) -> float:
-    """Return the per cent of the held-out images that the model gets right."""
+    """Return the percentage of the held-out images that the model classifies correctly."""
     training.model.eval()
     right = 0
     for index in torch.arange(len(data.held_out)).split(batch):

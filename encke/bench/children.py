@@ -1,4 +1,4 @@
-"""Measuring processes as their parent sees them: started, asked, and ended whatever happens."""
+"""Measuring processes, from their parent's view: started, queried, and always ended."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def environment(task: Task) -> dict[str, str]:
 
 
 class Child:
-    """One measuring process. As a context manager it is ended on exit.
+    """One measuring process. Leaving it as a context manager ends it.
 
     Args:
-        task: What it measures.
-        variables: Environment variables that it gets besides the usual ones.
+        task: The task to measure.
+        variables: Environment variables besides the usual ones.
     """
 
     def __init__(self, task: Task, variables: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -59,7 +59,7 @@ class Child:
         return json.loads(line) if line else {"failed": self._end(), "died": True}
 
     def _end(self) -> str:
-        """Return in words how the process ended."""
+        """Describe how the process ended."""
         code = self.process.wait()
         if code < 0:
             name = signal.Signals(-code).name

@@ -129,7 +129,7 @@ def threads(r: Result) -> str:
 
 
 def error(r: Result) -> str:
-    """Return the largest error in units of the bound, with as many digits as a broken bound needs to be seen."""
+    """Return the largest error in units of the bound, with enough digits to show that a bound is broken."""
     if r.error is None:
         return ""
     if r.bounded and r.error > 1:

@@ -18,7 +18,7 @@ from encke.bench.data import Sample
 from encke.codecs import GroupQuant
 
 ROUNDS = 3
-"""Number of turns that each contender takes, so that a busy spell of the machine does not hit one of them alone."""
+"""Number of turns of each contender, so that a busy spell of the machine does not affect only one of them."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Result:
     encode_seconds: float | None
     decode_seconds: float | None
     error: float | None
-    """The largest error of any finite value, in units of the bound; infinite where a NaN or an infinity was lost."""
+    """The largest error of any finite value, in units of the bound; infinite if a NaN or an infinity was lost."""
     variance: float | None = None
     """Mean squared error over that of `GroupQuant(bits=2)` on the same tensor."""
     series: str = ""
@@ -80,9 +80,9 @@ class Result:
 
 
 def seconds(run: Callable[[], Any], repeat: int, device: str) -> list[float]:
-    """Time `repeat` calls, each by itself; on a GPU by its own clock, launches included.
+    """Time `repeat` single calls; on a GPU with its own clock, including launches.
 
-    On a CPU with one thread it is the time of that thread, which other work on the machine disturbs less.
+    On a CPU with one thread this is the time of that thread, which other work on the machine disturbs less.
     """
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     times = []

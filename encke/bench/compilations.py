@@ -1,4 +1,4 @@
-"""Compilations that a training waits for: Triton kernels, graphs of torch.compile, and recordings of CUDA graphs."""
+"""Compilations for which a training waits: Triton kernels, graphs of torch.compile, and recordings of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def constants_of(source: Any) -> str:
 
 
 class Compilations:
-    """Counts compilations in this process while it is entered. Kernels that Triton finds on disk do not count.
+    """Counts compilations in this process as a context manager. Kernels that Triton finds on disk do not count.
 
-    Kernels that inductor compiles in processes of its own are not seen; its graphs are.
+    Kernels that inductor compiles in processes of its own are not counted; its graphs are.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Compilations:
             self.knobs.listener = self.listener
 
     def listen(self, *, src: Any, times: Any, cache_hit: bool, **others: Any) -> None:
-        """Take note of one compilation; Triton calls this."""
+        """Record one compilation; Triton calls this."""
         if not cache_hit:
             self.kernels.append((f"{getattr(src, 'name', '?')}({constants_of(src)})", times.total / 1e6))
         if self.listener is not None:

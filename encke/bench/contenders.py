@@ -16,7 +16,7 @@ from encke.tools.extras import install_hint, installed
 
 @dataclass(frozen=True)
 class Trial:
-    """A contender on one sample. `encode` and `decode` are timed; `decode` gives an array or tensor like `source`."""
+    """A contender on one sample. `encode` and `decode` are timed; `decode` returns an array or tensor like `source`."""
 
     source: Tensor
     encode: Callable[[], Any]
@@ -26,7 +26,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Contender:
-    """One row of the table. `bounded`: it promises to keep the bound. `threads`: None on a GPU."""
+    """One row of the table. `bounded`: it guarantees the bound. `threads`: None on a GPU."""
 
     name: str
     family: str
@@ -59,7 +59,7 @@ def at_several_bounds(contender: Contender) -> list[Contender]:
     """Return a contender under the bound of the sample, and under the bound of 2 bits and half of it."""
 
     def wider(share: float) -> Callable[[Sample], Sample]:
-        # Where 2 bits are exact there is no such bound.
+        # If 2 bits are exact there is no such bound.
         return lambda s: replace(s, bound=share * bound_of_two_bits(s.tensor) or s.absolute, mode="abs")
 
     name = contender.name
@@ -92,7 +92,7 @@ def ours(threads: int | None) -> list[Contender]:
 
 
 def copy(threads: int | None) -> Contender:
-    """Return the limit of throughput: a copy of the input into memory that is already allocated."""
+    """Return the limit of throughput: a copy of the input into allocated memory."""
 
     def trial(sample: Sample) -> Trial:
         x, there = sample.tensor, torch.empty_like(sample.tensor)
@@ -167,7 +167,7 @@ def bitcomp(sparse: bool) -> Contender:
 
 
 def failure(contender: Contender, sample: Sample) -> str | None:
-    """Return the error that a contender raises on a sample, in words; None if it works."""
+    """Return the message of the error that a contender raises on a sample; None if it works."""
     try:
         trial = contender.trial(contender.under(sample))
         trial.decode(trial.encode())

@@ -72,9 +72,9 @@ def own_bounds(text: str, path: Path) -> dict[str, float]:
 
 
 def from_file(path: Path, bound: float, mode: Mode, dtype: torch.dtype | None, device: str) -> list[Sample]:
-    """Return the floating-point tensors of a safetensors file; absolute bounds from its metadata where it has them.
+    """Return the floating-point tensors of a safetensors file, with the absolute bounds in its metadata.
 
-    The metadata key "meta" holds JSON: {tensor: {"bound": 0.01}}. A tensor without one there gets `bound` in `mode`.
+    The metadata key "meta" holds JSON: {tensor: {"bound": 0.01}}. Other tensors get `bound` in `mode`.
     """
     from safetensors import SafetensorError, safe_open
 

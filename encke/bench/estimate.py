@@ -69,8 +69,8 @@ def estimate(
 def measure_task(task: Task) -> dict[str, Any]:
     """Measure one training in a new process, after a rehearsal of its first steps.
 
-    What they load, such as kernels for the bits that the policy sets, takes tens of megabytes, and is not the
-    training's own.
+    The rehearsal loads, among others, kernels for the bits that the policy sets. They take tens of megabytes, which are
+    not the training's own.
     """
     with Child(task) as child:
         rehearsal = child.ask(first=task.warm)
@@ -78,7 +78,7 @@ def measure_task(task: Task) -> dict[str, Any]:
 
 
 def show_measured(expected: list[int], tasks: dict[str, Task]) -> None:
-    """Measure the same trainings in processes of their own, and print the peaks beside the expected ones."""
+    """Measure the same trainings in processes of their own, and print the measured peaks beside the expected ones."""
     rows: list[tuple[str, ...]] = []
     measured = read_csv(MEASURED)
     for value, (method, task) in zip(expected, tasks.items(), strict=True):

@@ -23,11 +23,11 @@ from encke.tools.units import size
 
 Row = dict[str, Any]
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "NUMBA_CACHE_DIR")
-"""Variables that name the folders of compiled kernels."""
+"""Environment variables of the folders of compiled kernels."""
 SETTLED = 50
 """Step after which nothing may be compiled or recorded any more."""
 LAST = 10
-"""Steps at the end of which the ordinary ones say how long a step takes."""
+"""Number of last steps, whose ordinary ones give the time of a step."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def first_hour(options: FirstHourOptions) -> None:
 
 
 def stages(tasks: Sequence[Task]) -> list[tuple[str, Any]]:
-    """Return each task twice, with the folder of its caches: empty at first, then as the first process left it."""
+    """Return each task twice, with its cache folder: first empty, then as the first process left it."""
     found = []
     for task in tasks:
         if not METHODS[task.method].missing(task.device):
@@ -122,7 +122,7 @@ def identity(task: Task) -> Row:
 
 
 def kernel_rows(about: Row, kernels: Sequence[tuple[str, float]]) -> list[Row]:
-    """Return a row for each kernel: how many specialisations were compiled, and the seconds of all of them."""
+    """Return a row for each kernel: the number of compiled specialisations, and the seconds of all of them."""
     taken: dict[str, list[float]] = {}
     for name, seconds in kernels:
         taken.setdefault(name, []).append(seconds)
@@ -131,7 +131,7 @@ def kernel_rows(about: Row, kernels: Sequence[tuple[str, float]]) -> list[Row]:
 
 
 def summarise(answer: dict[str, Any]) -> Row:
-    """Return the figures of one process: what the first steps cost beyond ordinary ones, and collection."""
+    """Return the figures of one process: the cost of the first steps beyond ordinary ones, and of collection."""
     steps = answer["steps"]
     ordinary = statistics.median(step["ms"] for step in steps[-LAST:] if not step["collection"])
     collections = [step["ms"] for step in steps[2:] if step["collection"]]
@@ -178,7 +178,7 @@ def show(runs: Sequence[Row]) -> None:
 
 
 def explain() -> None:
-    """Print what the columns are."""
+    """Print an explanation of the columns."""
     note()
     note("1st, 2nd: the first steps. step: ordinary ones. collect: the slowest collection")
     note("step from the third on, ms. kernels, s: compiled by Triton, and its seconds.")

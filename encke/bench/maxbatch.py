@@ -35,26 +35,26 @@ FEW = ("plain", "default", "checkpoint")
 CPU_CAP = "256MiB"
 """Cap without a GPU, above interpreter and libraries."""
 MINUTES = {"cuda": 3.0, "cpu": 1.0}
-"""Rough time of a search before any was made."""
+"""Rough time of a search before the first one was made."""
 COMPILED = 5
 """Factor on the time of a search that compiles the model at every batch."""
 MACHINE = ("cpu", "gpu", "torch")
-"""Columns in which rows must agree to stand in one table."""
+"""Columns in which the rows of one table must agree."""
 COLUMNS = "model method precision compile graphs device batch size unit cap_bytes".split()
-"""Columns of a trial, beside its result."""
+"""Columns of a trial besides its result."""
 
 
 class Failed(Exception):
-    """A method that does not work here, whatever the batch."""
+    """A method does not work here, whatever the batch size."""
 
 
 class Guess:
-    """The next batch of a search: where the peaks so far meet the cap if they are known, else doubled and bisected.
+    """The next batch size of a search: extrapolated from known peaks to the cap, else doubled and bisected.
 
     Args:
-        start: The first batch.
-        most: The largest one.
-        cap: Bytes that may be taken.
+        start: The first batch size.
+        most: The largest batch size.
+        cap: Bytes that may be used.
     """
 
     def __init__(self, start: int, most: int, cap: int | None) -> None:
@@ -71,7 +71,7 @@ class Guess:
         return self.high - self.low <= max(1, self.low // GRAIN)
 
     def learn(self, fits: bool, peak: float | None) -> None:
-        """Take the result of the last batch into account, and choose the next one."""
+        """Record the result of the last batch, and choose the next one."""
         if fits:
             self.low, self.failures = self.batch, 0
             if peak is not None:
@@ -82,7 +82,7 @@ class Guess:
         self.batch = min(self.batch, self.high - 1, self.most)
 
     def near_limit(self) -> int:
-        """Return the expected limit, or one part in GRAIN off the last batch on the side where the limit must be."""
+        """Return the expected limit, or a batch one part in GRAIN away from the last one, towards the limit."""
         middle = min(2 * self.low, self.most) if self.high > self.most else (self.low + self.high) // 2
         if len(self.peaks) < 2 or self.cap is None:
             return middle
@@ -91,7 +91,7 @@ class Guess:
             return max(middle, self.high - grain * 2 ** (self.failures - 1))
         (first, small), (second, large) = self.peaks[-2:]
         more = int((self.cap - large) * (second - first) / (large - small)) if large > small else 0
-        # Peaks of very small batches say little about one that is much larger.
+        # Peaks of very small batches do not predict a much larger one.
         return self.low + max(grain, min(more, 3 * self.low))
 
 
@@ -113,7 +113,7 @@ def largest(
 
 
 class Search:
-    """Trials of one method, in one process as long as it survives them."""
+    """Trials of one method, in one process for as long as it survives them."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -192,7 +192,7 @@ def max_batch(options: Options) -> None:
 
 
 def search_all(plan: Plan, path: Path) -> list[Row]:
-    """Search for every task of the plan that has no row yet; write PATH.csv, PATH_trials.csv and PATH.png."""
+    """Search for every task of the plan without a row; write PATH.csv, PATH_trials.csv and PATH.png."""
     files = path.with_suffix(".csv"), path.with_name(f"{path.name}_trials.csv")
     rows, trials = known_rows(files[0]), known_rows(files[1])
     done = {key(row): row for row in rows}
@@ -223,23 +223,23 @@ def search_all(plan: Plan, path: Path) -> list[Row]:
 
 
 def known_rows(path: Path) -> list[Row]:
-    """Return the rows of an earlier, interrupted call on this machine and this version of torch."""
+    """Return the rows of an earlier, interrupted call on this machine with this version of torch."""
     here = provenance()
     return [row for row in read_csv(path) if all(str(row.get(name) or "") == str(here[name]) for name in MACHINE)]
 
 
 def key(row: Row) -> tuple[Any, ...]:
-    """Return the columns that tell one search from another."""
+    """Return the columns that identify a search."""
     return tuple(row[name] for name in COLUMNS if name != "batch")
 
 
 def task_key(task: Task) -> tuple[Any, ...]:
-    """Return the key of the row that a task will have."""
+    """Return the key of a task's future row."""
     return key(blank_row(task))
 
 
 def announce(tasks: Sequence[Task], total: int, rows: Sequence[Row], file: Path) -> None:
-    """Say how many searches there are and about how long they will take, judged by those that were made already."""
+    """Print the number of searches and their estimated time, based on the finished ones."""
     if total > len(tasks):
         note(f"{total - len(tasks)} of {total} searches are in {file} already; without that file they are made again")
     taken = [row["search_seconds"] for row in rows]

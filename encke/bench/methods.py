@@ -1,4 +1,4 @@
-"""Methods to train in less memory, measured side by side: policies of Encke and the alternatives."""
+"""Methods of training in less memory, measured side by side: policies of Encke and the alternatives."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Method:
     needs: Literal["", "GPU", "compile", "offloader"] = ""
 
     def missing(self, device: str) -> str:
-        """Return why it cannot be measured here, in words; empty if it can."""
+        """Return the reason why the method cannot be measured here; empty if it can."""
         if self.needs in ("GPU", "offloader") and device != "cuda":
             return "only on a GPU"
         if self.needs == "offloader" and offloader() is None:
@@ -101,7 +101,7 @@ def checkpoint_and_pack(model: nn.Module) -> None:
 
 
 def set_activation_budget(model: nn.Module, share: float) -> None:
-    """Let the compiler save only a share of the activations; the rest is recomputed."""
+    """Make the compiler save only a share of the activations and recompute the rest."""
     set_activation_memory_budget(share)
 
 
@@ -123,7 +123,7 @@ ON_REQUEST = ("careful", "aggressive", "group8", "dithered", "budget30", "checkp
 
 
 def compiled_as(graphs: bool) -> str:
-    """Return in words how a model is compiled."""
+    """Describe how a model is compiled."""
     return "compiled, CUDA graphs" if graphs else "compiled"
 
 

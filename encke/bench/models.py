@@ -98,9 +98,9 @@ def synthetic_batch(info: ModelInfo, batch: int, size: int, device: str) -> tupl
 
 
 def loss_of(model: nn.Module, data: tuple[Tensor, ...]) -> Tensor:
-    """Run one forward pass: the loss for images and labels, or for tokens that predict the next ones.
+    """Run one forward pass and return the loss for images and labels, or for tokens that predict their successors.
 
-    BERT predicts the tokens themselves; which of them are masked does not matter to time and memory.
+    BERT predicts the tokens themselves; the choice of masked tokens does not affect time and memory.
     """
     if len(data) == 2:
         return F.cross_entropy(model(data[0]), data[1])
@@ -110,7 +110,7 @@ def loss_of(model: nn.Module, data: tuple[Tensor, ...]) -> Tensor:
 
 
 def optimizer_for(model: nn.Module, info: ModelInfo) -> Optimizer:
-    """Return the usual optimizer of such a model."""
+    """Return the usual optimizer for such a model."""
     if info.optimizer == "adamw":
         return AdamW(model.parameters(), lr=info.lr)
     return SGD(model.parameters(), lr=info.lr, momentum=0.9)

@@ -26,12 +26,12 @@ Row = dict[str, Any]
 FIGURES = tuple(field.name for field in fields(Result))
 CHUNKED = "chunked loss"
 IDENTITY = ("model", "method", "precision", "compile", "graphs", "chunked", "batch", "size", "cap_bytes")
-"""Columns that tell one task from another."""
+"""Columns that identify a task."""
 
 
 @cache
 def code_digest() -> str:
-    """Return a short digest of the package's Python files: rows with the same one measure the same code."""
+    """Return a short digest of the package's Python files: rows with equal digests measure the same code."""
     package = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
@@ -62,7 +62,7 @@ def blank_row(task: Task) -> Row:
 
 
 def describe(task: Task) -> str:
-    """Return a task in words."""
+    """Return a description of a task."""
     compiled = f", {compiled_as(task.graphs)}" if task.compile else ""
     chunked = f", {CHUNKED}" if task.chunked else ""
     return f"{task.model}, {task.precision}{compiled}{chunked}, batch {task.batch}: {task.method}"
@@ -71,7 +71,7 @@ def describe(task: Task) -> str:
 def measure_row(task: Task, child: Child | None = None) -> Row:
     """Measure one task, in a new process or in `child`, which keeps its training for the next round.
 
-    `status` is "ok" or says why there are no figures.
+    `status` is "ok", or the reason why there are no figures.
     """
     row = blank_row(task)
     if reason := METHODS[task.method].missing(task.device):
@@ -84,17 +84,17 @@ def measure_row(task: Task, child: Child | None = None) -> Row:
 def measure_all(
     tables: Sequence[Sequence[Task]], csv: Path, rounds: int = 1, done: Sequence[Row] = (), together: int = 1
 ) -> list[Row]:
-    """Measure every task of every table, with several rounds the tasks of a table in turn.
+    """Measure every task of every table; with several rounds, the tasks of a table take turns.
 
-    With several rounds each task has one process that keeps its training from round to round. The CSV grows with every
-    row, so that an interrupted run leaves what it has.
+    With several rounds each task has one process that keeps its training from round to round. The CSV is written after
+    every row, so that an interrupted run keeps its rows.
 
     Args:
         tables: Tasks of each table.
         csv: File for the rows.
-        rounds: Number of times that each task is measured.
-        done: Rows that stand in the file before those of this call.
-        together: Number of processes of a table that warm up at the same time. Their first steps are not timed then.
+        rounds: Number of measurements of each task.
+        done: Rows that precede those of this call in the file.
+        together: Number of processes of a table that warm up at the same time. Their first steps are then not timed.
     """
     rows = list(done)
     labels = [
@@ -153,7 +153,7 @@ def group_rows(
 
 
 def title(row: Mapping[str, Any]) -> str:
-    """Return the title of a table: what its rows have in common."""
+    """Return the title of a table: the common properties of its rows."""
     repeated = {"images": 2, "volumes": 3}.get(row["unit"], 1)
     size = " x ".join([str(row["size"])] * repeated) if repeated > 1 else f"{row['size']} tokens"
     package = f" ({row['model_from']})" if row["unit"] == "tokens" else ""
@@ -169,7 +169,7 @@ def title(row: Mapping[str, Any]) -> str:
 
 
 def cap_words(cap: int | None) -> str:
-    """Return a cap in words, in the units in which caps are given."""
+    """Format a cap in the units in which caps are given."""
     return f"{cap / 2**30:.4g} GiB" if cap and cap >= 2**30 else f"{(cap or 0) / 2**20:.4g} MiB"
 
 

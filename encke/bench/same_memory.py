@@ -69,7 +69,7 @@ def same_memory(options: SameMemoryOptions) -> None:
 
 
 def time_to_accuracy(options: SameMemoryOptions, accuracy: float) -> None:
-    """Search the largest batch of the small model, then train every method at its own until the accuracy is reached."""
+    """Search the small model's largest batch, then train every method at its own one until the accuracy is reached."""
     digits = options.data is None
     small = replace(
         options,
@@ -113,7 +113,7 @@ def row_of(task: Task, goal: Goal) -> Row:
 
 
 def key(row: Row) -> tuple[Any, ...]:
-    """Return the columns that tell one training from another."""
+    """Return the columns that identify a training."""
     return tuple(row[name] for name in ("model", "method", "precision", "device", "cap_bytes", "data", "goal", "seed"))
 
 

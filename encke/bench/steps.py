@@ -1,9 +1,9 @@
 """One measuring process: whole training steps of one model with one method, their time and memory.
 
 `python -m encke.bench.steps '<task as JSON>'` reads requests from stdin, one JSON line each, and answers each with one
-line on stdout: `{"measure": true}`, with `"keep": true` so that the next one measures the same training again,
-`{"warm": true}` for the warm-up before that, `{"curve": true}` for the memory through one step, `{"trial": 64}` to find
-out whether a batch of 64 fits into memory, `{"first": 50}` for each of the first 50 steps, or `{"accuracy": {...}}` to
+line on stdout: `{"measure": true}`, with `"keep": true` if the next request measures the same training again,
+`{"warm": true}` for the warm-up before that, `{"curve": true}` for the memory during one step, `{"trial": 64}` to test
+whether a batch of 64 fits into memory, `{"first": 50}` for each of the first 50 steps, or `{"accuracy": {...}}` to
 train until an accuracy is reached.
 """
 
@@ -44,9 +44,9 @@ WARM = 13
 MEASURED = 3
 """Steps in which memory is measured, unless fewer are timed. They come first, because reading memory takes time."""
 TRIED = 2
-"""Ordinary steps of a trial before a collection step; one more comes after it."""
+"""Ordinary steps of a trial before a collection step; one more follows it."""
 HOUR = 1000
-"""Steps over which the cost of the first ones and of collection is told."""
+"""Steps over which the cost of the first steps and of collection is reported."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Task:
     device: str
     compile: bool = False
     cap: int | None = None
-    """Bytes that may be allocated; on the CPU beyond what interpreter and libraries take."""
+    """Bytes that may be allocated; on the CPU in addition to interpreter and libraries."""
     graphs: bool = False
     """Whether the compiled model runs as CUDA graphs."""
     warm: int = WARM
@@ -81,11 +81,11 @@ class Result:
     """Figures of one measurement, in bytes and milliseconds; None: not measured here."""
 
     step_ms: float | None = None
-    """Median time of a whole step, waiting for its end."""
+    """Median time of a whole step, including the wait for its end."""
     host_ms: float | None = None
     """Median time until the host has launched a whole step."""
     pipelined_ms: float | None = None
-    """Time of a step among several that are waited for once, as in a training."""
+    """Time of a step among several with a single wait at the end, as in a training."""
     collection_ms: float | None = None
     """Time of a collection step."""
     first_ms: float | None = None
@@ -115,13 +115,13 @@ class Result:
     packed_bytes: int | None = None
     """Bytes that Encke kept instead."""
     loss: float | None = None
-    """Loss of the last step: methods that compute the same agree."""
+    """Loss of the last step: equal for methods that compute the same."""
 
 
 class Gauge:
-    """Memory of the GPU's allocator or of this process. NaN where the system does not tell.
+    """Memory of the GPU's allocator or of this process. NaN if the system does not report it.
 
-    A CUDA graph that is replayed allocates nothing: with `graphs` it is the memory reserved on the GPU.
+    Replaying a CUDA graph allocates no memory: with `graphs` it is the memory reserved on the GPU.
     """
 
     def __init__(self, device: str, graphs: bool = False) -> None:
@@ -229,7 +229,7 @@ class Training:
         return self.handle is not None and self.handle.collect_now()
 
     def timed(self, steps: int = 1) -> tuple[float, float]:
-        """Return the milliseconds of a step, for the host and until its end; several steps are waited for once."""
+        """Return the milliseconds of a step, for the host and until its end; several steps share one wait."""
         start = self.seconds()
         for _ in range(steps):
             self.step()
@@ -237,7 +237,7 @@ class Training:
         return 1e3 * host / steps, 1e3 * (self.seconds() - start) / steps
 
     def seconds(self) -> float:
-        """Wait until the GPU has finished, and return the time: differences of two calls count."""
+        """Wait for the GPU and return the time; only differences of two calls are meaningful."""
         self.wait()
         return self.clock()
 
@@ -325,7 +325,7 @@ def measure_memory(training: Training, gauge: Gauge, steps: int, result: Result)
 
 
 def measure_time(training: Training, task: Task, result: Result) -> None:
-    """Measure the time of ordinary steps, when all kernels are compiled; collection steps are left out."""
+    """Measure the time of ordinary steps after all compilation, without collection steps."""
     times: list[tuple[float, float]] = []
     wait_for_kernels()
     training.has_collected()
@@ -353,7 +353,7 @@ def step_memory(training: Training) -> StepMemory:
 
 
 def first_steps(task: Task, count: int) -> dict[str, Any]:
-    """Time each of the first steps from the model's making on, and count the kernels that are compiled in it."""
+    """Time each of the first steps, from the creation of the model on, and count the kernels compiled in it."""
     with Compilations() as compilations:
         training, gauge = Training(task), Gauge(task.device, task.graphs)
         steps = []
@@ -388,7 +388,7 @@ def trial(task: Task) -> dict[str, Any]:
 
 
 def load_kernels() -> None:
-    """Load the kernels of every number of bits: which of them a policy chooses depends on the batch."""
+    """Load the kernels for every number of bits: a policy's choice among them depends on the batch."""
     x = torch.randn(16, 3, 24, 24)
     for bits in BITS:
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3))
@@ -415,7 +415,7 @@ def prepare(task: Task, rehearsed: bool = True) -> None:
 
 
 def failure(error: BaseException) -> dict[str, Any]:
-    """Return an error in words, and release what its frames hold."""
+    """Return an error as text, and release the objects of its frames."""
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     words = f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
     if out_of_memory(error):
@@ -442,7 +442,7 @@ class Server:
         """Real images; read before the cap on memory, because the search for the batch does not have them."""
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to a request, or the reason why there is none."""
+        """Return the answer to a request, or the reason why it failed."""
         try:
             answer = self.work(request)
         except Exception as error:
@@ -457,7 +457,7 @@ class Server:
         return answer
 
     def work(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Do what is asked; every error is the caller's business."""
+        """Execute a request; the caller handles every error."""
         if "prepare" in request:
             if "accuracy" in request:
                 self.data = accuracy.load(request["accuracy"]["data"], self.task.device)
@@ -493,7 +493,7 @@ class Server:
 
 if __name__ == "__main__":
     process.die_with_parent()
-    # Output of libraries must not come between the answers.
+    # Output of libraries must not mix with the answers.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     Server(Task(**json.loads(sys.argv[1]))).serve(sys.stdin, replies)

@@ -1,12 +1,12 @@
-"""Attention that is consistent with itself: backward reads the results that belong to its decoded inputs.
+"""Self-consistent attention: backward reads the results that belong to its decoded inputs.
 
-The backward of `scaled_dot_product_attention` computes the softmax again, as exp(score - logsumexp). From decoded
-queries and keys with the logsumexp of the exact ones, an error of a score would enter as an exponential: rows of the
-softmax would not add up to one. So where query, key or value are lossy, one forward of the same operation gives
-logsumexp and output again, from what was decoded. Neither of them is kept.
+The backward of `scaled_dot_product_attention` recomputes the softmax as exp(score - logsumexp). With decoded queries
+and keys but the logsumexp of the exact ones, the error of a score would enter as an exponential: rows of the softmax
+would not add up to one. So where query, key or value are lossy, one forward of the same operation recomputes logsumexp
+and output from the decoded inputs. Neither of the two is kept.
 
-With dropout the output cannot be computed again. It is kept, and its error enters linearly; the logsumexp does not
-depend on dropout. Operations that are not listed here are exact.
+With dropout the output cannot be recomputed. It is kept, and its error enters linearly; the logsumexp does not depend
+on dropout. Operations that are not listed here are exact.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from encke.torch_internals import RAW_SAVED, saved_setting
 
 INPUTS = ("query", "key", "value")
 CACHE = "encke_attention"
-"""Key under which the metadata of a node has the tensors that its backward has yet to read."""
+"""Key of a node's metadata: holds the tensors that the node's backward has yet to read."""
 
 FORWARDS = {
     "ScaledDotProductFlashAttention": torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -36,7 +36,7 @@ FORWARDS = {
 }
 """Operation of an autograd node -> the operation that computes its output and logsumexp, as its first two results."""
 CONSTANTS = {"dropout_p": 0.0, "compute_log_sumexp": True, "return_debug_mask": False}
-"""Arguments that are the same whenever results are computed again."""
+"""Arguments that are the same for every recomputation."""
 
 
 @functools.cache
@@ -66,7 +66,7 @@ def logsumexp_of(node: Any) -> str:
 
 
 def read(node: Any, saved: Any) -> Tensor | None:
-    """Return the tensor that backward reads from one slot of attention; None if what was saved is what it reads.
+    """Return the tensor that backward reads from one slot of attention; None if it reads the saved tensor itself.
 
     Args:
         node: The node whose backward is running.
@@ -91,12 +91,12 @@ def raw_saved(node: Any, slot: str) -> Any:
 
 
 def everything_saved(node: Any) -> list[Any]:
-    """Return what `raw_saved` does for query, key, value, logsumexp and output."""
+    """Return the objects that our hook gave to autograd for query, key, value, logsumexp and output."""
     return [getattr(node, RAW_SAVED + slot).data for slot in (*INPUTS, logsumexp_of(node), "output")]
 
 
 def any_lossy(raw: list[Any]) -> bool:
-    """Return whether one of these is packed with a loss, or is a result that was not kept."""
+    """Return whether any of the saved objects is lossy, or is a result that was not kept."""
     for each in raw:
         if isinstance(each, Saved) and (each.lossy or each.dropped):
             return True
@@ -104,11 +104,11 @@ def any_lossy(raw: list[Any]) -> bool:
 
 
 def compute_again(node: Any, raw: list[Any]) -> dict[int, Tensor]:
-    """Return what the backward of attention reads, by id of the saved object: inputs decoded, results from them.
+    """Return the decoded inputs and the results recomputed from them, by id of the saved object.
 
     Args:
         node: The node.
-        raw: Objects that `everything_saved` has returned for it.
+        raw: Return value of `everything_saved` for the node.
     """
     name = operation_name(node)
     forward, _, _, needed = arguments_of(name)

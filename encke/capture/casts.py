@@ -1,8 +1,8 @@
 """Copies of weights that autocast makes: cast again in backward instead of kept from forward to backward.
 
-Autocast casts a float32 weight to 16 bits, and autograd saves that copy for the layer's backward. The copy can be had
-again from the weight itself, bit for bit, at the cost of one cast. The graph tells which weight it was made of. A
-frozen weight is not in the graph: there the layer tells, and the copy is compared with the weight once.
+Autocast casts a float32 weight to 16 bits, and autograd saves the copy for the layer's backward. One cast of the weight
+restores the copy bit for bit. The graph tells which weight the copy was made from. A frozen weight is not in the graph:
+there the layer tells, and the copy is compared with the weight once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CastWeight:
 
     @property
     def size(self) -> tuple[int, ...]:
-        """Size of the tensor that it stands for."""
+        """Size of the tensor that this object replaces."""
         return tuple(self.parameter.shape if self.geometry is None else self.geometry[0])
 
     def weight(self) -> Tensor:
@@ -61,11 +61,11 @@ class CastWeight:
 
 
 def cast_weight(t: Tensor, facts: SiteFacts, changed: Callable[[], None]) -> CastWeight | None:
-    """Return a stand-in for a tensor that is, or views, the copy of a weight that a cast has made; else None.
+    """Return a stand-in for a tensor if it is, or views, the cast copy of a weight; else None.
 
     Args:
         t: The tensor that is saved.
-        facts: The site, which remembers the weight whose copy it saved last.
+        facts: The site, which remembers the weight of the last copy that it saved.
         changed: Called if the weight turns out to have been modified.
     """
     copy: Any = t if t._base is None else t._base
@@ -84,12 +84,12 @@ def cast_weight(t: Tensor, facts: SiteFacts, changed: Callable[[], None]) -> Cas
 
 
 def cast_frozen(t: Tensor, module: Any, facts: SiteFacts, changed: Callable[[], None]) -> CastWeight | None:
-    """Return a stand-in for a tensor that is, or views, the copy of a linear layer's frozen weight; else None.
+    """Return a stand-in for a tensor if it is, or views, the cast copy of a linear layer's frozen weight; else None.
 
     Args:
         t: The tensor that is saved.
         module: The layer whose call saves it.
-        facts: The site, which remembers the weight, and its version, that such a tensor was equal to.
+        facts: The site, which remembers the weight, and its version, that the last such tensor was equal to.
         changed: Called if the weight turns out to have been modified.
     """
     copy: Any = t if t._base is None else t._base
@@ -111,7 +111,7 @@ def cast_frozen(t: Tensor, module: Any, facts: SiteFacts, changed: Callable[[], 
 
 
 def may_be_copy(copy: Tensor, parameter: Any) -> bool:
-    """Return whether another cast of a parameter gives memory of the same dtype and layout."""
+    """Return whether casting the parameter again would give memory of the same dtype and layout."""
     if type(parameter) is not nn.Parameter or parameter.dtype == copy.dtype or parameter.device != copy.device:
         return False
     same = parameter.shape == copy.shape and parameter.stride() == copy.stride() and copy.storage_offset() == 0

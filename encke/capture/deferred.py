@@ -1,13 +1,13 @@
-"""Forward passes of our own layers that are computed while what they save is packed.
+"""Forward passes of fused layers that are deferred until the tensor they save is packed.
 
 A batch norm reads its input to normalise it, and the encoder reads the same input to pack it. To read it once, the
-layer announces its forward pass and leaves the computing to the moment in which autograd saves the input:
+layer announces its forward pass and defers the computation until autograd saves the input:
 
     layer's forward            autograd                       Capture.pack            DeferredForward d
     forward.deferred = d
     function(x, d)       ->    Function.forward returns
                                d's result: memory that
-                               nobody has written yet;
+                               is not yet written;
                                saves x                  ->    d.t is x          ->    d.encode(): writes the result,
                                                                                       returns x packed
                          <-    result
@@ -16,17 +16,17 @@ layer announces its forward pass and leaves the computing to the moment in which
     run_deferred()       ->                                                           d.run_unfused(): writes the
     returns the result                                                                result
 
-A ReLU does the same with its result in the place of `x`. Convolutions and other dtypes use the base class, which leaves
-nothing to be done: it only spares capture the search for the site.
+A ReLU does the same with its result in place of `x`. Convolutions and other dtypes use the base class, which defers
+nothing: it only spares capture the search for the site.
 
 Invariants, each with a test of its name in tests/fused/test_deferred.py:
 
-- Nobody sees the result before it is written. Between `Function.forward` and the hook only autograd itself runs, and
+- No code reads the result before it is written. Between `Function.forward` and the hook only autograd itself runs, and
   the layer's forward returns after `encode` or `run_unfused`.
-- The hook may not come: no gradient is needed, or the memory is packed already. Then `run_unfused` runs.
-- The hook may come for another tensor first. Then `run_unfused` runs before that tensor is packed.
+- The hook may not be called: no gradient is needed, or the memory is packed already. Then `run_unfused` runs.
+- The hook may be called for another tensor first. Then `run_unfused` runs before that tensor is packed.
 - Packing may raise. The error leaves the layer's forward, no result is returned, and nothing stays announced.
-- Hooks of others may be on top. The layer asks for that right before, and goes the plain way.
+- Another library's hooks may be on top. The layer checks for them immediately before, and runs unfused.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from encke.codecs.layout import Layout
 
 
 class DeferredForward:
-    """Announcement of the tensor that one of our own layers saves next, and of its site.
+    """Announcement of the tensor that a fused layer saves next, and of its site.
 
     Derived classes write the layer's result in `encode` and `run_unfused`. One of the two runs, once.
     """
 
     __slots__ = ("codec", "facts", "t")
     restores = False
-    """Whether the layer reads the tensor as it is restored, and no codes: then backward may compute it again."""
+    """Whether the layer reads the restored tensor and no codes: then backward may recompute it."""
 
     def __init__(self, facts: SiteFacts, codec: Codec | None, t: Any) -> None:
         self.facts = facts
@@ -65,7 +65,7 @@ class DeferredForward:
 
 
 class RestoredInput(DeferredForward):
-    """Announcement of an input that the layer's backward reads as it is restored."""
+    """Announcement of an input whose restored values the layer's backward reads."""
 
     __slots__ = ()
     restores = True

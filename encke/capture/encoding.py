@@ -27,19 +27,19 @@ from encke.kernels import mix
 MASK, SIGN = Mask(), Sign()
 
 EXAMINED = ("cpu",)
-"""Kinds of devices on which whatever is packed is examined for NaN and infinities."""
+"""Device types on which every packed tensor is examined for NaN and infinities."""
 RECOMPUTED = "recomputed"
-"""Entry of the report for tensors that backward computes again."""
+"""Entry of the report for tensors that backward recomputes."""
 ONE_BIT = ("mask", "sign")
 """Needs that one bit of each value serves, whatever the policy."""
 STEADY_NEEDS = ("lossy", "attention", *ONE_BIT)
-"""Needs of sites that may save as in the pass before."""
+"""Needs of sites that may reuse their decisions of the previous pass."""
 storage_ref = weakref.ref
-"""A storage's Python object lives as long as its memory does, whoever holds that."""
+"""A storage's Python object lives as long as its memory does, even if only C++ code holds the memory."""
 
 
 def codec_for(scores: Scores, facts: SiteFacts, dtype: torch.dtype, frame: Frame | None) -> Codec | None:
-    """Return the codec that a site's need asks for; None where the tensor is kept as it is."""
+    """Return the codec that a site's need asks for; None if the tensor is kept as it is."""
     codec: Codec
     site = facts.site
     need = site.need
@@ -60,7 +60,7 @@ def codec_for(scores: Scores, facts: SiteFacts, dtype: torch.dtype, frame: Frame
 
 
 def exact_codec(facts: SiteFacts, dtype: torch.dtype, frame: Frame) -> Codec:
-    """Return the codec for values that must come back bit for bit, by what is known of them in this pass."""
+    """Return a lossless codec for a site, by the facts known in this pass."""
     high, window = facts.high, facts.window
     if facts.of_module:
         module: Any = frame.layer.owner()
@@ -79,9 +79,9 @@ def exact_codec(facts: SiteFacts, dtype: torch.dtype, frame: Frame) -> Codec:
 
 
 def shared_cell(facts: SiteFacts, t: Tensor, layout: Layout, length: int, forward: ForwardPass) -> SharedCell:
-    """Return the cell of the memory that `t` covers: the one that this forward pass has already, or a new one.
+    """Return the cell of the memory that `t` covers: the existing one of this forward pass, or a new one.
 
-    Copies that casts have made of one tensor have one cell.
+    Cast copies of one tensor share a cell.
     """
     storage = t.untyped_storage()
     run = (layout.size, layout.stride) if layout.copied else length
@@ -111,15 +111,15 @@ def shared_cell(facts: SiteFacts, t: Tensor, layout: Layout, length: int, forwar
 def steady_save(
     scores: Scores, known: Recomputations, cell: SharedCell, saved: Saved, length: int, deferred: bool
 ) -> SteadySave | None:
-    """Return the decisions with which a site has just saved; None where the next pass has to decide anew.
+    """Return the decisions of a site that has just saved, for reuse; None if the next pass has to decide again.
 
     Args:
         scores: Chooses codecs.
-        known: Decisions about tensors that are computed again.
+        known: Decisions about recomputed tensors.
         cell: The memory's cell.
-        saved: The saving.
+        saved: The saved tensor.
         length: Values in the tensor's run of memory.
-        deferred: Whether a layer computes its result while this is packed.
+        deferred: Whether a deferred forward ran while the tensor was packed.
     """
     facts, first, packed, layout = saved.facts, cell.record.facts, cell.packed, saved.layout
     need, codec = facts.site.need, cell.wanted
@@ -160,7 +160,7 @@ def save_again(
     known: Recomputations,
     deferred: DeferredForward | None,
 ) -> SharedCell | None:
-    """Return the cell of a tensor that is saved as the site did in the last pass; None if anything is different.
+    """Return the cell of a tensor that is saved with the decisions of the last pass; None if anything has changed.
 
     Args:
         t: The tensor.
@@ -168,7 +168,7 @@ def save_again(
         steady: Its decisions of the last pass.
         frame: The layer's call.
         forward: The forward pass in progress.
-        known: Decisions about tensors that are computed again.
+        known: Decisions about recomputed tensors.
         deferred: Forward to run while the tensor is encoded.
     """
     if t.shape != steady.size or t.stride() != steady.stride or t.device != steady.device or facts.changed:
@@ -216,14 +216,14 @@ def save_again(
 def pack_again(
     t: Tensor, steady: SteadySave, forward: ForwardPass, deferred: DeferredForward | None, again: Recomputed | None
 ) -> SharedCell:
-    """Return a cell of memory that is packed with the codec of the last pass.
+    """Return a cell of memory packed with the codec of the last pass.
 
     Args:
         t: The tensor that is saved.
         steady: Decisions of the last pass.
         forward: The forward pass in progress.
         deferred: Forward to run while the tensor is encoded.
-        again: Stands for a tensor that backward computes again.
+        again: Stand-in for a tensor that backward recomputes.
     """
     facts, codec, layout = steady.first, steady.codec, steady.packed_layout
     record = Record(facts)
@@ -248,11 +248,11 @@ def pack_again(
 def ask_for_others(
     cell: SharedCell, facts: SiteFacts, length: int, dtype: torch.dtype, scores: Scores, known: Recomputations
 ) -> None:
-    """Ask a cell, before it is packed, for what other sites will need of it in this pass, as far as is known."""
+    """Ask a cell, before it is packed, for the codecs that other sites will need in this pass, as far as known."""
     for sharer in tuple(facts.sharers):
         more = codec_for(scores, sharer, dtype, None)
         if more is not None:
-            # Rows of another memory than last time are known when that reader saves.
+            # If the memory differs from the last pass, the rows are known only when that reader saves.
             cell.ask(more, rows=sharer.rows[1] if sharer.rows[0] == length else None)
     asked: list[Codec] | None = None
     if facts.dependents:
@@ -271,13 +271,13 @@ def encode(
     length: int | None = None,
     deferred: DeferredForward | None = None,
 ) -> None:
-    """Make the cell satisfy all who asked: encode from the memory at hand if what is packed does not yet.
+    """Encode the memory again if the packed data does not satisfy every reader of the cell.
 
     Args:
         cell: The memory's cell.
-        saved: The saving that brings the memory.
+        saved: The saved tensor that provides the memory.
         forward: The forward pass in progress.
-        t: The tensor, or without a `length` its run of memory, flat.
+        t: The tensor; without a `length`, its flat run of memory.
         length: Values in the tensor's run of memory.
         deferred: Forward to run while the tensor is encoded.
     """
@@ -323,7 +323,7 @@ def encode(
 def encode_alone(
     saved: Saved, record: Record, codec: Codec, forward: ForwardPass, t: Tensor, length: int | None = None
 ) -> Saved:
-    """Pack `t` for one reader in a cell of its own. Shared with other readers it would need more bits."""
+    """Pack `t` for one reader in a cell of its own. A cell shared with other readers would need more bits."""
     forward.tally.records.append(record)
     saved.cell = cell = SharedCell(mix(forward.step, record.facts.site.number, forward.rank), record)
     cell.ask(codec, True)
@@ -332,9 +332,9 @@ def encode_alone(
 
 
 def limits_of(operation: str, module: nn.Module | None) -> tuple[float, float] | None:
-    """Return the limits of its input inside of which an operation propagates gradients unchanged, and none outside.
+    """Return the input limits inside which an operation propagates gradients unchanged; outside it propagates none.
 
-    Only layers tell: numbers that somebody gives to a function may be others in the next step.
+    Only layers tell: the arguments of a function call may change in the next step.
     """
     if operation == "Hardsigmoid":
         return (-3.0, 3.0)

@@ -1,6 +1,6 @@
-"""Tensors as functions of saved ones: the rules by which backward computes the results of operations again.
+"""Tensors as functions of saved tensors: the rules by which backward recomputes the results of operations.
 
-On a GPU norms, activations and gated products are computed in one kernel each, from the codes of their operands.
+On a GPU one kernel each computes norms, activations and gated products from the codes of their operands.
 """
 
 from __future__ import annotations
@@ -26,21 +26,20 @@ from encke.kernels import backend_for
 from encke.torch_internals import saved_setting
 
 LEAF = "leaf"
-"""Stands in the place of a slot for an operand that is not saved: a leaf behind an edge of the graph."""
+"""Slot name of an operand that is not saved: a leaf behind an edge of the graph."""
 GELUS = {"none": "gelu", "tanh": "gelu tanh"}
 """Kernel of GELU by the setting of its node."""
 
 Kernel = Callable[[list[Any], torch.dtype], Tensor | None]
-"""Computes an operation's result, in a dtype, from its operands as they were saved; None where it does not take them.
-"""
+"""Computes an operation's result, in a dtype, from its saved operands; returns None if it does not support them."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Way to compute the result of an operation from what its node has."""
+    """Way to compute the result of an operation from its node's saved tensors and settings."""
 
     operands: tuple[tuple[str, int | None], ...]
-    """Slot of each operand, and the edge of the graph behind it where the slot is empty; None if it may be missing."""
+    """Slot of each operand, and the graph edge to follow if the slot is empty; None if the operand may be missing."""
     function: Callable[[Any], Callable[..., Tensor]]
     """Returns the function of the operands, given the node."""
     curved: bool = False
@@ -54,7 +53,7 @@ class Rule:
 
 
 class Expression:
-    """A tensor as a function of saved ones."""
+    """Tensor as a function of saved tensors."""
 
     __slots__ = ("dtypes", "function", "kernel", "operands", "shape", "signature")
 
@@ -88,7 +87,7 @@ class Expression:
 
 
 def operand_value(raw: Any) -> Tensor | None:
-    """Return the tensor that an operand of an expression stands for."""
+    """Return the tensor that an operand of an expression represents."""
     if raw is None:
         return None
     if isinstance(raw, Expression):
@@ -99,7 +98,7 @@ def operand_value(raw: Any) -> Tensor | None:
 
 
 class Recomputed(Packed):
-    """Stand-in for a tensor that is computed again. Its codec is the one that its sources are at least as fine as."""
+    """Stand-in for a recomputed tensor. Every source is packed at least as finely as its codec asks."""
 
     __slots__ = ("expression",)
 
@@ -115,7 +114,7 @@ class Recomputed(Packed):
             return self.expression.value()
 
     def intact(self, source: Tensor) -> bool:
-        """Return True: where a source holds a NaN or an infinity it is exact, so the result is what it was."""
+        """Return True: a source that holds a NaN or an infinity is exact, so the result is unchanged."""
         return True
 
 
@@ -125,20 +124,20 @@ def widened(x: Tensor) -> Tensor:
 
 
 def layer_norm(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Normalise with the mean and deviation of the exact input: linear in `x`."""
+    """Normalise with the mean and deviation of the exact input; linear in `x`."""
     y = (widened(x) - mean) * rstd
     y = y if weight is None else y * weight
     return y if bias is None else y + bias
 
 
 def rms_norm(x: Tensor, rstd: Tensor, weight: Tensor | None, offset: float = 0.0) -> Tensor:
-    """Normalise with the deviation of the exact input: linear in `x`. Some layers add an offset to the weight."""
+    """Normalise with the deviation of the exact input; linear in `x`. Some layers add an offset to the weight."""
     y = widened(x) * rstd
     return y if weight is None else y * (weight + offset if offset else weight)
 
 
 def norm_kernel(operands: list[Any], out: torch.dtype, centred: bool, offset: float = 0.0) -> Tensor | None:
-    """Do what `layer_norm` (`centred`) or `rms_norm` does in one kernel, which decodes a packed input in registers."""
+    """Compute `layer_norm` (`centred`) or `rms_norm` in one kernel, which decodes a packed input in registers."""
     raw, *rest = operands
     mean, rstd, weight, *others = map(operand_value, rest if centred else (None, *rest))
     bias = others[0] if others else None
@@ -166,13 +165,13 @@ def norm_kernel(operands: list[Any], out: torch.dtype, centred: bool, offset: fl
 
 
 def batch_norm(x: Tensor, mean: Tensor, invstd: Tensor, bias: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Normalise with the statistics of the exact input: linear in `x`."""
+    """Normalise with the statistics of the exact input; linear in `x`."""
     variance = invstd.pow(-2) - eps
     return functional.batch_norm(x, mean, variance, weight, bias, training=False, eps=eps)
 
 
 def batch_norm_kernel(operands: list[Any], out: torch.dtype) -> Tensor | None:
-    """Do what `batch_norm` does in one kernel, which decodes a packed input in registers, in channels_last memory."""
+    """Compute `batch_norm` in one kernel, which decodes a packed input in registers, in channels_last memory."""
     raw, *rest = operands
     packed = packed_values(raw)
     if packed is None or packed.dtype != out or raw.layout.channels_last is not True or not runs_kernels(raw.device):
@@ -208,8 +207,8 @@ def normalised(
         rows: Mean, 1 / deviation, scale and bias of each channel.
         weight: The weight, and its version.
         eps: Added to the variance.
-        dtype: Of the result.
-        shape: Of the result.
+        dtype: Dtype of the result.
+        shape: Shape of the result.
     """
     found = Expression("NativeBatchNorm", partial(batch_norm, eps=eps), batch_norm_kernel, (dtype,), shape)
     mean, invstd, _, bias = ((row, row._version) for row in rows.unbind())
@@ -218,24 +217,24 @@ def normalised(
 
 
 def packed_values(raw: Any) -> GroupQuantPacked | None:
-    """Return the codes of a tensor, if it is packed in a way that kernels read."""
+    """Return the codes of a tensor if it is packed in a format that kernels read."""
     if not isinstance(raw, Saved) or raw.tensor is not None or raw.cell is None or raw.cell.held is not None:
         return None
     packed: Any = raw.cell.packed
-    # What is computed again has a codec, but no codes and no plan.
+    # A recomputed tensor has a codec, but no codes and no plan.
     if packed is None or packed.plan is None or not packed.codec.reads_packed or packed.dtype != raw.dtype:
         return None
     return packed
 
 
 def codes_of(raw: Any) -> GroupQuantPacked | None:
-    """Return the codes of a contiguous tensor, if it is packed in a way that kernels read."""
+    """Return the codes of a contiguous tensor if it is packed in a format that kernels read."""
     packed = packed_values(raw)
     return packed if packed is not None and raw.layout.channels_last is False else None
 
 
 def packed_rows(raw: Any, width: int) -> GroupQuantPacked | None:
-    """Return the codes of a tensor, if the kernels read them as rows of `width` values, transposed or not."""
+    """Return the codes of a tensor if kernels read them as rows of `width` values, transposed or not."""
     packed = packed_values(raw)
     if packed is None or rows_inside(raw.layout, width) is None:
         return None
@@ -261,7 +260,7 @@ def activation_kernel(operands: list[Any], out: torch.dtype, kind: str) -> Tenso
 
 
 def product_kernel(operands: list[Any], out: torch.dtype) -> Tensor | None:
-    """Compute the product of an activation and another tensor of its size in one kernel, as gated MLPs have it."""
+    """Compute the product of an activation and another tensor of its size in one kernel, as gated MLPs use it."""
     size = size_of(operands[0])
     if size != size_of(operands[1]):
         return None
@@ -274,7 +273,7 @@ def product_kernel(operands: list[Any], out: torch.dtype) -> Tensor | None:
 
 
 def activate(kind: str, raw: Any, factor: Any, size: tuple[int, ...], out: torch.dtype) -> Tensor | None:
-    """Return an activation of a packed tensor, times a factor; None where the kernel does not take them."""
+    """Return an activation of a packed tensor, times a factor; None if the kernel does not support the operands."""
     packed = codes_of(raw)
     if packed is None or not runs_kernels(raw.device):
         return None
@@ -293,7 +292,7 @@ def activate(kind: str, raw: Any, factor: Any, size: tuple[int, ...], out: torch
 
 
 def expression_of(raw: Any) -> Expression | None:
-    """Return the expression of a contiguous tensor that is computed again."""
+    """Return the expression of a contiguous recomputed tensor."""
     if isinstance(raw, Expression):
         return raw
     packed = raw.cell.packed if isinstance(raw, Saved) and raw.cell is not None and raw.cell.held is None else None
@@ -321,12 +320,12 @@ def activation_kernels() -> Any:
 
 
 def offset_of(node: Any) -> float:
-    """Return what an RMS norm adds to its weight; functions in the operation's place tell."""
+    """Return the offset that an RMS norm adds to its weight; only functions that replace the operation have one."""
     return float(getattr(node, "encke_offset", 0.0))
 
 
 def dropout(x: Tensor, mask: Tensor, p: float) -> Tensor:
-    """Zero and scale as `mask` tells."""
+    """Scale the values that `mask` keeps, and zero the others."""
     return x * mask * (0.0 if p == 1 else 1 / (1 - p))
 
 
@@ -337,7 +336,7 @@ def elu_of(node: Any) -> Callable[[Tensor], Tensor]:
 
 
 def eps_of(node: Any) -> float:
-    """Return what a batch norm adds to the variance."""
+    """Return the value that a batch norm adds to the variance."""
     epsilon = saved_setting(node, "epsilon", None)  # cuDNN's name
     return float(saved_setting(node, "eps") if epsilon is None else epsilon)
 
@@ -391,4 +390,4 @@ RULES = {
     "Softmax": Rule((("result", None),), lambda node: torch.Tensor.detach),
     "SafeSoftmax": Rule((("result", None),), lambda node: torch.Tensor.detach),
 }
-"""Operations whose result can be computed again from what they save."""
+"""Operations whose result can be recomputed from the tensors they save."""

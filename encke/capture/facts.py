@@ -17,21 +17,21 @@ from encke.codecs.layout import Layout, rows_for
 
 
 class SiteState(enum.Enum):
-    """Knowledge of a site's reader; `encke/capture/readers.py` shows the transitions."""
+    """State of knowledge about a site's reader; `encke/capture/readers.py` shows the transitions."""
 
     PENDING = "pending"
-    """A tensor was saved, its reader is not known yet: the tensor is held as it is."""
+    """A tensor was saved, its reader is not known yet: the tensor is held unpacked."""
     KNOWN = "known"
-    """The reader is known: what is saved next is packed at once."""
+    """The reader is known: the next tensor saved here is packed at once."""
     UNSTABLE = "unstable"
-    """Every pass learns the reader anew: another one than that learnt has read from this call of the layer, or the need
-    goes by numbers that only the reader's node tells."""
+    """The reader is learnt again in every pass: either a different operation has read from this call of the layer, or
+    the need depends on numbers that only the reader's node holds."""
     HIDDEN = "hidden"
-    """The graph does not show who reads: what is saved is kept as it is (encke/capture/hidden.py)."""
+    """The graph does not show the reader: the tensor is kept as it is (encke/capture/hidden.py)."""
 
 
 class SteadySave:
-    """Decisions with which a site has saved. They hold as long as policy, tensor and sharers stay as they are."""
+    """Decisions with which a site has saved. They hold as long as policy, tensor and sharers stay the same."""
 
     __slots__ = (
         "changes", "chosen", "codec", "device", "first", "layout", "length", "lossy_input", "packed_layout",
@@ -44,10 +44,10 @@ class SteadySave:
         recomputed: bool, changes: int,
     ) -> None:  # fmt: skip
         self.chosen = chosen
-        """Codecs chosen for the site, for those that share its memory, and for those that are computed from it; each
-        with the function that chose it."""
+        """Codecs chosen for the site, for the sites that share its memory, and for the sites that are recomputed from
+        it, each with the function that chose it."""
         self.codec = codec
-        """Codec that satisfies all of them: the memory is packed with it."""
+        """Codec with which the memory is packed; it satisfies every codec in `chosen`."""
         self.first = first
         """Site that saves the memory first, and packs it."""
         self.device, self.layout, self.packed_layout, self.length = device, layout, packed_layout, length
@@ -56,11 +56,11 @@ class SteadySave:
         self.values = values
         """Whether the site reads values, not a mask."""
         self.lossy_input = lossy_input
-        """Whether this is an input of attention that is packed with a loss."""
+        """Whether this is an input of attention that is packed lossily."""
         self.recomputed = recomputed
-        """Whether backward computes the tensor again."""
+        """Whether backward recomputes the tensor."""
         self.changes = changes
-        """Number of changes among the tensors that are computed again, when this was decided."""
+        """Number of changes among the recomputed tensors at the time of the decision."""
 
 
 class SiteFacts:
@@ -100,20 +100,20 @@ class SiteFacts:
         self.site = site
         """The key; its operation and slot are `?` while the state is PENDING."""
         self.index = index
-        """Number of the tensor among all that the layer's call saves."""
+        """Index of the tensor among all that the layer's call saves."""
         self.signature = signature
         """Dtype, dimensions, whether a gradient is needed, and the operation that made the tensor."""
         self.state = SiteState.PENDING
         self.reader = ""
         """Name of the autograd node that reads, as `operation_name` gives it."""
         self.raw_slot = ""
-        """Attribute of the reader's node that must hold what is saved here; empty where any slot is served."""
+        """Attribute of the reader's node that must hold the object saved here; empty if any slot may read it."""
         self.position = 0
         """Number in that attribute, if it holds several."""
         self.siblings: list[SiteFacts | None] = []
         """Facts about all sites of the same call."""
         self.of_module = False
-        """Whether the layer tells window and limit: it is a max-pool or an embedding of torch."""
+        """Whether the layer provides window and limit: it is a max-pool or an embedding of torch."""
         self.window: tuple[tuple[int, ...], ...] | None = None
         """Kernel, stride, padding and dilation, if this is where a max-pool saves its indices."""
         self.input_index = -1
@@ -129,13 +129,13 @@ class SiteFacts:
         self.rows: tuple[int, tuple[int, int] | None] = (0, None)
         """Length of the run of memory saved last, and the rows in it that the reader normalises."""
         self.sharers: set[SiteFacts] = set()
-        """Sites that later save the same memory: the strictest of them decides."""
+        """Sites that later save the same memory: the strictest need among them decides."""
         self.dependents: set[SiteFacts] = set()
-        """Sites whose tensors are computed again from what is saved here (encke/capture/recompute.py)."""
+        """Sites whose tensors are recomputed from the tensor saved here (encke/capture/recompute.py)."""
         self.recomputed: tuple[Any, ...] | bool | None = None
-        """Operations by which backward computes what is saved here; False if it must not, None if not tried yet."""
+        """Operations by which backward recomputes the tensor; False if it must not, None if not tried yet."""
         self.waits = False
-        """Whether backward could compute what is saved here, once its sources are packed finely enough."""
+        """Whether backward could recompute the tensor once its sources are packed finely enough."""
         self.changed = False
         """Whether the memory had other values when another site saved it before: written through `tensor.data`."""
         self.examined = False
@@ -143,12 +143,12 @@ class SiteFacts:
         self.copied: tuple[Any, int] | None = None
         """Frozen weight, and its version, of which a cast copy was found here (encke/capture/casts.py)."""
         self.cast: Any = None
-        """Stand-in for the copy of a weight that was saved here last (encke/capture/casts.py)."""
+        """Stand-in for the copy of a weight that was last saved here (encke/capture/casts.py)."""
         self.encoder_state = EncoderState(lambda: self.site.name)
         self.steady: SteadySave | None = None
-        """Decisions of the last pass; None if they need not hold in the next one."""
+        """Decisions of the last pass; None if they need not hold in the next pass."""
         self.function: Any = None
-        """Function that runs in the operation's place (encke/fused); False if there is none, None if not asked yet."""
+        """Function that replaces the operation (encke/fused); False if there is none, None if not looked up yet."""
 
     def rows_in(self, layout: Layout, length: int) -> tuple[int, int] | None:
         """Return the rows of a run of memory that the reader normalises; None if it does not."""
@@ -179,19 +179,19 @@ class SiteFacts:
         )
 
     def become_exact(self) -> None:
-        """Store exactly from now on what is saved here: it holds values that are not finite."""
+        """Store this site's tensors losslessly from now on, as they hold values that are not finite."""
         self.site = replace(self.site, need="exact")
         self.function = self.steady = None
 
     def distrust(self) -> None:
-        """Have every site of the call learnt anew from now on: the order of its operations has changed."""
+        """Learn every site of the call again from now on: the order of the call's operations has changed."""
         for facts in (self, *self.siblings):
             if facts is not None:
                 facts.state = SiteState.UNSTABLE
 
     @property
     def stays(self) -> bool:
-        """Whether packing what must be exact gains nothing: floats that did not shrink last time, and labels.
+        """Whether packing a tensor that must be exact gains nothing: floats that did not shrink last time, and labels.
 
         To find the range of labels, the host would have to wait for the GPU.
         """

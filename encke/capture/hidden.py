@@ -1,9 +1,9 @@
-"""Readers that the autograd graph hides: operations in place on a view.
+"""Readers that the autograd graph hides: in-place operations on a view.
 
-`leaky_relu_` of a view becomes part of a `CopySlices` node, which tells neither the operation nor what it saved. An
-instance norm returns a view, and so does a linear layer of an input with three dimensions. The activation in place
-behind it saves as much as the layer itself. Where the call is one of torch's own layers, which run one operation, the
-layer tells which one. Elsewhere what is saved is kept as it is.
+`leaky_relu_` of a view becomes part of a `CopySlices` node, which exposes neither the operation nor its saved tensors.
+An instance norm returns a view, and so does a linear layer with a three-dimensional input. An in-place activation after
+either of them saves as much as the layer itself. If the call belongs to one of torch's own layers, which run one
+operation, the layer identifies it. Elsewhere the saved tensor is kept as it is.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ LAYERS: dict[type[nn.Module], tuple[str, str]] = {
     nn.Hardtanh: ("Hardtanh", "self"),
     nn.ReLU6: ("Hardtanh", "self"),
 }
-"""Layers that run one operation, in place if asked to -> the operation, and the slot of what it saves."""
+"""Layers that run one operation, in place if asked to -> the operation, and the slot of its saved tensor."""
 FORWARDS = {kind: kind.forward for kind in LAYERS}
 
 
 def operation_of(frame: Frame) -> tuple[str, str] | None:
-    """Return the operation that a layer's call runs in place and the slot it saves; None if the layer does not tell."""
+    """Return a layer's in-place operation and the slot it saves; None if the layer does not identify them."""
     module: Any = frame.layer.owner()
     kind = type(module)
     if kind not in LAYERS or not module.inplace or kind.forward is not FORWARDS[kind]:
@@ -44,7 +44,7 @@ def operation_of(frame: Frame) -> tuple[str, str] | None:
     own = module.__dict__.get("forward")
     if own is not None and getattr(own, "layer", None) is not frame.layer:
         return None
-    # Hooks of others that run inside the call may save as well.
+    # Other hooks that run inside the call may save tensors as well.
     if any(type(hook) is not EnterHook for hook in module._forward_pre_hooks.values()):
         return None
     return LAYERS[kind]
@@ -58,13 +58,13 @@ def is_result(t: Tensor) -> bool:
 
 
 def still_hidden(facts: SiteFacts, t: Tensor, frame: Frame) -> bool:
-    """Return whether a layer's call still tells what it did when a site in it was learnt."""
+    """Return whether a layer's call still identifies the operation and slot with which a site was learnt."""
     told, site = operation_of(frame), facts.site
     return told == (site.operation, site.slot) and frame.index == 1 and (site.slot != "result" or is_result(t))
 
 
 def site_of_result(t: Tensor, frame: Frame, index: int) -> Site | None:
-    """Return the key of a view that a layer's operation has just written in place; None for anything else."""
+    """Return the key of a view that a layer's in-place operation has just written; None for any other tensor."""
     told = operation_of(frame) if index == 0 else None
     if told is None or told[1] != "result" or not is_result(t):
         return None
@@ -73,7 +73,10 @@ def site_of_result(t: Tensor, frame: Frame, index: int) -> Site | None:
 
 
 def site_of_input(saved: Saved, pending: Pending) -> Site | None:
-    """Return the key of what an operation in place on a view has read in backward; None if the layer does not tell."""
+    """Return the key of the tensor that an in-place operation on a view has read in backward.
+
+    Return None if the layer does not identify the operation.
+    """
     facts, frame = saved.facts, pending.frame
     dtype, dimensions, requires_grad, _ = facts.signature
     told = operation_of(frame) if facts.index == 0 and frame.index == 1 else None
@@ -86,6 +89,6 @@ def site_of_input(saved: Saved, pending: Pending) -> Site | None:
 
 
 def unknown_site(facts: SiteFacts, frame: Frame) -> Site:
-    """Return the key of what is kept as it is, because nobody tells who reads it."""
+    """Return the key of a tensor that is kept as it is because its reader cannot be identified."""
     dtype, dimensions, _, _ = facts.signature
     return frame.new_site(facts.index, COPY_SLICES, "?", "exact", dtype, dimensions)

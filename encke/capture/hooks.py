@@ -1,6 +1,6 @@
-"""Pack and unpack: what autograd calls when it saves a tensor and when it reads it.
+"""Pack and unpack hooks, which autograd calls when it saves a tensor and when it reads it.
 
-The questions between autograd and the codecs: whose tensor is this, was its memory packed already, may it be lossy.
+They find out which layer saves a tensor, whether its memory is packed already, and whether it may be lossy.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ from encke.policies.base import AdaptivePolicy, Policy, Schedule
 from encke.torch_internals import called_by_checkpoint, current_autograd_node, run_uncompiled
 
 SMALL = 16384
-"""Tensors of fewer bytes than this pass through as they are, unless `attach(..., min_bytes=...)` says otherwise."""
+"""Tensors smaller than this, in bytes, are kept as they are, unless `attach(..., min_bytes=...)` sets another limit."""
 
 Kept = tuple[Tensor, int] | tuple[Tensor, int, bool]
-"""A tensor that is kept as it is, and its version when it was saved. A third item marks what may be a small result of
-attention, in whose place another one may be read."""
+"""A tensor that is kept as it is, and its version when it was saved. A third item marks a possible small result
+of attention, which backward may have to replace by a recomputed one."""
 
 
 class Capture:
-    """Pack what one model (or one `compress` context) saves."""
+    """Pack the saved tensors of one model (or one `compress` context)."""
 
     def __init__(self, policy: Policy, root: nn.Module | None, min_bytes: int | None = None) -> None:
-        """Without `min_bytes`, tensors that are negligible beside the others are kept as they are too."""
+        """Without `min_bytes`, tensors that are negligible beside the others are kept unpacked as well."""
         self.policy = policy
         self.min_bytes = SMALL if min_bytes is None else min_bytes
         self.negligible = Negligible(automatic=min_bytes is None)
@@ -78,7 +78,7 @@ class Capture:
         self.whole_weights = root is None or not any(is_wrapper(p) for p in root.parameters())
         """Whether weights are there between forward and backward."""
         self.casts_again = self.whole_weights
-        """Whether the copies that autocast makes of weights are made again in backward."""
+        """Whether the copies that autocast makes of weights are released, and cast again in backward."""
         self.ledger = Ledger()
         self.passes = Passes((self.pack, unpack), self._begin_pass, self._end_pass)
         self.threads = self.passes.threads
@@ -95,7 +95,7 @@ class Capture:
         self.rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
     def decisions(self) -> dict[str, Any]:
-        """Return what capture has decided beside the policy, as plain data."""
+        """Return the decisions that capture has made besides the policy's, as plain data."""
         return {
             "scores": dict(self.scores.bits),
             "recomputed": self.recomputations.state_dict(),
@@ -103,10 +103,10 @@ class Capture:
         }
 
     def load_decisions(self, state: Mapping[str, Any]) -> None:
-        """Take over what another run has decided.
+        """Take over the decisions of another run.
 
         Raises:
-            ValueError: A part of the state is none of ours.
+            ValueError: A part of the state is invalid.
         """
         self.scores.load(state.get("scores", {}))
         self.recomputations.load_state_dict(state.get("recomputed", {}))
@@ -123,11 +123,11 @@ class Capture:
         forward.steady = not measures
 
     def _end_pass(self, forward: ForwardPass, output: Any) -> None:
-        """Settle what is still pending, from the graph behind the output."""
+        """Settle pending tensors from the graph behind the output."""
         for tensor in tensors_in(output) if forward.pending else ():
             self.readers.read_graph(tensor.grad_fn)
         for saved in forward.pending:
-            # Held until backward tells who reads it.
+            # Held until backward identifies the reader.
             if saved.cell is not None and saved.cell.packed is None:
                 saved.cell.producer = None
                 saved.cell.record.packed_bytes = saved.cell.record.saved_bytes
@@ -141,11 +141,11 @@ class Capture:
         self.negligible.end_pass(self.step, self.ledger.last)
 
     def pack(self, t: Tensor) -> Saved | Kept | CastWeight:
-        """Return what autograd is to hold in place of `t`."""
+        """Return the object that autograd is to hold in place of `t`."""
         forward = self.threads.forward
         frames = forward.frames
         if not frames:
-            # Somebody kept our hooks on beyond the forward pass: what is saved now is none of ours.
+            # The hooks stayed active after the forward pass: tensors saved now do not belong to this model.
             return keep(t)
         frame = frames[-1]
         index = frame.index
@@ -158,7 +158,7 @@ class Capture:
         places = self.negligible.places
         negligible = bool(places) and known is not None and known.site.place in places and matches(known, t)
         if known is not None and forward.steady and (announced or deferred is None):
-            # What is pending is settled first, from the graph behind this tensor.
+            # Pending tensors are settled first, from the graph behind this tensor.
             usual = known.state is SiteState.KNOWN and not forward.pending and type(t) is Tensor and not negligible
             steady = known.steady
             if usual and (steady is not None or known.cast is not None) and (announced or matches(known, t)):
@@ -225,7 +225,7 @@ class Capture:
         return keep(t)
 
     def _cast_again(self, t: Tensor, facts: SiteFacts, frame: Frame) -> CastWeight | Kept | None:
-        """Release the copy that autocast made of a weight, to be made again in backward, unless it is small."""
+        """Release autocast's copy of a weight, to be cast again in backward, unless it is small."""
         if not self.casts_again:
             return None
         if t.numel() * t.element_size() < self.negligible.weight_bytes:
@@ -244,7 +244,7 @@ class Capture:
         self.casts_again = False
 
     def _hold(self, t: Tensor, frame: Frame, index: int) -> Saved:
-        """Keep `t` as it is until the graph tells who reads it."""
+        """Keep `t` as it is until the graph identifies its reader."""
         facts = SiteFacts(Site(frame.layer.name, "?", "?", frame.number), index, signature(t))
         note_size(frame, index, t)
         forward = self.threads.forward
@@ -253,7 +253,7 @@ class Capture:
         facts.changed = before is not None and before.changed
         cell = shared_cell(facts, t, layout, flat.numel(), forward)
         if before is None:
-            # To read a checksum, the host waits for the GPU: only when a site saves for the first time.
+            # Reading a checksum makes the host wait for the GPU, so only a site's first tensor gets one.
             values = checksum(flat)
             if cell.checksum is not None and cell.checksum != values:
                 facts.changed = True
@@ -265,7 +265,7 @@ class Capture:
         parameter = origin is Origin.PARAMETERS or is_view_of_parameter(node)
         saved.pending = Pending(frame, parameter, origin is not Origin.DATA)
         if is_parameter_view(t) or self.readers.is_weight(t):
-            # Sharded training frees a weight's memory behind its layer: a view cannot be made of it later.
+            # Sharded training frees a weight's memory after its layer: a view cannot be made of it later.
             saved.tensor, saved.version = keep(t)
         cell.waiting += 1
         cell.hold(flat)
@@ -302,7 +302,7 @@ class Capture:
         first, rows = cell.record.facts, facts.rows_in(layout, length)
         if first is not facts:
             if need == "mask":
-                # ReLU is the first to save its result: this is somebody else.
+                # A ReLU saves its result before any other reader, so this reader is not the ReLU that was learnt.
                 facts.distrust()
                 return self._hold(t, frame, facts.index)
             first.sharers.add(facts)
@@ -364,7 +364,7 @@ def unpack(saved: Saved | Kept | CastWeight) -> Tensor:
         elif facts.norm is not None and norm_of(node, facts.site.operation, facts.site.slot) != facts.norm:
             saved.owner.mismatch(saved, node)
         elif facts.raw_slot:
-            # Functions in an operation's place have no such attribute: they are ours, and have the slots it has.
+            # Functions that replace an operation lack this attribute. They are ours and have the operation's slots.
             slot = getattr(node, facts.raw_slot, None)
             if slot is not None and (slot[facts.position] if type(slot) is tuple else slot).data is not saved:
                 saved.owner.mismatch(saved, node)
@@ -375,7 +375,7 @@ def unpack(saved: Saved | Kept | CastWeight) -> Tensor:
     return saved.restore()
 
 
-# Where backward is called in a function that is compiled: dynamo would compile pieces of this, and of numba's kernels.
+# When backward is called in a compiled function, dynamo would compile parts of this function and of numba's kernels.
 run_uncompiled(unpack.__code__)
 
 
@@ -385,13 +385,13 @@ def keep(t: Tensor) -> tuple[Tensor, int]:
 
 
 def checksum(flat: Tensor) -> list[int]:
-    """Return sums by which to notice that memory was written through `tensor.data`, which leaves no other trace."""
+    """Return sums that reveal writes to the memory through `tensor.data`, which leave no other trace."""
     words = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64))
     return torch.stack([words.sum(), words[: words.numel() // 3].sum()]).tolist()
 
 
 def note_size(frame: Frame, index: int, t: Tensor) -> None:
-    """Note the shape saved at `index`: what is saved next may be a max-pool's indices into it."""
+    """Record the shape saved at `index`: the next saved tensor may be a max-pool's indices into it."""
     if frame.sizes is None:
         frame.sizes = {}
     frame.sizes[index] = tuple(t.shape)
@@ -408,7 +408,7 @@ def unfrozen(site: Site, layer: Layer) -> bool:
 
 
 def unusual(t: Tensor) -> bool:
-    """Return whether a tensor is left alone: a subclass, sparse, complex, negated, quantized or meta."""
+    """Return whether a tensor is not compressed: a subclass, sparse, complex, negated, quantized or meta."""
     if type(t) is not Tensor or t.layout != torch.strided:
         return True
     return t.is_complex() or t.is_neg() or t.is_quantized or t.is_meta

@@ -12,7 +12,7 @@ from encke.capture.sites import Site
 from encke.codecs import Codec
 
 storage_ref = weakref.ref
-"""A storage's Python object lives as long as its memory does, whoever holds that."""
+"""A storage's Python object lives as long as its memory does, even if only C++ code holds the memory."""
 
 
 class Record:
@@ -36,15 +36,15 @@ class Record:
 LEFT_OUT = SiteFacts(Site("", "(layers left out)", ""))
 UNUSUAL = SiteFacts(Site("", "(sparse and other unusual tensors)", ""))
 COMPUTED = SiteFacts(Site("", "(tensors computed from weights)", ""))
-"""Copies of weights that cannot be made again, and weights that are computed from others."""
+"""Copies of weights that cannot be cast again, and weights that are computed from others."""
 SMALL_ONES = SiteFacts(Site("", "(small tensors)", ""))
 CAST_AGAIN = "cast again"
 CASTS = SiteFacts(Site("", "(copies of weights)", ""))
-"""Copies that autocast makes, and that are made again in backward."""
+"""Copies of weights that autocast makes and that are cast again in backward."""
 
 
 class Tally:
-    """Count of what one forward pass saves: a record for each site, each storage counted once."""
+    """Count of the tensors that one forward pass saves: a record for each site, each storage counted once."""
 
     __slots__ = ("_counted", "records", "small_bytes")
 
@@ -71,20 +71,20 @@ class Tally:
 
 
 class Ledger:
-    """Records of the last forward pass, and the log that gets them."""
+    """Records of the last forward pass, and the log that receives them."""
 
     def __init__(self) -> None:
         self.last: list[Record] = []
-        """Records of the last forward pass, or of the last round of those layers that were called one by one."""
+        """Records of the last forward pass, or of the last round of layers that were called one by one."""
         self._newest: list[Record] = []
         self._rounds: dict[str, list[Record]] = {}
         self.log: Callable[[int, list[Record]], None] | None = None
         """Called with the number of a forward pass and its records, once all sizes are known."""
 
     def add(self, layer: str, records: list[Record]) -> None:
-        """Take the records of a forward pass; `layer` is the outermost one, "" for the model itself.
+        """Add the records of a forward pass; `layer` is the outermost one, "" for the model itself.
 
-        Layers called one by one, without the model around them, are added up until one of them comes again.
+        Layers called one by one, without the model around them, are added up until one of them is called again.
         """
         if not layer or layer in self._rounds:
             self._rounds = {}

@@ -1,4 +1,4 @@
-"""Layers of the attached model, and module hooks that do not travel with it."""
+"""Layers of the attached model, and module hooks that are not copied with it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ERROR_ATTACHED_BEFORE_COMPILE = (
 
 
 class Layer:
-    """A module of the attached model: its name, and for each call within one forward pass the sites it has."""
+    """A module of the attached model: its name, and the sites of each of its calls within one forward pass."""
 
     __slots__ = ("calls", "compress", "module", "name", "parent")
 
@@ -36,22 +36,22 @@ class Layer:
 
 
 def inside_compile() -> bool:
-    """Return whether torch.compile is tracing this call, or has given up tracing it and runs it piece by piece."""
+    """Return whether torch.compile is tracing this call, or runs it piece by piece after a failed trace."""
     return torch.compiler.is_compiling() or callable(eval_frame_callback())
 
 
 def inert(*args: Any) -> None:
-    """Do nothing: copied and loaded models have this in place of our hooks."""
+    """Do nothing: replaces our hooks in copied and loaded models."""
 
 
 class ModuleHook:
-    """A module hook that does not travel: copies and pickles of the model get one that does nothing."""
+    """A module hook that is not copied: copies and pickles of the model get one that does nothing."""
 
     def __init__(self, layer: Layer) -> None:
         self.layer = layer
 
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        """Take note of the module's call."""
+        """Handle the module's call."""
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
@@ -88,7 +88,7 @@ def layers_of(model: nn.Module, left_alone: Collection[str] = ()) -> list[Layer]
 
 
 def drop_inert(module: nn.Module) -> None:
-    """Remove what a copied model has left of another one's hooks."""
+    """Remove the inert hooks that a copied model still has."""
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
         for key in [key for key, hook in hooks.items() if hook is inert]:
             del hooks[key]
@@ -97,5 +97,5 @@ def drop_inert(module: nn.Module) -> None:
 
 
 def layer_name(name: str) -> str:
-    """Return a layer's name without what wrappers put in front."""
+    """Return a layer's name without the prefixes that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))

@@ -1,4 +1,4 @@
-"""The table of needs: what the operation that reads a saved tensor needs of it.
+"""The table of needs: how much of a saved tensor the operation that reads it needs.
 
 Eager mode translates the names of autograd nodes (`ConvolutionBackward0` -> `Convolution`, encke/capture/nodes.py),
 compiled mode those of aten operations (`convolution_backward` -> `Convolution`, encke/compiled/names.py); both ask
@@ -15,12 +15,13 @@ compiled mode those of aten operations (`convolution_backward` -> `Convolution`,
     logprob     lossy, read through an exponential: an absolute bound
     lossy       the policy decides
 
-The table is a list of what is allowed. An operation or a slot that it does not list is exact: nothing is known about
-how its derivative takes errors. Lossy entries say how it does, by their kind:
+The table is an allow-list. An operation or slot that it does not list is exact: the effect of errors on its derivative
+is unknown. The kind of a lossy entry states that effect:
 
-    linear      the gradient is linear in the tensor: noise without bias gives a gradient without bias
-    quadratic   the tensor is read twice in a product: noise without bias adds a bias in proportion to its variance.
-                So is a softmax from its result P, by P * (g - sum(P * g)): its error is at most a step of P
+    linear      the gradient is linear in the tensor: unbiased noise gives an unbiased gradient
+    quadratic   the tensor is read twice in a product: unbiased noise adds a bias in proportion to its variance.
+                A softmax read from its result P is of this kind, as P * (g - sum(P * g)): its error is at most a step
+                of P
     smooth      the derivative is a function of each value: an error changes it by at most `LIPSCHITZ` times the error,
                 plus `JUMPS` where the value crosses a corner of the function
 """
@@ -36,9 +37,9 @@ from encke.capture.sites import Need
 from encke.kernels import FLOATS
 
 Kind = Literal["linear", "quadratic", "smooth"]
-"""Ways in which the reader of a lossy tensor takes errors."""
+"""Effects of errors in a lossy tensor on the gradients of its reader."""
 
-# Operations that different backends of torch implement: one name for all of them.
+# One name for operations that several backends of torch implement.
 CANONICAL = {
     "NativeBatchNorm": "BatchNorm",
     "CudnnBatchNorm": "BatchNorm",
@@ -57,10 +58,11 @@ NORMALIZED: dict[tuple[str, str], tuple[str, str | None]] = {
     ("NativeLayerNorm", "input"): ("last", "normalized_shape"),
     ("FusedRmsNorm", "input"): ("last", "normalized_shape"),
     ("NativeGroupNorm", "input"): ("groups", "group"),
-    # Written out: sites of x.pow(2).mean(-1), and of x * rsqrt(..), have this name (`Readers._site`).
+    # Composed from basic operations: sites of x.pow(2).mean(-1), and of x * rsqrt(..), have this name
+    # (`Readers._site`).
     ("RmsNorm", "input"): ("last", None),
 }
-"""Readers that normalise: the dimensions they do it over, and the setting of their node that tells how many."""
+"""Readers that normalise -> the dimensions they normalise over, and the node's setting that gives their number."""
 
 # need or kind -> {operation: slots}.
 LISTED: dict[Need | Kind, dict[str, str]] = {
@@ -105,7 +107,7 @@ LISTED: dict[Need | Kind, dict[str, str]] = {
         "Mv": "self vec",
         "Addmv": "mat vec",
         "Dot": "self tensor",
-        # Scores are saved as the result of their softmax: what a product of them reads passes through no exponential.
+        # Scores are saved as the result of their softmax, so a product reads no value through an exponential.
         "Bmm": "self mat2",
         "Baddbmm": "batch1 batch2",
         "GroupedMm": "self mat2",
@@ -117,7 +119,7 @@ LISTED: dict[Need | Kind, dict[str, str]] = {
         "Exp": "result",
         "Exp2": "result",
         "Expm1": "result",
-        # The derivative of |x| is x / |x|, that of the variance 2 (x - mean) / n; the results are exact.
+        # The derivative of |x| is x / |x|, that of the variance is 2 (x - mean) / n; the results are exact.
         "LinalgVectorNorm": "self",
         "Var": "self",
         "VarMean": "self",
@@ -157,7 +159,7 @@ TABLE: dict[tuple[str, str], Need | Kind] = {
     for operation, slots in operations.items()
     for slot in slots.split()
 }
-"""(operation, slot) -> need, or kind of a lossy one."""
+"""(operation, slot) -> its need, or the kind of a lossy one."""
 
 LIPSCHITZ = {
     "Gelu": 0.8,
@@ -171,25 +173,25 @@ LIPSCHITZ = {
     "Softplus": 0.25,
     "Pow": 2.0,
 }
-"""Change of a smooth operation's derivative for each unit of error in what it saved.
+"""Change of a smooth operation's derivative for each unit of error in its saved tensor.
 
-Sigmoid and tanh save their results: where one comes back outside of the function's range, by an error e, the constant
+Sigmoid and tanh save their results: where one is decoded outside of the function's range, by an error e, the constant
 is e larger. The third power has 6 times the largest value in place of the constant.
 """
 JUMPS = {"Hardswish": 0.5, "PreluKernel": 1.0, "Elu": 0.71}
 """Change of the derivative at a corner: hard swish at -3 and 3, SELU and PReLU (with a slope from 0 to 2) at zero."""
 
 COPY_SLICES = "CopySlices"
-"""Node that hides an operation in place on a view (encke/capture/hidden.py)."""
+"""Node that hides an in-place operation on a view (encke/capture/hidden.py)."""
 CHECKPOINT = ("Checkpoint", "input")
-"""Reader of the inputs of `torch.utils.checkpoint(..., use_reentrant=False)`, from which a region is computed again.
+"""Reader of the inputs of `torch.utils.checkpoint(..., use_reentrant=False)`, from which a region is recomputed.
 
 Exact, unless a user calls `register_reader("Checkpoint", "input", "smooth")`.
 """
 
 MIN_BITS = {
     CHECKPOINT: 8,
-    # Their errors go on to all layers in front, and are not averaged over a batch as those of a weight's gradient.
+    # Their errors propagate to all layers before them, and are not averaged over a batch as those of a weight gradient.
     ("Bmm", "self"): 4,
     ("Bmm", "mat2"): 4,
     ("Baddbmm", "batch1"): 4,
@@ -197,29 +199,29 @@ MIN_BITS = {
     ("GroupedMm", "self"): 4,
     ("GroupedMm", "mat2"): 4,
     ("ScaledDotProductAttention", "value"): 4,
-    # Subtracted from a value that is nearly the same where attention is sharp.
+    # Subtracted from a nearly equal value where attention is sharp.
     ("ScaledDotProductAttention", "output"): 8,
     ("Softmax", "result"): 8,
     ("SafeSoftmax", "result"): 8,
-    # The numerator of a softmax that is written out.
+    # The numerator of a softmax that is composed from basic operations.
     ("Exp", "result"): 4,
 }
-"""Fewest bits of some lossy entries, whatever the policy; 8 for all of them where rounding is biased."""
+"""Fewest bits of some lossy entries, whatever the policy; 8 for every entry if rounding is biased."""
 
 SETTINGS: dict[str, tuple[str, tuple[float, ...]]] = {
-    # Derivatives of other powers divide, or are not numbers where a value came back below zero.
+    # Derivatives of other powers divide, or are NaN where a value was decoded below zero.
     "Pow": ("exponent", (2, 3)),
     "Softplus": ("beta", (1,)),
-    # ELU as it is by default, and SELU.
+    # ELU with its default, and SELU.
     "Elu": ("alpha", (1, 1.6732632423543772)),
     "LinalgVectorNorm": ("ord", (2,)),
 }
-"""Settings of an operation for which its entry holds: name and values. With others it is exact."""
+"""Settings of an operation for which its entry holds: name and values. With other values it is exact."""
 
 REDUCTIONS = {"LinalgVectorNorm", "Var", "VarMean", "Std", "StdMean"}
 FEWEST = 8
-"""Values of which a norm, variance or deviation must be made. Its own derivative or that of what follows divides by it.
-Made of few values it may be next to nothing beside its neighbours, whose values decide the error."""
+"""Fewest values that a lossy norm, variance or deviation must reduce. Its own derivative or that of the next operation
+divides by it. Over few values it may be almost zero beside its neighbours, whose values decide the error."""
 
 # Slots that hold data whether or not it needs a gradient: the first layer's input is such a tensor.
 DATA_SLOTS = {"input", "query", "key", "value", "output"}
@@ -233,24 +235,24 @@ _registered: dict[tuple[str, str], tuple[Need | Kind, type | None]] = {}
 
 
 def register_reader(function_or_name: type[torch.autograd.Function] | str, slot: str | int, need: str) -> None:
-    """Say what an operation that Encke does not know needs of a tensor it saves. Without that the tensor is exact.
+    """Declare what an operation unknown to Encke needs of a saved tensor. Without a declaration the tensor is exact.
 
     Call it before the first training step. It holds for every model, in eager mode. A compiled model sees the
     operations inside of a function instead.
 
     Args:
-        function_or_name: A class derived from `torch.autograd.Function`, or an operation's name: that of its autograd
-            node without `Backward0`.
-        slot: Number of the tensor among those given to `save_for_backward`; for an operation of torch the name under
-            which its node saves it, `self` for `node._saved_self`.
-        need: `linear` if the gradients are linear in the tensor, so that noise without bias does no harm; `quadratic`
-            if it is read twice in a product, as in a norm; `smooth` for a function of each value whose derivative has
-            no steep places; `attention` for what goes through a softmax; `logprob` for logarithms of probabilities;
-            `shape` if no value is read; `exact` to take an operation out.
+        function_or_name: A class derived from `torch.autograd.Function`, or an operation's name: its autograd node's
+            name without `Backward0`.
+        slot: Number of the tensor among those given to `save_for_backward`; for an operation of torch its name in the
+            node, `self` for `node._saved_self`.
+        need: `linear` if the gradients are linear in the tensor, so that unbiased noise does no harm; `quadratic` if it
+            is read twice in a product, as in a norm; `smooth` for a function of each value whose derivative has no
+            steep places; `attention` for the input of a softmax; `logprob` for logarithms of probabilities; `shape` if
+            no value is read; `exact` to remove an operation from the table.
 
     Raises:
-        TypeError: The first argument is neither a class of that kind nor a name, or the slot neither text nor number.
-        ValueError: There is no such need, or it is none that may be registered.
+        TypeError: The first argument is neither such a class nor a name, or the slot is neither text nor number.
+        ValueError: The need does not exist, or may not be registered.
 
     Example:
         >>> import torch, encke
@@ -289,7 +291,7 @@ def register_reader(function_or_name: type[torch.autograd.Function] | str, slot:
 
 @functools.lru_cache(maxsize=4096)
 def listed_need(operation: str, slot: str, node_class: type | None = None) -> Need | Kind | None:
-    """Return the need, or kind, that is listed for a reader; None if none is.
+    """Return the need, or kind, that the table lists for a reader; None if it lists none.
 
     Args:
         operation: The operation that reads.
@@ -326,14 +328,14 @@ def need_of(
         slot: The name under which it saved the tensor.
         dtype: The tensor's dtype.
         requires_grad: Whether the tensor needs a gradient.
-        parameter: It is a parameter behind views and casts, or computed from parameters and constants alone.
-        from_leaves: It is computed from leaves of any kind alone.
+        parameter: The tensor is a parameter behind views and casts, or computed from parameters and constants alone.
+        from_leaves: The tensor is computed from leaves of any kind alone.
         in_linear: The layer that saves it is a linear layer.
-        limits: The operation has limits that are known, inside of which it propagates the gradient unchanged.
+        limits: The operation has known limits, inside which it propagates the gradient unchanged.
         setting: Value of the setting that `SETTINGS` names for the operation; None if it is not known.
-        together: Values that one result of a reduction is made of.
-        reads_input: A convolution or batch norm reads its input's values: not if it is frozen, a batch norm in
-            evaluation besides.
+        together: Values that each result of a reduction is computed from.
+        reads_input: A convolution or batch norm reads its input's values. It does not if it is frozen; a batch norm
+            must also be in evaluation mode.
         dropout: The operation is attention with dropout.
         node_class: The class of the operation's autograd node, if there is one.
     """

@@ -1,9 +1,9 @@
-"""Tensors that are negligible beside all that a model saves: they are kept as they are.
+"""Negligible tensors, which are kept as they are because the model saves far larger ones.
 
-To pack and restore a tensor takes the host about the same time whatever its size. A model of many small and a few large
-tensors, such as a network with squeeze-and-excite layers or statistics of norms, would spend much of that time on a
-thousandth of its memory. Which tensors are negligible is decided once, by site, from the second forward pass, and is
-part of the state: a resumed run packs the same ones.
+Packing and restoring a tensor takes the host about the same time whatever its size. A model of many small and a few
+large tensors, such as a network with squeeze-and-excite layers or statistics of norms, would spend much of that time on
+a thousandth of its memory. The decision is made once, by site, from the second forward pass, and is part of the state:
+a resumed run packs the same tensors.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from encke.capture.facts import SiteState
 from encke.capture.ledger import CASTS, Record
 
 SHARE = 1e-4
-"""Largest share of the saved bytes that a negligible tensor has."""
+"""Largest share of the saved bytes that one negligible tensor may have."""
 TOGETHER = 3e-3
-"""Largest share that all of them have together."""
+"""Largest share that all negligible tensors may have together."""
 PASS = 2
-"""Number of the forward pass in which it is decided: the first one learns who reads the tensors saved last."""
+"""Number of the forward pass that decides: the first one learns the readers of the tensors saved last."""
 
 
 class Negligible:
-    """Sites and copies of weights that are not worth packing, of one model."""
+    """Sites and copies of weights of one model that are not worth packing."""
 
     def __init__(self, automatic: bool) -> None:
         self.automatic = automatic
-        """Whether to decide at all; not where the user has said what is small."""
+        """Whether to decide at all; False if the user has set `min_bytes`."""
         self.decided = False
         self.places: set[str] = set()
         """Places of the sites."""
         self.weight_bytes = 0
-        """Copies of weights of fewer bytes are kept. Their size does not change with that of the batch."""
+        """Copies of weights smaller than this, in bytes, are kept. Their size does not change with the batch size."""
 
     def end_pass(self, step: int, records: Iterable[Record]) -> None:
-        """Decide by the sizes of what the last forward pass has saved, if it is time to."""
+        """Decide by the sizes of the tensors that the last forward pass saved, if it is time to."""
         if self.automatic and not self.decided and step >= PASS:
             self.decide(records)
 
     def decide(self, records: Iterable[Record]) -> None:
-        """Decide by the sizes of what the last forward pass has saved; no more than `TOGETHER` is left unpacked."""
+        """Decide by the sizes of the tensors that the last forward pass saved; at most `TOGETHER` is left unpacked."""
         self.decided = True
-        # Smallest first. What shares memory that another record counts has no size of its own.
+        # Smallest first. A tensor whose memory another record counts has no size of its own.
         sizes = sorted((record.saved_bytes, number, record.facts) for number, record in enumerate(records))
         total, taken = sum(size for size, *_ in sizes), 0
         for size, _, facts in sizes:
@@ -64,7 +64,7 @@ class Negligible:
         """Take over the decision of another run, unless there is nothing to decide.
 
         Raises:
-            ValueError: This is no such state.
+            ValueError: The state is invalid.
         """
         if not isinstance(state, dict) or not isinstance(state.get("places", []), list):
             raise ValueError(f"negligible tensors must be a dictionary with a list of places, got {state!r}")

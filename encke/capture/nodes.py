@@ -1,4 +1,4 @@
-"""Autograd nodes: their names, what lies behind them, and what they saved."""
+"""Autograd nodes: their names, their inputs in the graph, and their saved tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PRODUCTS = {"Addmm", "Mm", "Linear", "Addmv", "Mv", "Dot", "Bmm", "Baddbmm", "Co
 LAST = 2**64 - 1
 """The last dimension, as nodes keep it."""
 KNOWN: dict[type, str] = {}
-"""The names of operations whose nodes have a type of their own."""
+"""Names of operations whose nodes have a type of their own."""
 _slots: dict[type, list[str]] = {}
 
 
@@ -33,20 +33,21 @@ def operation_name(node: Any) -> str:
     if known is None:
         name = node.name().rpartition("::")[2]
         known = name.rstrip("0123456789").removesuffix("Backward") or name
-        # Operations of C++ extensions and of older releases share one type: only a type of its own tells the name.
+        # Operations of C++ extensions and of older releases share one type. Only a type of the node's own identifies
+        # the name.
         if kind.__name__ == name:
             KNOWN[kind] = known
     return known
 
 
 def signature(t: Tensor) -> tuple[Any, ...]:
-    """Return what stays the same when a site saves again, whatever the batch size."""
+    """Return the properties that stay the same when a site saves again, whatever the batch size."""
     node = t.grad_fn
     return (t.dtype, t.dim(), t.requires_grad, None if node is None else operation_name(node))
 
 
 class Origin(enum.IntEnum):
-    """Values that a tensor was computed from. The least origin of its inputs is a result's origin."""
+    """Kind of values that a tensor was computed from. A result's origin is the least origin of its inputs."""
 
     DATA = 0
     LEAVES = 1
@@ -56,15 +57,15 @@ class Origin(enum.IntEnum):
 
 
 def origin_of(grad_fn: Any, known: dict[int, Origin]) -> Origin:
-    """Return what a tensor was computed from.
+    """Return the origin of a tensor.
 
     Args:
         grad_fn: The node that made the tensor.
-        known: Origins found before in this forward pass, by the node's sequence number; gets those found now, so that
-            no node is looked at twice.
+        known: Origins found earlier in this forward pass, by the node's sequence number; new ones are added, so that no
+            node is visited twice.
     """
     path: list[tuple[int, Iterator[Any], list[Origin]]] = []
-    """From `grad_fn` down to the node in hand: its number, its inputs still to look at, the origins of the others."""
+    """From `grad_fn` down to the current node: its number, its inputs still to visit, the origins of the others."""
     node = grad_fn
     while True:
         origin, inputs = _look(node, known)
@@ -74,7 +75,7 @@ def origin_of(grad_fn: Any, known: dict[int, Origin]) -> Origin:
             number, rest, found = path[-1]
             if origin is not None:
                 found.append(origin)
-            # What is computed from data is data, whatever else it is computed from.
+            # A result computed from data is data, whatever its other inputs are.
             node = None if origin is Origin.DATA else next(rest, None)
             if node is not None:
                 break
@@ -86,10 +87,11 @@ def origin_of(grad_fn: Any, known: dict[int, Origin]) -> Origin:
 
 
 def _look(node: Any, known: dict[int, Origin]) -> tuple[Origin | None, list[Any]]:
-    """Return the origin of what a node made, or None and the nodes of its inputs, which decide.
+    """Return the origin of a node's result, or None and the nodes of its inputs, which decide.
 
-    Rows looked up in a table are not computed from leaves alone: which rows is data. What needs no gradient is data if
-    it is an operand of a product or if it is larger than the leaves it meets, and a constant otherwise.
+    Rows looked up in a table are not computed from leaves alone: the choice of rows is data. A tensor without a
+    gradient is data if it is an operand of a product or if it is larger than the leaves it meets, and a constant
+    otherwise.
     """
     if node is None:
         return Origin.DATA, []
@@ -113,7 +115,7 @@ def result_size(node: Any, index: int = 0) -> int:
 
 
 def input_size(edge: tuple[Any, int]) -> int:
-    """Return the number of values that come in over an edge of the graph."""
+    """Return the number of values that an edge of the graph passes to its node."""
     return result_size(*edge)
 
 
@@ -131,7 +133,7 @@ def is_view_of_parameter(grad_fn: Any) -> bool:
 def reads_input(node: Any) -> bool:
     """Return whether a node is a convolution or a batch norm that reads the values of its input.
 
-    Both read it for the gradient of a weight, a batch norm in training for that of its input, too.
+    Both read it for the gradient of a weight. A batch norm in training also reads it for the gradient of its input.
     """
     operation = operation_name(node)
     if operation == "Convolution":
@@ -143,20 +145,20 @@ def reads_input(node: Any) -> bool:
 
 def setting_of(node: Any, operation: str) -> Any:
     """Return the setting that decides whether the operation's entry in the table of needs holds; None if none does."""
-    # Other forms save it as a tensor: to ask for it would unpack it.
+    # Other overloads save the setting as a tensor: reading it would unpack that tensor.
     known = operation in SETTINGS and node.name().endswith("Backward0")
     return saved_setting(node, SETTINGS[operation][0], None) if known else None
 
 
 def together(node: Any, operation: str, size: tuple[int, ...]) -> int:
-    """Return how many values one result of a reduction is made of, for an input of that size."""
+    """Return how many values each result of a reduction is computed from, for an input of this size."""
     if operation not in REDUCTIONS:
         return FEWEST
     return math.prod(size) // max(math.prod(node._input_metadata[0].shape), 1)
 
 
 def norm_of(node: Any, operation: str, slot: str) -> tuple[str, int] | None:
-    """Return what a reader that normalises does it over, as `layout.rows_for` takes it; None for other readers."""
+    """Return the dimensions that a reader normalises over, as `layout.rows_for` takes them; None if it does not."""
     kind, setting = NORMALIZED.get((operation, slot), ("", None))
     if not kind:
         return None
@@ -167,7 +169,7 @@ def norm_of(node: Any, operation: str, slot: str) -> tuple[str, int] | None:
 
 
 def square_of(mean: Any) -> Any:
-    """Return the node of a square whose mean over the last dimension is taken, as RMS norms do; None for others."""
+    """Return the node of the square in a mean of squares over the last dimension, as in RMS norms; None otherwise."""
     if operation_name(mean) != "Mean":
         return None
     square = mean.next_functions[0][0]
@@ -180,7 +182,7 @@ def square_of(mean: Any) -> Any:
 
 
 def scales(node: Any, slot: str) -> bool:
-    """Return whether a slot is read for the gradient of one over a deviation, which the node multiplies it with."""
+    """Return whether the node multiplies a slot with one over a deviation, and reads it for that factor's gradient."""
     if operation_name(node) != "Mul" or slot not in ("self", "other"):
         return False
     deviation = node.next_functions[slot == "self"][0]
@@ -188,7 +190,7 @@ def scales(node: Any, slot: str) -> bool:
 
 
 def window_of(node: Any) -> tuple[tuple[int, ...], ...] | None:
-    """Return kernel, stride, padding and dilation of a max-pool, or None where the window is not a fixed one."""
+    """Return kernel, stride, padding and dilation of a max-pool, or None if the window is not fixed."""
     kernel = saved_setting(node, "kernel_size", None)
     if kernel is None or "Fractional" in node.name():
         return None
@@ -215,7 +217,7 @@ def saved_by(node: Any) -> list[tuple[str, Saved]]:
             data = [piece.data if piece is not None else None for piece in pieces]
         except RuntimeError:
             continue
-        # A function in an operation's place tells its slots.
+        # A function that replaces an operation declares its slots.
         slots = getattr(node, "encke_slots", None) if slot == "tensors" else None
         for i, item in enumerate(data):
             if isinstance(item, Saved):
@@ -224,7 +226,7 @@ def saved_by(node: Any) -> list[tuple[str, Saved]]:
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors in what a forward pass returned: containers and plain objects are searched, each once."""
+    """Yield the tensors in the output of a forward pass: containers and plain objects are searched, each once."""
     stack, seen = [output], set()
     while stack:
         item = stack.pop()
@@ -242,7 +244,7 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
 
 
 def is_parameter_view(t: Tensor) -> bool:
-    """Return whether a tensor is a view of a parameter. To ask whether it is one itself would be slow."""
+    """Return whether a tensor is a view of a parameter; does not ask whether it is one itself, which would be slow."""
     base = t._base
-    # To ask whether a plain tensor is a parameter takes a call of Python's.
+    # Asking whether a plain tensor is a parameter would take a Python call.
     return base is not None and type(base) is not Tensor and isinstance(base, nn.Parameter)

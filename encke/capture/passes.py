@@ -1,6 +1,6 @@
-"""Forward passes, thread by thread: when our saved-tensor hooks are switched on and off.
+"""Forward passes of each thread: when our saved-tensor hooks are active.
 
-Module hooks notice the calls of layers; layers with a forward of ours report theirs themselves.
+Module hooks notice the calls of layers; fused layers report their calls themselves.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from encke.torch_internals import (
 )
 
 ACCUMULATE = 0xFFFFFFFFFFFFFFFF
-"""Sequence number of every AccumulateGrad node: these save nothing."""
+"""Sequence number of every AccumulateGrad node; these nodes save no tensors."""
 
 
 class Frame:
@@ -48,16 +48,16 @@ class Frame:
         self.number = number
         """Number of this call of the layer within the forward pass."""
         self.sites = calls[number]
-        """Facts about the sites of this call, by index; None where nothing was learnt."""
+        """Facts about the sites of this call, by index; None where none were learnt."""
         self.sizes: dict[int, tuple[int, ...]] | None = None
         """Shapes saved so far in this call, by index; max-pool indices look up their input's shape here."""
         self.lossy: set[int] = set()
-        """Indices of the inputs of attention that this call has packed with a loss."""
+        """Indices of the inputs of attention that this call has packed lossily."""
         self.index = 0
         """Tensors saved so far in this call."""
 
     def new_site(self, index: int, operation: str, slot: str, need: Need, dtype: torch.dtype, dimensions: int) -> Site:
-        """Return the key of what this call saves as its `index`-th tensor."""
+        """Return the key of the `index`-th tensor that this call saves."""
         taken = {
             known.site.occurrence
             for i, known in enumerate(self.sites)
@@ -102,14 +102,14 @@ class ForwardPass:
         self.calls: dict[Layer, int] = {}
         self.cells: dict[tuple[Any, ...], tuple[weakref.ref[SharedCell], weakref.ref[torch.UntypedStorage]]] = {}
         self.casts: dict[tuple[Any, ...], tuple[weakref.ref[SharedCell], weakref.ref[torch.UntypedStorage]]] = {}
-        """Cells of copies that casts have made, by `recompute.cast_origin`."""
+        """Cells of cast copies, by `recompute.cast_origin`."""
         self.pending: set[Saved] = set()
-        """Savings whose reader is not known yet."""
+        """Saved tensors whose reader is not known yet."""
         self.visited: set[int] = {ACCUMULATE}
-        """Sequence numbers of the autograd nodes that were read already."""
+        """Sequence numbers of the autograd nodes that were visited already."""
         self.tally = Tally()
         self.weights: set[int] | None = None
-        """Storages of the model's parameters and buffers, once somebody asked."""
+        """Storages of the model's parameters and buffers, once they have been needed."""
         self.collection: Collector | None = None
         self.measuring = False
         """Whether queries and keys of attention are measured in this pass."""
@@ -119,16 +119,16 @@ class ForwardPass:
         self.outer: Any = None
         """Python frame of the call that switched the hooks on."""
         self.deferred: DeferredForward | None = None
-        """Saving that one of our own layers makes next."""
+        """Deferred forward of the fused layer that saves next."""
         self.step = 0
         self.rank = 0
         self.steady = False
         """Whether sites may save as they did in the last pass: nothing is collected or measured."""
         self.recomputations: Any = None
-        """Decisions about tensors that backward computes again (`recompute.Recomputations`); None if it must not."""
+        """Decisions about tensors that backward recomputes (`recompute.Recomputations`); None if it must not."""
 
     def run_deferred(self) -> None:
-        """Run a deferred forward now, without packing what it saves."""
+        """Run the deferred forward now, without packing the tensor that it saves."""
         deferred, self.deferred = self.deferred, None
         if deferred is not None:
             deferred.run_unfused()
@@ -148,7 +148,7 @@ class Threads(threading.local):
 
 
 class Passes:
-    """Switch the hooks on when a forward pass of a model begins, and off when it ends."""
+    """Switch the hooks on when a forward pass of a model begins and off when it ends."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class Passes:
         at_begin: Callable[[ForwardPass], None],
         at_end: Callable[[ForwardPass, Any], None],
     ) -> None:
-        """Store the hooks (pack, unpack) and what to call when a pass begins and, with its output, when it ends."""
+        """Store the hooks (pack, unpack) and the callbacks for the start of a pass and for its end, with its output."""
         self.hooks = hooks
         self.at_begin = at_begin
         self.at_end = at_end
@@ -164,9 +164,9 @@ class Passes:
         self.detached = False
 
     def enter(self, layer: Layer) -> Frame | None:
-        """Begin a layer's call: what is saved next is the layer's. The outermost one switches the hooks on if it may.
+        """Begin a layer's call, which owns the tensors saved next. The outermost call switches the hooks on if it may.
 
-        Called by a module hook: two Python frames up is the call of the module itself.
+        Called by a module hook: the call of the module itself is two Python frames up.
         """
         forward = self.threads.forward
         frames = forward.frames
@@ -232,7 +232,7 @@ class Passes:
 
 
 def may_push() -> bool:
-    """Return whether hooks may be pushed now: not above somebody else's, nor where they are refused (torch.func)."""
+    """Return whether hooks may be pushed now: not on top of another library's, nor where torch.func refuses them."""
     if top_saved_tensors_hooks() is not None or not saved_tensors_hooks_allowed():
         return False
     return functorch_interpreter() is None
@@ -247,18 +247,18 @@ class CallHook(ModuleHook):
 
 
 class EnterHook(CallHook):
-    """The hook in front of a module's forward."""
+    """Hook that runs before a module's forward."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
         layer = self.layer
-        # What `enter` does inside the call of the layer around this one: the usual case is the quickest.
+        # The work of `enter` inside the call of the parent layer, inlined: the usual case must be the fastest.
         if layer.parent is not None and not is_dynamo_compiling():
             forward = self.passes.threads.forward
             frames = forward.frames
             if frames and frames[-1].layer is layer.parent:
                 frames.append(Frame(layer, forward))
                 return
-        # Below the outermost layer only tracing is of interest, and that is quicker to find out.
+        # Below the outermost layer only tracing matters, and a check for tracing alone is faster.
         if inside_compile() if layer.parent is None else is_compiling():
             if module.training and torch.is_grad_enabled():
                 raise RuntimeError(ERROR_ATTACHED_BEFORE_COMPILE)
@@ -267,7 +267,7 @@ class EnterHook(CallHook):
 
 
 class LeaveHook(CallHook):
-    """The hook behind a module's forward; it runs after an exception too."""
+    """Hook that runs after a module's forward, even after an exception."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
         layer = self.layer
@@ -281,7 +281,7 @@ class LeaveHook(CallHook):
 
 
 def hook_layers(layers: list[Layer], passes: Passes) -> list[Any]:
-    """Register hooks that report calls of these layers; layers with a forward of ours report calls themselves."""
+    """Register hooks that report calls of these layers; fused layers report their calls themselves."""
     hooks: list[Any] = []
     for layer in layers:
         module = layer.owner()

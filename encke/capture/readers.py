@@ -1,8 +1,8 @@
 """Readers: which backward operation, and which of its slots, reads a saved tensor.
 
-A site's operation and slot are not known when it saves for the first time, so the tensor is held as it is. As soon as
-something computed from it is saved in turn, the autograd graph behind that is read and tells. From the second forward
-pass on a site is recognised by its index in its layer's call and a signature, and nothing is held.
+A site's operation and slot are not known when it saves for the first time, so the tensor is held unpacked. As soon as a
+tensor computed from it is saved, the autograd graph behind that tensor identifies the reader. From the second forward
+pass on a site is recognised by its index in its layer's call and a signature, and no tensor is held.
 
 The life of a site (`SiteState`), with the function that makes each transition:
 
@@ -23,11 +23,12 @@ The life of a site (`SiteState`), with the function that makes each transition:
          |                                   |
          +-----------------------------------+
 
-`Readers.learn` leads to KNOWN, or back to UNSTABLE where the facts before were. What is pending at the end of the
-forward pass, because nothing computed from it was saved, is learnt when backward reads it (`learn_in_backward`).
+`Readers.learn` leads to KNOWN, or back to UNSTABLE if the previous facts were. A tensor that is still pending at the
+end of the forward pass, because no tensor computed from it was saved, is learnt when backward reads it
+(`learn_in_backward`).
 
-Operations in place on a view have no node of their own (hidden.py). Where the layer tells what it runs, the site is
-KNOWN at once or from the first backward pass on; otherwise it is HIDDEN, and what it saves is kept as it is.
+In-place operations on a view have no node of their own (hidden.py). If the layer identifies its operation, the site is
+KNOWN at once or from the first backward pass on. Otherwise it is HIDDEN, and its tensors are kept as they are.
 """
 
 from __future__ import annotations
@@ -73,11 +74,11 @@ EMBEDDINGS = (nn.Embedding.forward,)
 ACTIVATIONS = (nn.SiLU.forward, nn.Hardswish.forward, nn.Mish.forward, nn.ELU.forward, nn.SELU.forward)
 """Activations that may work in place."""
 SETTING_SITES = {reader for reader in TABLE if reader[0] in SETTINGS}
-"""Sites whose need goes by a setting of the operation."""
+"""Sites whose need depends on a setting of the operation."""
 
 
 class Readers:
-    """Learn from the autograd graph who reads what one model saves."""
+    """Learn from the autograd graph which operations read the saved tensors of one model."""
 
     def __init__(self, scores: Scores, root: nn.Module | None, threads: Threads, negligible: Negligible) -> None:
         self.scores = scores
@@ -89,12 +90,12 @@ class Readers:
         self.recorded = False
         """Whether a backward pass was recorded, to be differentiated again."""
         self.not_finite: set[Site] = set()
-        """Sites where a NaN or an infinity would have spoilt the values around it: exact from then on."""
+        """Sites where a NaN or an infinity would have corrupted the values around it: exact from then on."""
         self.doubtful: list[tuple[SiteFacts, Tensor]] = []
-        """Sites that this pass has looked at, with a tensor that tells whether all their values are finite."""
+        """Sites examined in this pass, each with a tensor that holds whether all its values are finite."""
 
     def read_graph(self, grad_fn: Any) -> None:
-        """Walk the graph behind `grad_fn` and settle what is pending in the nodes not visited before."""
+        """Walk the graph behind `grad_fn`, and settle the pending tensors of the nodes not visited before."""
         forward = self.threads.forward
         visited, pending = forward.visited, forward.pending
         readers: list[Any] = []
@@ -107,7 +108,7 @@ class Readers:
             number = node._sequence_nr()
             if number in visited:
                 continue
-            # The node that is just being made has not saved everything yet: come back to it.
+            # The node that is being created has not saved all its tensors yet: visit it again later.
             if node is not grad_fn:
                 visited.add(number)
             unknown = [saved for _, saved in saved_by(node) if saved.pending is not None]
@@ -116,17 +117,17 @@ class Readers:
                 readers.append(node)
             squares.add(square_of(node))
             stack.extend(next_node for next_node, _ in node.next_functions)
-        # In the order of the forward pass, by which occurrences are numbered.
+        # In the order of the forward pass, which numbers the occurrences.
         for node in sorted(readers, key=sequence_number):
             for saved, frame in self.learn(node, node in squares):
                 self.settle(saved, frame)
 
     def learn(self, node: Any, in_norm: bool = False) -> list[tuple[Saved, Frame]]:
-        """Name the sites of what `node` saved and nobody knew yet; return what was pending, with its layer's call.
+        """Name the unknown sites of the tensors that `node` saved; return the tensors, each with its layer's call.
 
         Args:
             node: The node.
-            in_norm: It is the square with which an RMS norm begins that is written out.
+            in_norm: The node is the square at the start of an RMS norm composed from basic operations.
         """
         mine = [(slot, saved) for slot, saved in saved_by(node) if saved.owner is self]
         learnt: list[tuple[Saved, Frame]] = []
@@ -148,7 +149,7 @@ class Readers:
             if before is not None and before.state is SiteState.UNSTABLE:
                 unstable = True
                 if before.same_as(facts):
-                    # The same objects from pass to pass: those who share the memory and the encoder remember them.
+                    # Keep the same objects from pass to pass: sharers of the memory and the encoder refer to them.
                     if saved.cell.record.facts is facts:
                         saved.cell.record.facts = before
                     saved.facts = facts = before
@@ -158,13 +159,13 @@ class Readers:
             learnt.append((saved, frame))
         if any(saved.site.need == "attention" and saved.facts.sources is not None for saved, _ in learnt):
             self.scores.learn(node, dict(mine))
-        # Whether results of attention are kept goes by its inputs.
+        # The inputs of attention decide whether its results are kept.
         return sorted(learnt, key=lambda pair: pair[0].site.need == "recomputed")
 
     def _read_settings(
         self, node: Any, slot: str, facts: SiteFacts, frame: Frame, savings: list[tuple[str, Saved]]
     ) -> bool:
-        """Learn what the node tells of a site besides its reader; return whether only a node can tell it."""
+        """Learn the facts that the node holds besides its reader; return whether only a node holds them."""
         site, owner = facts.site, frame.layer.owner()
         forward = getattr(type(owner), "forward", None)
         if "MaxPool" in site.operation and site.dtype == torch.int64:
@@ -204,13 +205,13 @@ class Readers:
         return frame.new_site(facts.index, operation, slot, need, dtype, dimensions)
 
     def learn_checkpoint(self, t: Tensor, frame: Frame, index: int) -> SiteFacts:
-        """Name the site of an input of `torch.utils.checkpoint`, whose reader is no node of the graph."""
+        """Name the site of an input of `torch.utils.checkpoint`, whose reader is not a node of the graph."""
         need = need_of(*CHECKPOINT, t.dtype, requires_grad=t.requires_grad)
         site = frame.new_site(index, *CHECKPOINT, need, t.dtype, t.dim())
         return self.know(SiteFacts(site, index, signature(t)), CHECKPOINT[0], frame)
 
     def know(self, facts: SiteFacts, reader: str, frame: Frame) -> SiteFacts:
-        """Take over facts about a site whose reader is known, though no node of the graph tells."""
+        """Store facts about a site whose reader is known although no node of the graph identifies it."""
         facts.reader, facts.state, facts.siblings = reader, SiteState.KNOWN, frame.sites
         if facts.site in self.not_finite:
             facts.become_exact()
@@ -242,15 +243,16 @@ class Readers:
         )
 
     def intact(self, facts: SiteFacts, packed: Packed, source: Tensor, look: bool) -> bool:
-        """Return whether no NaN or infinity spoils what is packed beside it; if one does, the site becomes exact.
+        """Return whether no NaN or infinity corrupts the values packed beside it; if one does, the site becomes exact.
 
-        For a site that was examined before the host does not wait for a GPU: `examine` tells, when the pass ends.
+        For a site that was examined earlier, the host does not wait for a GPU: `examine` reads the answer when the pass
+        ends.
 
         Args:
             facts: The site.
-            packed: What it saved, packed.
-            source: What it saved.
-            look: Whether to look on a GPU although the site was examined before.
+            packed: Its saved tensor, packed.
+            source: Its saved tensor.
+            look: Whether to wait for a GPU although the site was examined earlier.
         """
         codec, known = packed.codec, facts.examined and source.is_cuda
         if codec.exact or not codec.restores_values or (known and not look):
@@ -265,7 +267,7 @@ class Readers:
         return bool(found)
 
     def examine(self) -> None:
-        """Make sites exact of which a pass has found that they hold values that are not finite."""
+        """Make those sites exact that, as this pass has found, hold values that are not finite."""
         doubtful, self.doubtful = self.doubtful, []
         if doubtful:
             device = doubtful[0][1].device
@@ -280,7 +282,7 @@ class Readers:
         facts.become_exact()
 
     def settle(self, saved: Saved, frame: Frame) -> None:
-        """Ask the cell for what a saving needs, now that it is known; encode when no other saving is pending."""
+        """Ask the cell for the codec of a saved tensor whose need is now known; encode when no other one is pending."""
         facts, cell, forward = saved.facts, saved.cell, self.threads.forward
         need = facts.site.need
         assert cell is not None and cell.held is not None
@@ -327,8 +329,8 @@ class Readers:
     def is_weight(self, t: Tensor) -> bool:
         """Return whether a tensor lies in the memory of a parameter or buffer of the model.
 
-        Storages are compared, not addresses: sharded training (FSDP2) frees weights and allocates them again, layer by
-        layer, so that an address belongs to a weight now and to something else later.
+        Storages are compared, not addresses: sharded training (FSDP2) frees and reallocates weights layer by layer, so
+        an address may belong to a weight now and to another tensor later.
         """
         forward = self.threads.forward
         weights = forward.weights
@@ -343,7 +345,7 @@ class Readers:
         return t.untyped_storage()._cdata in weights
 
     def learn_in_backward(self, node: Any, saved: Saved) -> None:
-        """Learn in backward what the forward pass could not tell: the readers of the last tensors saved."""
+        """Learn in backward the readers of the last tensors saved, which the forward pass could not identify."""
         self.learn(node)
         pending = saved.pending
         if pending is not None and operation_name(node) == COPY_SLICES:
@@ -388,12 +390,12 @@ def weights_of(root: nn.Module) -> list[Tensor]:
 
 
 def is_wrapper(t: Tensor) -> bool:
-    """Return whether a tensor is a wrapper around others, as DTensor is, and has no memory of its own."""
+    """Return whether a tensor wraps other tensors, as DTensor does, and has no memory of its own."""
     return hasattr(t, "__tensor_flatten__")
 
 
 def sequence_number(node: Any) -> int:
-    """Return a node's place in the order of creation."""
+    """Return a node's index in the order of creation."""
     return int(node._sequence_nr())
 
 

@@ -1,4 +1,4 @@
-"""Objects that autograd holds in place of tensors: a `Saved` for each saving, a `SharedCell` for shared memory."""
+"""Objects that autograd holds in place of tensors: a `Saved` for each tensor, a `SharedCell` for shared memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from encke.torch_internals import storage_from_weak_pointer
 
 
 class SharedCell:
-    """One piece of saved memory, shared by all who saved it. Packed once, again if a stricter reader comes."""
+    """One run of memory, shared by every site that saved it. Packed once, and again for a stricter reader."""
 
     __slots__ = (
         "__weakref__",
@@ -44,29 +44,29 @@ class SharedCell:
         self.key = key
         self.record = record
         self.fixed = False
-        """Whether it needs codes of a fixed rate; for policies that measure."""
+        """Whether it needs codes of a fixed rate; set for policies that measure."""
         self.packed: Packed | None = None
         self.held: Tensor | None = None
         self.version = 0
         self.waiting = 0
         self.wanted: Codec | None = None
-        """Codec that satisfies all who have asked."""
+        """Codec that satisfies every reader so far."""
         self.readers = 0
-        """Savings of this memory for its values, not for a mask."""
+        """Number of saved tensors that read this memory for its values, not for a mask."""
         self.rows: tuple[int, int] | None = None
-        """Rows of the memory that its readers normalise, the finest of them: number and distance of their values."""
+        """Finest rows of the memory that a reader normalises: number and distance of the values in a row."""
         self.decoded: tuple[StorageWeakRef, int] | None = None
         self.checksum: list[int] | None = None
-        """Checksum of the memory when it was first held; None if nobody asked."""
+        """Checksum of the memory when it was first held; None if it was not needed."""
         self.lock: threading.Lock | None = None
         self.producer: tuple[Any, int, Layout] | None = None
         """Node and output that made the tensor, and its layout, while the memory is held."""
 
     def ask(self, codec: Codec, values: bool = False, rows: tuple[int, int] | None = None) -> None:
-        """Add a reader that needs no more than `codec`, and may normalise these rows of the memory.
+        """Add a reader for which `codec` is fine enough and which may normalise these rows of the memory.
 
-        Two or more readers of `values` share one decoded copy. Where two readers normalise rows of which neither lie
-        within the other's, no groups serve both, and the memory is exact.
+        Two or more readers of `values` share one decoded copy. If the rows of two readers do not nest, no groups serve
+        both, and the memory is exact.
         """
         if rows is not None and rows != self.rows:
             finest = rows if self.rows is None else finer(self.rows, rows)
@@ -88,7 +88,7 @@ class SharedCell:
 
     @property
     def masked(self) -> bool:
-        """Whether ReLU reads which of the values are zero: it saves its result before anybody else does."""
+        """Whether the first reader is a ReLU, which reads only which values are zero and saves its result first."""
         return self.record.facts.site.need == "mask"
 
     @property
@@ -99,7 +99,7 @@ class SharedCell:
 
     @property
     def settled(self) -> bool:
-        """Whether what is packed is what has been asked for, as far as a look at it tells."""
+        """Whether the packed data matches the request, by a quick check."""
         packed = self.packed
         return packed is not None and packed.codec is self.wanted and packed.layout.rows == self.rows
 
@@ -109,7 +109,7 @@ class SharedCell:
         self.version = flat._version
 
     def flat(self, mask: bool) -> Tensor:
-        """Return the run of memory, decoded; one decoded copy serves all who read at the same time."""
+        """Return the decoded run of memory; concurrent readers share one decoded copy."""
         if self.held is not None:
             check_version(self.held, self.version)
             return self.held
@@ -131,7 +131,7 @@ class SharedCell:
 
 
 class Pending:
-    """Facts about a saving whose reader is not known yet."""
+    """Facts about a saved tensor whose reader is not known yet."""
 
     __slots__ = ("frame", "from_leaves", "parameter")
 
@@ -145,7 +145,7 @@ class Pending:
 
 
 class Saved:
-    """One saving: a cell with the layout it was saved in, only a layout, or the tensor itself after all."""
+    """One saved tensor: a cell and the layout it was saved in, only a layout, or the tensor itself."""
 
     __slots__ = ("__weakref__", "cell", "device", "dtype", "facts", "layout", "owner", "pending", "tensor", "version")
 
@@ -167,7 +167,7 @@ class Saved:
 
     @property
     def lossy(self) -> bool:
-        """Whether what comes back may differ from what was saved."""
+        """Whether the restored tensor may differ from the saved one."""
         cell = self.cell
         return cell is not None and cell.held is None and cell.packed is not None and not cell.packed.codec.exact
 
@@ -195,14 +195,14 @@ class Saved:
         if not mask and cell.lock is None and packed is not None and packed.dtype == self.dtype and cell.held is None:
             return packed.decode_in(self.layout)
         flat = cell.flat(mask)
-        # Where backward itself is recorded, booleans would not do; zero and one are as good as the values.
+        # A recorded backward cannot use booleans; zero and one serve as well as the values.
         if flat.dtype != self.dtype and (not mask or torch.is_grad_enabled()):
             flat = flat.to(self.dtype)
         return self.layout.restore(flat)
 
 
 def dummy(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor that is asked only for its shape and memory format: one element where the format allows it."""
+    """Return a tensor that is read only for its shape and memory format: one element if the format allows it."""
     if not fills_in_order(layout.size, layout.stride, range(len(layout.size))):
         return torch.empty_strided(layout.size, layout.stride, dtype=dtype, device=device)
     return torch.zeros((), dtype=dtype, device=device).expand(layout.size)

@@ -1,14 +1,14 @@
-"""Bits for queries and keys of attention, by the error of a score that they give.
+"""Bits for queries and keys of attention, by the score error they cause.
 
-A score is scale * (q . k). Errors of q and k that are independent from value to value give it an error of variance
+A score is scale * (q . k). Errors of q and k that are independent for each value give it an error of variance
 
     scale^2 * (|k|^2 * var_q + |q|^2 * var_k)
 
 with the squares of the norms averaged over rows, and the variances measured by packing a sample. An error of 0.1
-changes a weight of the softmax by a tenth. Queries and keys get the fewest bits for which the error is within that, and
-are exact where 8 bits are not enough. They are measured when their reader becomes known, before they are packed for the
-first time, and again in collection steps: attention becomes sharper while a model learns. Nothing waits for the GPU
-there. Where nothing was measured they have 8 bits.
+changes a weight of the softmax by a tenth. Queries and keys get the fewest bits that keep the error within that, and
+are exact if 8 bits are not enough. They are measured when their reader becomes known, before they are packed for the
+first time, and again in collection steps, as attention becomes sharper while a model learns. These measurements never
+wait for the GPU. Queries and keys that were not measured have 8 bits.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from encke.policies.base import Policy
 from encke.torch_internals import saved_setting
 
 SCORE_ERROR = 0.1
-"""Largest rms error of a score."""
+"""Largest RMS error of a score."""
 RATES = (2, 3, 4, 8)
 SAFE = 8
 """Bits of queries and keys that were not measured."""
 EXACT = 0
-"""Stands for bits where no rate is enough."""
+"""Marks a query or key for which no rate is enough."""
 SAMPLE = 1 << 20
-"""Values of a tensor that are packed for measuring, or one sample of the batch if that is more."""
+"""Number of values of a tensor that are packed for measuring, or one sample of the batch if that is more."""
 EVERY = 1000
 """Passes between measurements for policies without collection steps, once the early ones (10, 20, 40, ...) are over."""
 
 
 class Figures(NamedTuple):
-    """Mean square of a query or key, and of its error at each of `RATES`."""
+    """Mean square of a query or key, and mean square of its error at each of `RATES`."""
 
     power: float
     errors: tuple[float, ...]
@@ -52,7 +52,7 @@ class Call(NamedTuple):
     """One use of attention."""
 
     query: str
-    """Name under which the figures of the query are kept: its place, or another one if it is not packed."""
+    """Name of the query's figures: the site's place, or another name if the query is not packed."""
     key: str
     factor: float
     """Square of the scale, times the values in a row."""
@@ -64,13 +64,13 @@ class Scores:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.bits: dict[str, int] = {}
-        """Bits decided, by place; 0 stands for exact."""
+        """Decided bits, by place; 0 means exact."""
         self._calls: dict[str, Call] = {}
         self._figures: dict[str, Figures] = {}
         self._measured: dict[str, Tensor] = {}
         """Figures that are not numbers yet, by name."""
         self._in_flight: list[tuple[str, Tensor, torch.cuda.Event]] = []
-        """Figures on their way to the host, each with its name and the event behind it."""
+        """Figures being copied to the host, each with its name and the event that follows the copy."""
         self._refined: dict[str, tuple[Codec, int, Codec]] = {}
 
     def codec(self, site: Site, lasting: bool = False) -> Codec:
@@ -101,11 +101,11 @@ class Scores:
         return early or step % EVERY == 0
 
     def learn(self, node: Any, savings: Mapping[str, Saved]) -> None:
-        """Take the query and key of a node of attention that have just become known, still as they were saved.
+        """Record the query and key of a node of attention that have just become known and are still unpacked.
 
         Args:
             node: The node.
-            savings: What it saved through us, by slot.
+            savings: Tensors that the node saved through our hooks, by slot.
         """
         packed = [slot for slot in ("query", "key") if slot in savings and savings[slot].site.need == "attention"]
         if not packed:
@@ -118,7 +118,7 @@ class Scores:
                 if saved.site.place not in self.bits and saved.cell is not None and saved.cell.held is not None:
                     self.measure(saved.site, saved.layout.restore(saved.cell.held))
                 continue
-            # Kept as it is, because it is small or a weight.
+            # Kept unpacked, because it is small or a weight.
             names.append(f"{savings[packed[0]].site.place}, its {slot}")
             raw = raw_saved(node, slot)
             t = raw.tensor if isinstance(raw, Saved) else raw[0]
@@ -143,7 +143,7 @@ class Scores:
             self._measured[site.place] = torch.stack([mean_square(t), *errors])
 
     def end_pass(self) -> None:
-        """Send what was measured in a pass to the host, without waiting for it."""
+        """Send the measurements of a pass to the host, without waiting for them."""
         measured = self._take()
         self.decide({name: t.tolist() for name, t in measured.items() if t.device.type != "cuda"})
         for name, t in measured.items():
@@ -164,7 +164,7 @@ class Scores:
         self.decide(arrived)
 
     def decide(self, measured: Mapping[str, list[float]]) -> None:
-        """Set the bits of all uses of attention for which there are new figures."""
+        """Set the bits of all calls of attention with new figures."""
         for name, (power, *errors) in measured.items():
             self._figures[name] = Figures(power, tuple(errors))
         for call in {self._calls[name] for name in measured if name in self._calls}:
@@ -178,7 +178,7 @@ class Scores:
         """Take over the bits that another run has decided.
 
         Raises:
-            ValueError: These are no such bits.
+            ValueError: The argument is not a dictionary of such bits.
         """
         if not isinstance(bits, dict) or not all(value in (EXACT, *RATES) for value in bits.values()):
             raise ValueError(f"bits of queries and keys must be 2, 3, 4, 8 or 0 (exact) by place, got {bits!r}")
@@ -190,13 +190,13 @@ class Scores:
 
 
 def score_variances(query: Figures, key: Figures, factor: float) -> list[float]:
-    """Return the variance of a score's error at each of `RATES`; `factor` is that of `Call`."""
+    """Return the variance of a score's error at each of `RATES`; `factor` is `Call.factor`."""
     pairs = zip(query.errors, key.errors, strict=True)
     return [factor * (key.power * of_query + query.power * of_key) for of_query, of_key in pairs]
 
 
 def mean_square(t: Tensor) -> Tensor:
-    """Return the mean of the squares of a tensor's values."""
+    """Return the mean square of a tensor's values."""
     kind = torch.float64 if t.dtype == torch.float64 else torch.float32
     return torch.linalg.vector_norm(t, dtype=kind).square() / max(t.numel(), 1)
 

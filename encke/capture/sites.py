@@ -1,4 +1,4 @@
-"""Sites: where a tensor is saved. The key that policies, reports and random numbers go by."""
+"""Sites: where tensors are saved. A site is the key of policies, reports and random numbers."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class Site:
     slot: str
     """Name under which the operation saves it, such as `input`."""
     call: int = 0
-    """Number of the layer's call within the forward pass."""
+    """Index of the layer's call within the forward pass."""
     occurrence: int = 0
-    """Number of the tensor among those that this call saves for the same operation and slot."""
+    """Index of the tensor among those that this call saves for the same operation and slot."""
     need: Need = field(default="exact", compare=False)
     """Need of the reader, which decides how far a policy may go."""
     dtype: torch.dtype = field(default=torch.float32, compare=False)
     dimensions: int = field(default=0, compare=False)
     place_v1: str = field(default="", compare=False, repr=False)
-    """The key in states of version 1: layer, call, and index of the tensor within the call. Eager mode only."""
+    """Key in states of version 1: layer, call, and index of the tensor within the call. Eager mode only."""
     place: str = field(init=False, compare=False, repr=False)
     """The key as a text, `layer/call/operation.slot.occurrence`: quick to look up."""
     number: int = field(init=False, compare=False, repr=False)
-    """A hash of the key: random numbers differ from site to site by it."""
+    """Hash of the key, which makes random numbers differ between sites."""
 
     def __post_init__(self) -> None:
         place = f"{self.layer}/{self.call}/{self.operation}.{self.slot}.{self.occurrence}"

@@ -1,4 +1,4 @@
-"""One packed tensor for several readers: which codecs serve whom, and the codec that serves all."""
+"""One packed tensor for several readers: which codecs serve which readers, and the codec that serves all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def stricter(first: Codec, second: Codec) -> Codec:
 
 
 def satisfies(codec: Codec, other: Codec) -> bool:
-    """Return whether what `codec` restores serves a reader that asks for `other`."""
+    """Return whether the values that `codec` restores serve a reader that asks for `other`."""
     if codec is other:
         return True
     # Only ReLU's result is read as a mask, and it is not negative.

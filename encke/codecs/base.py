@@ -1,8 +1,8 @@
 """Codec and Packed: the contract between codecs and everything that uses them.
 
 A codec is a frozen dataclass. It has to implement two methods, `Codec.encode` and `Packed.decode`; everything else has
-a default that is safe for a codec about which nothing more is known (docs/extending.md shows one). The codecs of this
-package work on the flat run of memory that a tensor covers: they derive from `FlatCodec` and `FlatPacked`.
+a default that is safe for any codec (docs/extending.md shows one). The codecs of this package work on the flat run of
+memory that a tensor covers: they derive from `FlatCodec` and `FlatPacked`.
 """
 
 from __future__ import annotations
@@ -46,33 +46,33 @@ def _settings(thing: Any) -> str:
 
 
 WAITS = 3
-"""Payloads of a site, in one format, whose sizes the host waits for before it predicts any."""
+"""Number of a site's payloads, in one format, whose sizes the host waits for before it predicts any."""
 MEMORY = 64
-"""Number of payloads after which an unusual one is as good as forgotten."""
+"""Number of payloads after which an outlier has almost no weight."""
 SLACK = 4608
-"""Bytes that a capacity has on top: the payloads of small tensors vary most."""
+"""Bytes added to every capacity: the payloads of small tensors vary most."""
 
 
 class EncoderState:
-    """Memory of a site's encoder from step to step: sizes of its payloads and the launch plan."""
+    """State of a site's encoder that persists from step to step: sizes of its payloads and the launch plan."""
 
     __slots__ = ("coarsened", "format", "known", "least", "name", "plan", "share")
 
     def __init__(self, name: Callable[[], str] = lambda: "a tensor") -> None:
         self.name = name
-        """Gives the site's name, for errors."""
+        """Returns the site's name, for errors."""
         self.format: Any = None
-        """Format of the payloads that were counted."""
+        """Format of the counted payloads."""
         self.known = 0
-        """Number of payloads in that format."""
+        """Number of counted payloads."""
         self.share = self.least = 0.0
-        """The largest and the smallest payload of late, as a share of the source's bytes."""
+        """The largest and the smallest recent payload, as a share of the source's bytes."""
         self.coarsened = 0
         """Payloads that did not fit, and were encoded with a coarser bound."""
         self.plan: Any = None
 
     def learn(self, format: Any, payload: int, source: int) -> None:
-        """Note the size of a payload. Earlier ones in another format are forgotten at once, others little by little."""
+        """Record the size of a payload. Earlier payloads in another format are forgotten at once, others gradually."""
         share = payload / max(source, 1)
         if format != self.format:
             self.format, self.known, self.share, self.least = format, 0, share, share
@@ -81,10 +81,10 @@ class EncoderState:
         self.least = min(share, self.least + (share - self.least) / MEMORY)
 
     def capacity(self, format: Any, source: int) -> int | None:
-        """Return how many bytes the next payload may take; None if too few are known to tell.
+        """Return how many bytes the next payload may take; None if too few payloads are known for a prediction.
 
-        There is room for an eighth more than the largest took, or for as much more as that one exceeds the smallest.
-        No payload takes more than its source.
+        The capacity exceeds the largest payload by an eighth, or by the difference of the largest and the smallest if
+        that is more. No payload takes more than its source.
         """
         if self.known < WAITS or format != self.format:
             return None
@@ -111,14 +111,14 @@ class Codec(ABC):
     """
 
     restores_values = True
-    """Whether decoded values stand for the encoded ones. False for codecs that serve a single kind of reader, such as
+    """Whether decoded values approximate the encoded ones. False for codecs that serve a single kind of reader, such as
     those of masks and signs."""
     zeros_only = False
     """Whether the codec keeps nothing but which values are zero."""
     signs_only = False
     """Whether the codec keeps nothing but signs."""
     keeps_zeros = False
-    """Whether a mask of the zeros of non-negative data can be read from what is packed."""
+    """Whether a mask of the zeros of non-negative data can be read from the packed form."""
     zeros_decode = False
     """Whether such zeros, and only those, also decode to zeros."""
     signs = False
@@ -138,7 +138,7 @@ class Codec(ABC):
 
     @property
     def exact(self) -> bool:
-        """Whether every bit comes back."""
+        """Whether decoding restores every bit."""
         return False
 
     def takes(self, dtype: torch.dtype) -> bool:
@@ -146,19 +146,19 @@ class Codec(ABC):
         return dtype in FLOATS
 
     def covers(self, other: Codec) -> bool:
-        """Return whether what this codec restores serves a reader that asked for `other`."""
+        """Return whether the values that this codec restores serve a reader that asked for `other`."""
         return self.exact or self == other
 
     def join(self, other: Codec) -> Codec | None:
-        """Return a codec that serves readers of both where neither covers the other; None if there is none."""
+        """Return a codec that serves readers of both if neither covers the other; None if there is none."""
         return None
 
     def refined(self, min_bits: int | None = None, bound: float | None = None) -> Codec | None:
-        """Return this codec or a finer one of its kind; None where there is none, and the tensor is kept exact.
+        """Return this codec or a finer one of its kind; None if there is none and the tensor is to be kept exact.
 
         Args:
-            min_bits: the result is at least as fine as this many bits a value.
-            bound: the result has an absolute error of at most this.
+            min_bits: the result is at least as fine as this many bits per value.
+            bound: the result has an absolute error of at most this bound.
         """
         return self if self.exact else None
 
@@ -167,7 +167,7 @@ class Codec(ABC):
         return (0.0, math.inf) if self.exact else (math.inf, math.inf)
 
     def fixed_rate(self) -> GroupQuant | None:
-        """Return the codec of fixed size that stands in under CUDA graphs; None to keep tensors exact there."""
+        """Return the codec of fixed size that replaces this one under CUDA graphs; None to keep tensors exact there."""
         return None
 
     def describe(self) -> str:
@@ -193,13 +193,13 @@ class Codec(ABC):
             raise ValueError(f"these are not settings of {name}: {settings!r} ({error})") from None
 
     def encode_flat(self, flat: Tensor, layout: Layout, key: int = 0, state: EncoderState | None = None) -> Packed:
-        """Encode a flat run of memory on which a tensor lies as `layout` says.
+        """Encode the flat run of memory of a tensor with this layout.
 
         Args:
             flat: the run.
-            layout: layout of a tensor on it.
-            key: varies random rounding from site to site and step to step.
-            state: memory of this site's encoder.
+            layout: layout of the tensor on the run.
+            key: varies random rounding between sites and steps.
+            state: state of this site's encoder.
         """
         if layout.copied:
             tensor = flat.view(layout.size)
@@ -212,16 +212,16 @@ class Codec(ABC):
             packed = self.encode(tensor)
         source = flat.untyped_storage().data_ptr()
         if any(buffer.untyped_storage().data_ptr() == source for buffer in getattr(packed, "buffers", ())):
-            # Memory of the source itself would change with it, and would not be released.
+            # The source's own memory could still be written to, and would not be released.
             packed.buffers = tuple(buffer.clone() for buffer in packed.buffers)
         return AdaptedPacked(self, layout, flat.dtype, flat.numel(), packed)
 
     def encode_run(self, x: Tensor, layout: Layout, length: int, key: int, state: EncoderState) -> Packed:
-        """Encode a tensor whose layout and run length `layout_of` told."""
+        """Encode a tensor, given its layout and the length of its run as `layout_of` returns them."""
         return self.encode_flat(run_of(x.detach(), layout, length), layout, key, state)
 
     def planned(self, x: Tensor, layout: Layout, length: int, state: EncoderState) -> GroupPlan | None:
-        """Return the plan that encodes the memory of `x` as it lies; None where there is none."""
+        """Return the plan that encodes the memory of `x` in its own order; None if there is none."""
         return None
 
     def __repr__(self) -> str:
@@ -293,18 +293,18 @@ class Packed(ABC):
         return flat != 0 if mask else flat
 
     def gate(self, grad: Tensor, slope: float | None = None) -> Tensor | None:
-        """Return `grad` where the values are not zero, elsewhere zero; None where no kernel reads them packed.
+        """Return `grad` where the values are not zero, and zero elsewhere; None if no kernel reads the packed values.
 
         Args:
-            grad: Tensor of the same dtype that lies in memory as the run does.
-            slope: Return `grad` where the values are positive, elsewhere `slope` times that.
+            grad: Tensor of the same dtype and memory layout as the run.
+            slope: Return `grad` where the values are positive, and `slope * grad` elsewhere.
         """
         return None
 
     def intact(self, source: Tensor) -> bool | Tensor:
-        """Return whether no NaN or infinity in `source` spoils other values than itself, as a bool or 0-dim tensor.
+        """Return, as a bool or 0-dim tensor, whether no NaN or infinity in `source` corrupts other decoded values.
 
-        Codecs that keep such values apart, or know without a look at the tensor that was encoded, override this.
+        Codecs that store such values separately, or need not read the encoded tensor to know, override this method.
         """
         return source.numel() == 0 or torch.stack(torch.aminmax(source)).isfinite().all()
 
@@ -380,14 +380,14 @@ class FlatPacked(Packed):
 
     @abstractmethod
     def decode_flat(self, mask: bool = False) -> Tensor:
-        """Return the decoded run, in memory of its own, which the caller may write over.
+        """Return the decoded run in newly allocated memory, which the caller may overwrite.
 
         With `mask`, only whether each value differs from zero, as booleans.
         """
 
 
 def check_version(tensor: Tensor, version: int) -> None:
-    """Raise as autograd would if a tensor that was kept as it is has been changed in place since."""
+    """Raise as autograd would if a tensor that was kept as it is has since been modified in place."""
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "

@@ -1,4 +1,4 @@
-"""DualPrecision: averages of small tiles in bf16, and the difference of each value from its average at a few bits."""
+"""DualPrecision: averages of small tiles in bf16, and the difference of each value from its average in a few bits."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from encke.codecs.layout import Layout, run_length
 from encke.kernels import DualFormat, GroupFormat, GroupPlan, mix
 
 SMALLEST_PLANE = 16
-"""Planes of fewer values are not worth an average, a minimum and a step of their own."""
+"""Planes with fewer values are not worth an average, a minimum and a step of their own."""
 RATES = (2, 4, 8)
 """Bits of a difference."""
 GROUP = 128
-"""Group of tensors without planes, which are kept as `GroupQuant` keeps them."""
+"""Group size of tensors without planes, which are packed as by `GroupQuant`."""
 
 
 class DualPrecisionPacked(FlatPacked):
@@ -27,7 +27,7 @@ class DualPrecisionPacked(FlatPacked):
     codec: DualPrecision
     format: DualFormat
     order: tuple[tuple[int, ...], tuple[int, ...]] | None
-    """Size and stride of the planes in the memory that was encoded, if they do not lie there one after the other."""
+    """Size and stride of the planes in the encoded memory, if they are not contiguous there."""
 
     def intact(self, source: Tensor) -> bool | Tensor:
         at_step, at_low, *_ = self.format.places(self.numel)
@@ -64,11 +64,11 @@ class PlanelessPacked(FlatPacked):
 
 @dataclass(frozen=True, repr=False)
 class DualPrecision(FlatCodec):
-    """The average of each tile in bf16, and the difference of each value from it at a few bits, unbiased.
+    """The average of each tile in bf16, and the difference of each value from it in a few bits, unbiased.
 
-    This is the codec of DIVISION (ICML 2023). The last two dimensions are a plane, of a tensor with three dimensions
-    the last one; each plane has its own minimum and step. Zeros and signs are not exact. A plane that holds a NaN or an
-    infinity decodes to NaN. Tensors without planes of at least 16 values are kept as `GroupQuant(bits)` keeps them.
+    This is the codec of DIVISION (ICML 2023). The last two dimensions are a plane; in a tensor with three dimensions
+    the last one is. Each plane has its own minimum and step. Zeros and signs are not exact. A plane that holds a NaN or
+    an infinity decodes to NaN. Tensors without planes of at least 16 values are packed as by `GroupQuant(bits)`.
 
     Example:
         >>> import torch
@@ -87,7 +87,7 @@ class DualPrecision(FlatCodec):
     """2, 4 or 8."""
     seed: int = 0
     mask: bool = False
-    """Keep one more bit a value: whether it was zero, so that ReLU's mask can be read from the packed form."""
+    """Keep one more bit per value: whether it was zero, so that ReLU's mask can be read from the packed form."""
     unbiased = True
 
     def __post_init__(self) -> None:
@@ -153,7 +153,7 @@ class DualPrecision(FlatCodec):
 
 
 def planes_of(flat: Tensor, layout: Layout) -> tuple[tuple[int, ...], tuple[int, int]]:
-    """Return the size of the tensor on a run of memory, repeated dimensions once, and of its planes, or (0, 0)."""
+    """Return the size of the tensor on a run of memory, with repeated dimensions once, and of its planes, or (0, 0)."""
     size, stride = layout.size, layout.stride
     if not layout.copied:
         if run_length(size, stride) is None:

@@ -1,7 +1,7 @@
-"""Exact codecs and those of masks, signs, ranges and pool indices. All but `Lossless` are internal.
+"""Exact codecs, and codecs of masks, signs, ranges and pool indices. All but `Lossless` are internal.
 
-A mask, a sign or a range takes one bit, an integer the narrowest width that holds it. Capture chooses these codecs
-where a reader needs no more; they are no choice of a policy, except `Keep`.
+A mask, a sign or a range takes one bit, an integer the narrowest width that holds it. Capture uses these codecs for
+readers that need no more. Policies do not choose them, except `Keep`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class BitsPacked(FlatPacked):
-    """Numbers of `bits` bits above `low`, from 8 bits on in a narrow type. A second buffer is the scale of flags."""
+    """Numbers of `bits` bits above `low`, in a narrow type from 8 bits on. Flags have a second buffer: their scale."""
 
     __slots__ = ("bits", "low")
     bits: int
@@ -43,7 +43,7 @@ class BitsPacked(FlatPacked):
 
 
 class SignPacked(BitsPacked):
-    """One bit a value: plus or minus one."""
+    """One bit per value: plus or minus one."""
 
     __slots__ = ()
 
@@ -59,7 +59,7 @@ class SignPacked(BitsPacked):
 
 
 class BetweenPacked(BitsPacked):
-    """One bit a value: the lower limit, or the middle."""
+    """One bit per value: the lower limit, or the middle."""
 
     __slots__ = ()
     codec: Between
@@ -113,7 +113,7 @@ def pieces(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def look_up(table: Tensor, index: Tensor) -> Tensor:
-    """Return the table's entry for each index of a gapless tensor, in the same memory layout."""
+    """Return the table's entry for each index of a tensor without gaps, in the same memory layout."""
     entries = table.index_select(0, index.as_strided((index.numel(),), (1,)))
     return entries.as_strided(index.shape, index.stride())
 
@@ -161,7 +161,7 @@ class ExactCodec(FlatCodec):
 
 
 class ReaderCodec(FlatCodec):
-    """A codec that keeps no more than one kind of reader needs, and not the values."""
+    """A codec that keeps only what one kind of reader needs, and not the values."""
 
     restores_values = False
 
@@ -185,8 +185,8 @@ class Lossless(ExactCodec):
     """
 
     high: int | None = None
-    """Known upper limit (exclusive) of non-negative integers. Without it the range is computed, and a GPU must be
-    waited for."""
+    """Known upper limit (exclusive) of non-negative integers. Without it the range is computed, and the host has to
+    wait for a GPU."""
 
     def takes(self, dtype: torch.dtype) -> bool:
         return dtype == torch.bool or dtype in INTEGERS or dtype in FLOATS
@@ -206,7 +206,7 @@ class Lossless(ExactCodec):
         form = _narrowest(low, high)
         if form is None or form[0] >= 8 * flat.element_size():
             if state is not None:
-                # As of floats: what did not shrink is kept from the next time on.
+                # As for floats: a tensor that did not shrink is kept unpacked from the next time on.
                 state.share = 1.0
             return RawPacked(self, layout, flat.dtype, flat.numel(), (flat.clone(),))
         bits, offset = form
@@ -224,7 +224,7 @@ class Lossless(ExactCodec):
 
 @dataclass(frozen=True, repr=False)
 class Keep(ExactCodec):
-    """Choice of a policy to keep the tensor itself. It encodes nothing."""
+    """Keep the tensor itself; for policies. This codec encodes nothing."""
 
     def takes(self, dtype: torch.dtype) -> bool:
         return False

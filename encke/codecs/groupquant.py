@@ -13,7 +13,7 @@ from encke.kernels import GroupFormat, GroupPlan, mix
 from encke.kernels.formats import channel_stride
 
 RATES = (2, 3, 4, 8)
-"""Bits of a code."""
+"""Bits per code."""
 
 
 class GroupQuantPacked(FlatPacked):
@@ -52,7 +52,7 @@ class GroupQuantPacked(FlatPacked):
 
 
 def at_least(bits: int, min_bits: int | None, rates: tuple[int, ...]) -> int | None:
-    """Return `bits` if there are at least `min_bits`, else the first of `rates` that has them; None if none has."""
+    """Return `bits` if that is at least `min_bits`, else the first of `rates` that is; None if none is."""
     return next((rate for rate in (bits, *rates) if rate >= max(bits, min_bits or 0)), None)
 
 
@@ -60,10 +60,10 @@ def at_least(bits: int, min_bits: int | None, rates: tuple[int, ...]) -> int | N
 class GroupQuant(FlatCodec):
     """Fixed-rate codes of `bits` bits with one scale for every `group` values. Decoded values are unbiased.
 
-    A value is off by at most half a step of its group; rounding is random. In groups without negative values, zeros
-    and the mask of non-zeros are exact. Groups of one value are exact. A group that holds a NaN or an infinity decodes
-    to NaN. In channels_last memory a group takes values of one channel. What a norm reads is cut into groups that stay
-    within the values which the norm takes together.
+    A value is off by at most half a step of its group; rounding is random. In groups without negative values, zeros and
+    the mask of non-zeros are exact. Groups of one value are exact. A group that holds a NaN or an infinity decodes to
+    NaN. In channels_last memory a group takes values of one channel. The groups of a norm's input stay within the
+    values that the norm reduces together.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Layouts: how the elements of a tensor lie on a flat run of memory, and how a run becomes that tensor again."""
+"""Layouts: how the elements of a tensor are placed on a flat run of memory, and how a run becomes that tensor again."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Size and strides of a tensor on a flat run of memory: enough to lay a decoded run out in the same way."""
+    """Size and strides of a tensor on a flat run of memory, which suffice to restore it from a decoded run."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     copied: bool = False
     """Whether the run is a contiguous copy, because the tensor's own elements have gaps between them."""
     rows: tuple[int, int] | None = None
-    """Number and distance of the values on the run that a norm reads together: a codec's groups stay within these rows.
-    """
+    """Number and distance of the values that a norm reduces together: a codec's groups stay within these rows."""
     dense: bool = field(init=False, compare=False)
     """Whether the run is the tensor's own memory and holds each element once."""
     channels_last: bool | None = field(init=False, compare=False)
@@ -63,7 +62,7 @@ def fills_in_order(size: Sequence[int], stride: Sequence[int], order: Sequence[i
 
 
 def fills_memory(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """Return whether each element has memory of its own without gaps between them, in any order of dimensions."""
+    """Return whether each element has memory of its own and there are no gaps, in any order of dimensions."""
     return run_length(size, stride) == math.prod(size)
 
 
@@ -99,12 +98,12 @@ def with_rows(layout: Layout, rows: tuple[int, int] | None) -> Layout:
 
 @functools.lru_cache(maxsize=4096)
 def rows_for(layout: Layout, length: int, norm: tuple[str, int]) -> tuple[int, int] | None:
-    """Return the rows of a run of memory within which a norm takes its statistics: values of each, and their distance.
+    """Return the rows of a run of memory that a norm reduces: the values of each row, and their distance.
 
     Args:
         layout: Layout of the norm's input.
         length: Length of the run.
-        norm: What it normalises over: ("last", number of dimensions), ("channels", 0) for all but the second
+        norm: Dimensions that it normalises over: ("last", number of dimensions), ("channels", 0) for all but the second
             dimension, or ("groups", number of groups) of the second dimension.
     """
     size, stride = layout.size, layout.stride
@@ -116,7 +115,7 @@ def rows_for(layout: Layout, length: int, norm: tuple[str, int]) -> tuple[int, i
     if kind == "last":
         return rows_of(size, stride, tuple(range(len(size) - number, len(size))))
     if kind == "channels":
-        # Of planes that are not tiny, fused layers read the codes.
+        # If planes are not tiny, fused layers read the codes.
         plane = rows_of(size, stride, channel_dims(len(size))[1:])
         whole = plane[1] == 1 and plane[0] >= SMALLEST_PLANE
         return plane if whole else rows_of(size, stride, channel_dims(len(size)))
@@ -129,11 +128,11 @@ def rows_for(layout: Layout, length: int, norm: tuple[str, int]) -> tuple[int, i
 
 @functools.lru_cache(maxsize=4096)
 def rows_inside(layout: Layout, width: int) -> int | None:
-    """Return how many rows of `width` values lie next to each other in the order of the dimension that leads in memory.
+    """Return how many rows of `width` values are adjacent along the leading dimension in memory.
 
-    Rows are made of the last dimensions. With `inner` for the result, row `m` of memory is row `(m % inner) * (rows //
-    inner) + m // inner` of the tensor. All rows where memory is contiguous; the size of the batch where batch and
-    sequence are transposed, as behind `nn.MultiheadAttention`. None where memory has gaps or any other order.
+    Rows consist of the last dimensions. With `inner` for the result, row `m` of memory is row `(m % inner) * (rows //
+    inner) + m // inner` of the tensor. The result is all rows for contiguous memory, and the batch size if batch and
+    sequence are transposed, as after `nn.MultiheadAttention`. None if memory has gaps or any other order.
     """
     size, stride = layout.size, layout.stride
     if not layout.dense or 0 in size:
@@ -153,7 +152,7 @@ def rows_inside(layout: Layout, width: int) -> int | None:
 
 
 def finer(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int] | None:
-    """Return those of two kinds of rows of one run of memory that lie within the others; None if neither do."""
+    """Return the finer of two kinds of rows of one run of memory if it nests in the coarser; None if it does not."""
     for inner, outer in ((first, second), (second, first)):
         if inner[1] % outer[1] == 0 and outer[0] * outer[1] % (inner[0] * inner[1]) == 0:
             return inner
@@ -161,7 +160,7 @@ def finer(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int] | 
 
 
 def run_of(x: Tensor, layout: Layout, length: int) -> Tensor:
-    """Return the memory of `x` as one flat run, given what `layout_of` says about it."""
+    """Return the memory of `x` as one flat run, given the results of `layout_of`."""
     return x.contiguous().view(-1) if layout.copied else x.as_strided((length,), (1,))
 
 

@@ -15,9 +15,9 @@ from encke.kernels import LogFormat, mix
 BOUND = 0.05
 """Largest error of a value in the range that the codes cover."""
 STEPS = {torch.float32: (0.099, 0.099), torch.float16: (0.092, 0.083), torch.bfloat16: (0.0925, 0.0615)}
-"""The step above -8 and the one below it, by dtype. Half a step, the shift and the dtype's rounding together stay
-within the bound. Below -8 the steps of bf16 itself are coarser than the bound; there the error is less than half such a
-step, so that rounding restores the value."""
+"""Step above -8 and step below -8, by dtype. Half a step, the shift and the dtype's rounding together stay within the
+bound. Below -8 the steps of bf16 itself are coarser than the bound; there the error is less than half such a step, so
+that rounding restores the value."""
 
 
 def format_of(dtype: torch.dtype) -> LogFormat:
@@ -48,8 +48,8 @@ class LogProbPacked(FlatPacked):
 class LogProb(FlatCodec):
     """Logarithms of probabilities, one byte each: off by at most 0.05, with unbiased exponentials.
 
-    That holds from -25 (fp16: -21, bf16: -18) to 0. Lower values decode to about that limit, a probability of 1e-11
-    (5e-10, 1e-8); NaN stays NaN. The size is fixed, so the host need not wait for a GPU to tell it.
+    This holds from -25 (fp16: -21, bf16: -18) to 0. Lower values decode to about that limit, a probability of 1e-11
+    (5e-10, 1e-8); NaN stays NaN. The size is fixed, so the host does not wait for a GPU to compute it.
 
     Example:
         >>> import torch
@@ -65,7 +65,7 @@ class LogProb(FlatCodec):
     seed: int = 0
 
     def takes(self, dtype: torch.dtype) -> bool:
-        """Return whether this codec takes `dtype`. Not fp64: who computes in that does not want so few bits."""
+        """Return whether this codec supports `dtype`. fp64 is not: its users want more precision than 8 bits."""
         return dtype in STEPS
 
     def covers(self, other: Codec) -> bool:

@@ -1,14 +1,14 @@
 """Payloads whose size only the GPU knows: encoded into a predicted capacity. The host learns the size later.
 
-A payload takes as many bytes as the last ones of its site needed, and some more (`EncoderState.capacity`). The kernels
-count what they need in a table on the GPU, with a row for each payload. Nothing of the source is kept: what a capacity
-was too small for is encoded again at once, on the GPU, with a coarser bound, if a policy has chosen the bound. A bound
-of the user's own holds: then the values that had no space are lost.
+The capacity is the size of the site's recent payloads and some slack (`EncoderState.capacity`). The kernels count the
+bytes they need in a table on the GPU, with a row for each payload. The source is not kept. If a capacity is too small
+and a policy has chosen the bound, the GPU encodes again at once, with a coarser bound. A bound that the user has set is
+never exceeded: the values that do not fit are lost.
 
 The table is copied to pinned memory when backward reads its first payload. When that backward pass ends, the host waits
-for the copy, which is older than everything the pass has launched, so that the GPU has work meanwhile. Then sites learn
-how much they needed, and if a payload that was read is incomplete, `backward()` raises. Sites learn in the order of the
-program, never by when a copy arrives: runs repeat bit for bit.
+for the copy, which is older than every launch of the pass, so that the GPU stays busy. Then sites learn how many bytes
+they needed, and if a payload that was read is incomplete, `backward()` raises. Sites learn in program order, whenever a
+copy arrives: runs repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from encke.tools.units import size
 from encke.torch_internals import current_graph_task, queue_backward_callback
 
 ROWS = 256
-"""Payloads of a table."""
+"""Number of payloads in a table."""
 WORDS = 8
-"""Words of a row: the sizes of up to four attempts in units of 4 bytes, and what the kernels need besides."""
+"""Words per row: the sizes of up to four attempts in units of 4 bytes, and further words that the kernels need."""
 FACTORS = (1.0, 4.0, 64.0)
-"""The bound of each attempt, as a multiple of that which a policy has chosen."""
+"""Bound of each attempt, as a multiple of the bound that a policy has chosen."""
 NO_BACKWARD = -1
-"""Number of the running backward pass where there is none."""
+"""Task number outside of a backward pass."""
 
 
 class PendingPacked(FlatPacked):
@@ -42,17 +42,17 @@ class PendingPacked(FlatPacked):
     row: _Row | None
 
     def fill(self, flat: Tensor, seed: int, state: EncoderState | None, coarsens: bool) -> None:
-        """Encode `flat`. The host waits for a GPU where it cannot predict the size, or may not be wrong: at bound zero.
+        """Encode `flat`. The host waits for a GPU if it cannot predict the size, or must not be wrong (at bound zero).
 
         Args:
             flat: The run of memory.
             seed: Seed of random rounding.
-            state: Memory of the site's encoder.
-            coarsens: Whether the bound may be exceeded where the capacity is too small.
+            state: State of the site's encoder.
+            coarsens: Whether the bound may be exceeded if the capacity is too small.
         """
         kernels: Any = operations(flat)
         source, self.row = flat.numel() * flat.element_size(), None
-        # Kernels that know the size before they return have no such function.
+        # Kernels that know the size before they return lack this function.
         encode_within: Any = getattr(kernels, "bounded_encode_within", None)
         capacity = None if state is None or encode_within is None else state.capacity(self.format, source)
         if state is None or capacity is None or (self.codec.exact and capacity < source):
@@ -61,7 +61,7 @@ class PendingPacked(FlatPacked):
                 state.learn(self.format, self.buffers[1].numel(), source)
             return
         with _lock:
-            # Nobody may send the table between the choice of a row and the launch that counts in it.
+            # The table must not be sent between the choice of a row and the launch that counts in it.
             table = _open_table(flat)
             words, factors = table.words[len(table.rows)], FACTORS if coarsens and capacity < source else FACTORS[:1]
             self.buffers = encode_within(flat, self.format, seed, capacity, words, factors)
@@ -69,13 +69,13 @@ class PendingPacked(FlatPacked):
             table.add(self.row)
 
     def confirm(self) -> None:
-        """See to it that the backward pass that reads this raises if the payload is incomplete."""
+        """Make the backward pass that reads this payload raise if the payload is incomplete."""
         if self.row is not None:
             self.row.confirm()
 
 
 class _Row:
-    """Size of one payload, in flight."""
+    """Size of one payload, pending."""
 
     __slots__ = ("capacity", "codec", "format", "missing", "read", "source", "state", "table")
 
@@ -85,7 +85,7 @@ class _Row:
         self.table, self.codec, self.format, self.state = table, codec, format, state
         self.source, self.capacity = source, capacity
         self.read = False
-        """Whether somebody has decoded the payload."""
+        """Whether the payload has been decoded."""
         self.missing = 0
         """Bytes for which there was no space, as soon as that is known."""
 
@@ -105,7 +105,7 @@ class _Row:
 
 
 class _Table:
-    """Sizes of payloads that were encoded one after the other: on the GPU, then in pinned memory, then learnt."""
+    """Sizes of consecutive payloads: on the GPU, then in pinned memory, then learnt."""
 
     def __init__(self, device: torch.device, stream: Any) -> None:
         self.words = torch.zeros(ROWS, WORDS, dtype=torch.int64, device=device)
@@ -114,16 +114,16 @@ class _Table:
         self.transfer: Transfer | None = None
         self.learnt = False
         self.task = NO_BACKWARD
-        """The backward pass at whose end the rows are confirmed."""
+        """Backward pass whose end confirms the rows."""
 
     def add(self, row: _Row) -> None:
-        """Take a row whose kernels were launched. A full table is sent at once, so that it is not waited for later."""
+        """Add a row whose kernels were launched. A full table is sent at once to avoid a later wait."""
         self.rows.append(row)
         if len(self.rows) == ROWS:
             self.send()
 
     def send(self) -> None:
-        """Copy the sizes to pinned memory, behind the kernels that count them; no more rows are taken."""
+        """Copy the sizes to pinned memory after the kernels that count them; the table is closed to further rows."""
         if self.transfer is None:
             _open.pop((self.words.device, self.stream), None)
             with torch.cuda.stream(self.stream):
@@ -159,7 +159,7 @@ class _Table:
 
 
 class Transfer:
-    """Copy of words of a GPU in pinned memory, and the event behind it."""
+    """Copy of GPU words in pinned memory, and the event that follows the copy."""
 
     def __init__(self, words: Tensor) -> None:
         self.copy = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
@@ -187,7 +187,7 @@ def incomplete(rows: list[_Row]) -> RuntimeError:
 
 _lock = threading.Lock()
 _open: dict[tuple[torch.device, Any], _Table] = {}
-"""The table that takes rows, for each stream of each device."""
+"""The table that accepts rows, for each stream of each device."""
 
 
 def _open_table(flat: Tensor) -> _Table:

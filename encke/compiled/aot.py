@@ -1,14 +1,13 @@
-"""The one patch of AOTAutograd: its function that writes saved-tensor hooks into graphs asks us first.
+"""The one patch of AOTAutograd: its function that writes saved-tensor hooks into graphs calls us first.
 
-Around the call of an attached compiled model stand saved-tensor hooks that are graph modules (`HookPair`). They make
-dynamo compile the model again, and AOTAutograd asks `graph_compile.maybe_inline_graph_saved_tensors_hooks` to write
-them into the forward and the backward graph it has made. While at least one compiled model is attached, `InlinePatch`
-stands there. Graphs under our hooks go to the model that owns the hooks, all others to the function that stood there
-before.
+`CompiledModel` calls a compiled model under saved-tensor hooks that are graph modules (`HookPair`). They make dynamo
+compile the model again, and AOTAutograd calls `graph_compile.maybe_inline_graph_saved_tensors_hooks` to write them into
+its forward and backward graphs. While at least one compiled model is attached, `InlinePatch` replaces that function.
+Graphs under our hooks go to the model that owns the hooks, all others to the original function.
 
-The patch is put in place when the first model is attached (`hold`) and taken out when the last one is detached or
-garbage-collected. If somebody has patched on top of us meanwhile, theirs stays, and ours stays beneath it: without
-models it passes everything on.
+The patch is installed when the first model is attached (`hold`) and removed when the last one is detached or
+garbage-collected. A later patch by other code stays on top of ours. Ours then stays installed as well, and passes every
+graph on once there are no models.
 """
 
 from __future__ import annotations
@@ -38,7 +37,8 @@ if TYPE_CHECKING:
 class HookPair:
     """Saved-tensor hooks of one compiled model, as graphs.
 
-    A plain function in such a graph is unknown to AOTAutograd's cache, so graphs with hooks are never taken from there.
+    A plain function in such a graph is unknown to AOTAutograd's cache, so graphs with hooks are never read from that
+    cache.
     """
 
     def __init__(self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any], owner: CompiledModel) -> None:
@@ -49,15 +49,15 @@ class HookPair:
 
 
 _pairs: dict[int, HookPair] = {}
-"""All pairs ever made, by the address of `pack`. Kept until the process ends, on purpose: dynamo tells hooks apart by
-their address and keeps its compiled code beyond `detach`. If a pair were freed, a later one could get its address, and
-dynamo would run the graph of the earlier one. A pair holds two graphs of one node and no tensor."""
+"""All pairs ever made, by the address of `pack`. Deliberately never freed: dynamo identifies hooks by their address and
+keeps its compiled code after `detach`. If a pair were freed, a later one could get its address, and dynamo would run
+the graph of the earlier one. A pair holds two graphs of one node and no tensor."""
 
 
 def room_for_pairs() -> AbstractContextManager[None]:
-    """Let dynamo keep as many compiled variants of a function for each pair of hooks as it usually keeps in all.
+    """Let dynamo keep, for each pair of hooks, as many compiled variants of a function as its usual limit.
 
-    It tells pairs apart, also those of detached models, and from its limit on it would compile nothing more.
+    Dynamo distinguishes pairs, including those of detached models, and would stop compiling at its limit.
     """
     return recompile_limit(len(_pairs)) if len(_pairs) > 1 else nullcontext()
 
@@ -67,14 +67,14 @@ def calling(function: Callable[[Any], Any]) -> GraphModule:
     graph = Graph()
     graph.output(graph.call_function(function, (graph.placeholder("x"),)))
     module = GraphModule(nn.Module(), graph)
-    # Between the graphs of a model autograd calls both for each tensor: dynamo would compile them for each kind.
+    # Between the graphs of a model, autograd calls both for each tensor: dynamo would compile them for each kind.
     for code in (module.forward.__code__, function.__code__):
         run_uncompiled(code)
     return module
 
 
 class InlinePatch:
-    """Stands in the place of AOTAutograd's function that writes hooks into graphs."""
+    """Replacement for AOTAutograd's function that writes hooks into graphs."""
 
     def __init__(self, original: Callable[..., None]) -> None:
         self.original = original

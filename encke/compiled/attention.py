@@ -1,7 +1,7 @@
-"""Attention in compiled graphs: its results are computed again in the backward graph, from decoded inputs.
+"""Attention in compiled graphs: the backward graph recomputes its results from decoded inputs.
 
-encke/capture/attention.py says why; the rule is the same there. Where the mask is a constant that is causal, or that
-masks nothing, both graphs call the operation without it (constant_masks.py).
+encke/capture/attention.py explains why; the rule is the same. If the mask is a constant that is causal, or that masks
+nothing, both graphs call the operation without it (constant_masks.py).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from encke.compiled.names import ancestors, arguments_of, behind_views, name_of,
 from encke.compiled.pair import Pair
 
 BACKWARDS = {f"{name_of(forward)}_backward": name for name, forward in FORWARDS.items()}
-"""Name of the backward operation -> key in `FORWARDS` of the operation that computes the results again."""
+"""Name of the backward operation -> key in `FORWARDS` of the operation that recomputes the results."""
 
 
 def compute_again(pair: Pair, is_lossy: Callable[[Node], bool]) -> list[tuple[Node, Site]]:
-    """Let attention with lossy inputs read results that belong to them; return the saved ones that nobody reads then.
+    """Make attention with lossy inputs read results that belong to them; return the saved results that become unread.
 
     Args:
         pair: The two graphs.
-        is_lossy: Tells whether a saved tensor, a node of the forward graph, will come back with a loss.
+        is_lossy: Returns whether a saved tensor, a node of the forward graph, is packed lossily.
     """
     made = {pair.inputs[node.name]: node for node in pair.saved}
     results: list[tuple[Node, Site]] = []
@@ -55,13 +55,13 @@ def compute_again(pair: Pair, is_lossy: Callable[[Node], bool]) -> list[tuple[No
 
 
 def write_forward(pair: Pair, reader: Node, name: str, arguments: dict[str, Any]) -> list[Node]:
-    """Write the operation before its backward; return the nodes of its output and logsumexp."""
+    """Insert the operation before its backward; return the nodes of its output and logsumexp."""
     forward, (positional, keywords) = FORWARDS[name], forward_arguments(name, arguments)
     with pair.backward.inserting_before(reader):
         call = pair.backward.call_function(forward, tuple(positional), keywords)
         results = [pair.backward.call_function(operator.getitem, (call, i)) for i in range(2)]
     values = map_arg((call.args, call.kwargs), value)
-    # The site that reads is the one of the backward operation.
+    # The reading site is the one of the backward operation.
     call.meta = {**reader.meta, "original_aten": forward, "eager_input_vals": values}
     with value(pair.saved[0]).fake_mode:
         call.meta["val"] = forward(*values[0], **values[1])

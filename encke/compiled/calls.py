@@ -15,14 +15,14 @@ Call = tuple[Any, tuple[Any, ...]]
 
 
 class Calls(Protocol):
-    """Calls for one saved tensor. `data` is what passes from the forward to the backward graph."""
+    """Calls for one saved tensor. `data` is the value that passes from the forward to the backward graph."""
 
     def encode(self, x: Node, measures: bool) -> Call:
-        """Pack; an encoder that `measures` gives variance and mean of the channels as well."""
+        """Pack; an encoder that `measures` also returns variance and mean of the channels."""
         ...
 
     def encode_norm_relu(self, norm: NormRelu) -> Call:
-        """Compute and pack a batch norm's ReLU; the second result is what was packed."""
+        """Compute and pack a batch norm's ReLU; the second result is the unpacked ReLU."""
         ...
 
     def decode(self, data: Node) -> Call: ...
@@ -69,7 +69,7 @@ class ConstantCalls:
 
 
 class RunTimeCalls:
-    """Calls of payloads.py: `data` is a handle, and all that was chosen in the forward pass is behind it."""
+    """Calls of payloads.py: `data` is a handle to the payload, whose settings were chosen in the forward pass."""
 
     def __init__(self, graph: int, row: int, layout: tuple[list[Any], list[Any]], dtype: torch.dtype) -> None:
         self.settings = (graph, row)

@@ -1,8 +1,8 @@
-"""Masks of attention that are constants of a graph: causal ones, and those that mask nothing, become settings.
+"""Masks of attention that are constants of a graph: causal ones, and ones without effect, become settings.
 
-A model that is traced often writes a mask out that it would leave to `is_causal` in eager mode, as transformers' models
-do. With an explicit mask the kernels compute all scores, those that are masked too. What such a mask is computed from
-are sizes alone, so it is computed here, while the graph is written, and compared.
+A traced model often computes an explicit mask where in eager mode it would pass `is_causal`, as transformers' models
+do. With an explicit mask the kernels compute all scores, including masked ones. Such a mask is computed from sizes
+alone, so it is computed here, while the graph is written, and compared.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from encke.torch_internals import without_modes
 MASKS = ("attn_bias", "attn_mask")
 """Names under which operations take the mask."""
 HIDDEN = -6e4
-"""Added to a score, what hides it: minus infinity, or -65504, which torch 2.11 takes for cuDNN."""
+"""Largest number whose addition hides a score: masks use minus infinity, or -65504 (torch 2.11 for cuDNN)."""
 LARGEST = 1 << 30
-"""Bytes of a tensor that are computed at most, on the host."""
+"""Largest tensor in bytes that is computed on the host."""
 
 
 class ConstantMasks:
@@ -30,7 +30,7 @@ class ConstantMasks:
 
     def __init__(self) -> None:
         self.causal: dict[Node, bool | None] = {}
-        """Whether each mask is causal; None where it is neither that nor without effect."""
+        """Whether each mask is causal; None if it is neither causal nor without effect."""
 
     def drop(self, call: Node, reader: Node) -> bool:
         """Call attention, and its backward, without a mask where that is the same; return whether it is.
@@ -58,7 +58,7 @@ class ConstantMasks:
 
 
 def constant_of(node: Node) -> Tensor | None:
-    """Return what a node computes, on the host; None if that is not a constant of the graph, or large."""
+    """Return the value of a node, computed on the host; None if it is not a constant of the graph, or is large."""
     needed = ancestors(node)
     if not all(map(is_computed, needed)):
         return None
@@ -77,7 +77,7 @@ def is_device(argument: Any) -> bool:
 
 
 def is_computed(node: Node) -> bool:
-    """Return whether a node gives the same tensor whenever it is computed from the same arguments."""
+    """Return whether a node computes the same tensor every time from the same arguments."""
     t = value(node)
     if node.op != "call_function" or not isinstance(t, Tensor) or not all(isinstance(n, int) for n in t.shape):
         return False
@@ -86,7 +86,7 @@ def is_computed(node: Node) -> bool:
 
 
 def is_causal(mask: Tensor) -> bool | None:
-    """Return whether a mask, of bools or to be added, is causal; False if it masks nothing, None if it is another."""
+    """Return whether a boolean or additive mask is causal; False if it masks nothing, None for any other mask."""
     for dimension in range(mask.dim() - 2):
         if mask.stride(dimension) == 0:
             mask = mask.narrow(dimension, 0, 1)

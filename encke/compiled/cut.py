@@ -1,9 +1,9 @@
-"""Save instead of recompute: no reader of a compiled backward graph works from values recomputed from lossy ones.
+"""Save instead of recompute: no reader of a compiled backward graph uses values recomputed from lossy ones.
 
 AOTAutograd cuts the joint graph where little has to be saved, and recomputes values in the backward graph where that is
-cheap. From lossy values that would be another gradient than that of eager mode. So what is recomputed from them is
-saved as well, and comparisons (ReLU's mask) are made in the forward graph, from exact values. What eager mode computes
-again is then taken out by its rules (recompute.py).
+cheap. Recomputed from lossy values, they would give a different gradient than eager mode. So such values are saved as
+well, and comparisons (ReLU's mask) move to the forward graph, with exact values. Tensors that eager mode recomputes are
+then removed by its rules (recompute.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from encke.compiled.pair import Pair, write_in
 
 
 def save_instead_of_recompute(pair: Pair) -> None:
-    """Save what is recomputed from values that may be lossy; make comparisons in the forward graph."""
+    """Save values that are recomputed from possibly lossy ones; move comparisons to the forward graph."""
     lossy = {pair.inputs[node.name] for node in pair.saved if pair.may_be_lossy(node)}
     while (node := _recomputed(pair, lossy)) is not None:
         _save_result(pair, node, lossy)
@@ -26,12 +26,12 @@ def save_instead_of_recompute(pair: Pair) -> None:
 
 
 def _recomputed(pair: Pair, lossy: set[Node]) -> Node | None:
-    """Return the first value recomputed from a lossy one for another operation than its own; None if there is none."""
+    """Return the first value recomputed from a lossy one for a different operation; None if there is none."""
     between: dict[Node, frozenset[str]] = {node: frozenset() for node in lossy}
     """For each value computed from a lossy one, the operations between the two."""
     for node in pair.backward.nodes:
         sources = [source for source in node.all_input_nodes if source in between]
-        # A checkpointed region has a reader's need of its own: where its inputs are lossy, the user asked for that.
+        # A checkpointed region has a reader's need of its own: if its inputs are lossy, the user has asked for that.
         if not sources or node in lossy or node in pair.regions:
             continue
         transparent = name_of(node.target) in TRANSPARENT
@@ -40,7 +40,7 @@ def _recomputed(pair: Pair, lossy: set[Node]) -> Node | None:
             between[node] = frozenset(step).union(*(between[source] for source in sources))
             continue
         operation = operation_of(node)
-        # Softmax from its own recomputed input would be wrong by the exponential of the error.
+        # Softmax from its own recomputed input would be off by the exponential of the error.
         recomputes = operation.endswith(("_backward", "_backward_data")) and "softmax" not in operation
         own = root_of(operation) if recomputes else None
         for source in sources:
@@ -52,7 +52,7 @@ def _recomputed(pair: Pair, lossy: set[Node]) -> Node | None:
 def _first_step(pair: Pair, node: Node, own: str | None, between: dict[Node, frozenset[str]]) -> Node:
     """Return the value that the reader's own steps, views and casts begin with."""
     while True:
-        # Of an operation with several results each is a value of its own.
+        # Each result of an operation with several results is a value of its own.
         step = node.all_input_nodes[0] if node.target is operator.getitem else node
         transparent = name_of(step.target) in TRANSPARENT
         if not transparent and (step not in pair.recomputed or root_of(operation_of(step)) != own):
@@ -61,7 +61,7 @@ def _first_step(pair: Pair, node: Node, own: str | None, between: dict[Node, fro
 
 
 def _save_result(pair: Pair, node: Node, lossy: set[Node]) -> None:
-    """Save what `node` recomputes, or the result of comparing it if that is all that is read."""
+    """Save the value that `node` recomputes, or its comparisons if it has no other readers."""
     readers = list(node.users)
     if all(name_of(reader.target) in COMPARISONS for reader in readers):
         readers = [reader for reader in readers if not _save_comparison(pair, reader)]
@@ -88,7 +88,7 @@ def _save_comparison(pair: Pair, reader: Node) -> bool:
 
 
 def _compare_in_forward(pair: Pair) -> None:
-    """Make comparisons with lossy values in the forward graph, unless zeros come back as zeros anyway."""
+    """Compare lossy values in the forward graph, unless their zeros decode to zeros anyway."""
     for made in list(pair.saved):
         if not pair.may_be_lossy(made):
             continue
@@ -102,7 +102,7 @@ def _compare_in_forward(pair: Pair) -> None:
 
 
 def drop_unread(pair: Pair) -> None:
-    """Remove what nobody reads any more."""
+    """Remove nodes without readers."""
     for node in reversed(list(pair.backward.nodes)):
         if node.op == "call_function" and not node.users and not node.is_impure():
             pair.backward.erase_node(node)

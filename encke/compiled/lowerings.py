@@ -1,8 +1,8 @@
-"""Inductor calls our operators on a GPU as plain functions, most of which write into memory that it has laid out.
+"""Lowerings: on a GPU inductor calls our operators as plain functions, most of which write into memory it allocated.
 
-Through the dispatcher a call costs several times a launch. Inductor also assumes that results of operators, beside a
-tensor on the host, may not be aligned: subsequent kernels would read value by value. With CUDA graphs, the C++ wrapper
-and memory with gaps the operators are called as they are.
+Through the dispatcher a call costs several times a launch. For operators that involve a tensor on the host, inductor
+also assumes that results may be unaligned: subsequent kernels would read value by value. With CUDA graphs, the C++
+wrapper and memory with gaps the operators are called unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from encke.compiled.names import size_hint
 from encke.torch_internals import inductor, inductor_is_loaded
 
 DIRECT_ON = {"cuda"}
-"""Types of devices on which functions are called."""
+"""Device types on which functions are called."""
 FUNCTIONS: dict[str, tuple[Callable[..., Any], int | None]] = {
     "site_encode": (ops.encode_into, 4),
     "site_encode_moments": (ops.encode_moments, 4),
@@ -39,7 +39,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], int | None]] = {
     "packed_norm_sums": (payloads.norm_sums_into, None),
     "packed_norm_apply": (payloads.norm_apply_into, None),
 }
-"""Operator -> function, and how many of the operator's arguments it takes; those after them tell the layout."""
+"""Operator -> function, and how many of the operator's arguments it takes; the others describe the layout."""
 ALLOCATING = {
     "conv_input_grad", "site_encode_moments", "site_encode_norm_relu", "site_pack", "site_pack_moments",
     "site_pack_norm_relu",
@@ -88,7 +88,7 @@ def _install(name: str) -> None:
         return [ir.TensorBox.create(output) for output in call.outputs]
 
     lowering.register_lowering(operator, type_promotion_kind=None)(lowered)
-    # Otherwise each reader of a value that is not yet in memory would write it there for itself.
+    # Otherwise each reader of a value that is not yet in memory would write its own copy.
     lowering.add_needs_realized_inputs(operator)
     lowering.add_layout_constraint(operator, lowering.constrain_to_fake_tensors)
 

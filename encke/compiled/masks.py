@@ -1,4 +1,4 @@
-"""ReLU's mask from packed codes: readers that compare a restored tensor with zero ask the codes instead."""
+"""ReLU's mask from packed codes: readers that compare a restored tensor with zero read the codes instead."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ def read_mask_from_codes(
     mask: Callable[[], Node],
     gate: Callable[[Node, Node | None], Node],
 ) -> bool:
-    """Let readers of a mask ask what is zero: a codec keeps that of ReLU's result, but not what is positive.
+    """Make readers of a mask read which values are zero.
 
-    Returns whether one of them still compares restored values, because it reads them behind a view.
+    A codec keeps that for ReLU's result, but not which values are positive.
+
+    Return whether one of them still compares restored values, because it reads them through a view.
 
     Args:
         pair: The two graphs.
-        readers: (reader, what it reads) for the readers of the mask.
+        readers: (reader, its operand) for the readers of the mask.
         t: The saved tensor.
-        mask: Writes a node that says what of `t` is not zero.
-        gate: Writes a node that passes a gradient, or the sum of two, where `t` is not zero, and gives zero elsewhere.
+        mask: Writes a node that computes which values of `t` are not zero.
+        gate: Writes a node that propagates a gradient, or the sum of two, where `t` is not zero, and is zero elsewhere.
     """
     compares_values = False
     for reader, source in readers:
@@ -57,9 +59,9 @@ def read_mask_from_codes(
 
 
 def pass_gates_to_norms(graph: Graph) -> None:
-    """Let a batch norm whose gradient comes from a ReLU alone read the ReLU's codes: gates of their own are left out.
+    """Make a batch norm whose gradient comes from a ReLU alone read the ReLU's codes, which removes the separate gate.
 
-    Only kernels for channels_last memory do.
+    Only kernels for channels_last memory support this.
     """
     for gate in [node for node in graph.nodes if name_of(node.target) in GATES and node.users]:
         given = arguments_of(gate)
@@ -82,7 +84,7 @@ def _not_zero(pair: Pair, source: Node) -> Node:
 
 
 def _replace_threshold(pair: Pair, reader: Node, source: Node, flags: Node) -> None:
-    """Give `threshold_backward` ones and zeros: they are on the same sides of ReLU's threshold as the values."""
+    """Pass ones and zeros to `threshold_backward`: they lie on the same sides of ReLU's threshold as the values."""
     cast = torch.ops.prims.convert_element_type.default
     ones = pair.backward.call_function(cast, (flags, value(source).dtype))
     ones.meta = {**source.meta}
@@ -95,7 +97,7 @@ def _replace_comparison(pair: Pair, reader: Node, flags: Node) -> None:
         zero.meta = {**reader.meta}
         flags = zero
     for masked in reader.users:
-        # A gradient that waits for a residual path: inductor is to store it, and not what it is made from.
+        # This gradient is kept for a residual path: inductor is to store it, and not its operands.
         if any("norm" not in operation_of(user) for user in masked.users):
             masked.meta["inductor_realize_to_strides"] = True
     reader.replace_all_uses_with(flags)
@@ -112,7 +114,7 @@ def sole_masked_where(comparison: Node) -> Node | None:
 
 
 def is_zero(node: Any) -> bool:
-    """Return whether a node gives the constant zero."""
+    """Return whether a node is the constant zero."""
     place = {"scalar_tensor": 0, "full": 1}.get(name_of(node.target)) if isinstance(node, Node) else None
     return place is not None and node.args[place] == 0
 
@@ -128,7 +130,7 @@ def gradients_like(gradient: Any, t: Tensor) -> tuple[Node, Node | None] | None:
 
 
 def is_stored_like(gradient: Any, t: Tensor) -> bool:
-    """Return whether inductor stores a gradient, and as `t` lay: a convolution's, or a ReLU's with several readers."""
+    """Return whether inductor stores a gradient with the layout of `t`: a convolution's, or that of a shared ReLU."""
     if not isinstance(gradient, Node) or not isinstance(value(gradient), Tensor):
         return False
     given, name = value(gradient), name_of(gradient.target)

@@ -1,10 +1,10 @@
-"""Pack what a `torch.compile`d model saves, inside its forward and backward graphs.
+"""Pack the saved tensors of a `torch.compile`d model inside its forward and backward graphs.
 
-`CompiledModel` stands around the compiled call of an attached model. The saved-tensor hooks that it puts there bring
-every pair of graphs that AOTAutograd makes to `CompiledModel.inline` (aot.py). There each saved tensor gets a form
-(`choose`), and `Writer` writes what packs and what restores into the graphs. Which codec packs is decided by the policy
-in every forward pass (payloads.py). Only CUDA graphs need constant sizes: there a codec of fixed rate is a constant of
-the graph (ops.py), and a layer that turns out to need more bits has the model compiled again.
+`CompiledModel` wraps the compiled call of an attached model. Its saved-tensor hooks bring every pair of graphs that
+AOTAutograd makes to `CompiledModel.inline` (aot.py). There each saved tensor gets a form (`choose`), and `Writer`
+writes the operators that pack and restore into the graphs. In every forward pass the policy chooses the codec
+(payloads.py). Only CUDA graphs need constant sizes: there a codec of fixed rate is a constant of the graph (ops.py),
+and a layer that later needs more bits has the model compiled again.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ NONE_SERVED: Mapping[Site, bool] = {}
 
 
 class CompiledModel:
-    """Stands around the compiled call of one attached model."""
+    """Wrapper of the compiled call of one attached model."""
 
     def __init__(
         self, capture: Capture, module: nn.Module, call: Callable[..., Any], eager: Callable[..., Any], skip: set[str]
     ) -> None:
-        """Put the hooks' way into AOTAutograd in place, until `detach`.
+        """Install the patch that brings the hooks to AOTAutograd, until `detach`.
 
         Args:
             capture: Capture of the attached model.
             module: The model itself.
-            call: Runs what torch.compile made of it.
+            call: Runs the compiled model.
             eager: Runs it without the compiled graphs, under ordinary capture.
-            skip: Names of layers whose saved tensors are left as they are.
+            skip: Names of layers whose saved tensors are kept as they are.
         """
         self.capture = capture
         self.call = call
@@ -77,16 +77,16 @@ class CompiledModel:
         self.module = weakref.ref(module)
         self.skip = skip
         self.ran: list[int] = []
-        """Ids of the graphs that have run in this forward pass and pack something."""
+        """Ids of the graphs that have run in this forward pass and pack tensors."""
         self.packings: dict[int, list[Packing]] = {}
-        """Saved tensors of each graph that was compiled with the hooks in force, by graph id."""
+        """Saved tensors of each graph that was compiled under the current hooks, by graph id."""
         self.considered = 0
-        """Number of times that constant codecs were compared with those that the policy asks for."""
+        """Number of times that constant codecs were compared with the policy's current choices."""
         self.calling = False
         self.packs = False
         """Whether a forward pass has packed something; one with a smaller batch or fewer layers may have nothing to."""
         self.exact = False
-        """Whether something that could be packed is exact by the policy's choice, or as the input of a checkpoint."""
+        """Whether some tensor that could be packed is exact by the policy's choice, or as the input of a checkpoint."""
         self.measured = False
         """Whether queries and keys have been measured, under a policy without collection steps."""
         self.stale = False
@@ -95,13 +95,13 @@ class CompiledModel:
         self.renew()
 
     def detach(self) -> None:
-        """Give up the patch of AOTAutograd; the last model takes it out."""
+        """Release the patch of AOTAutograd; the last model removes it."""
         self.release_patch()
 
     def renew(self) -> None:
         """Make new hooks: the next call compiles the model again."""
         self.packings.clear()
-        # What is saved outside of the graphs, where the model breaks into several, stays as it is.
+        # Tensors saved between the graphs, where the model breaks into several, are kept as they are.
         self.hooks = aot.HookPair(keep, unpack, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -150,9 +150,9 @@ class CompiledModel:
         return output
 
     def collects(self) -> bool:
-        """Return whether this forward pass is measured, which is done without the compiled graphs.
+        """Return whether this forward pass is measured, which runs without the compiled graphs.
 
-        Policies without collection steps measure queries and keys of attention alone, from the second pass on.
+        Policies without collection steps measure only queries and keys of attention, from the second pass on.
         """
         schedule, scores = self.capture.schedule, self.capture.scores
         if schedule is not None:
@@ -189,7 +189,7 @@ class CompiledModel:
             capture.schedule.begin_pass()
 
     def constants(self) -> Iterator[tuple[Packing, GroupQuant]]:
-        """Give each tensor whose codec is a constant of the graphs in force, with that codec."""
+        """Yield each tensor whose codec is a constant of the current graphs, with that codec."""
         for packings in self.packings.values():
             for packing in packings:
                 if packing.constant is not None:
@@ -199,7 +199,7 @@ class CompiledModel:
         self, forward: GraphModule, backward: GraphModule, outputs: int, static: list[int], differentiable: list[int],
         mutated: list[int],
     ) -> None:  # fmt: skip
-        """Pack what passes between the two graphs that AOTAutograd has made; the arguments are those of `Pair`."""
+        """Pack the tensors that pass between AOTAutograd's two graphs; the arguments are those of `Pair`."""
         pair = Pair(forward.graph, backward.graph, outputs, static, differentiable, self.capture.min_bytes, mutated)
         if not pair.saved:
             return
@@ -251,7 +251,7 @@ class CompiledModel:
             return Packing(Form.KEPT, sites)
         rows = rows_read(pair, pair.readers_behind(pair.inputs[node.name]), sites)
         constant = self.constant_for(sites, lasting=True) if needs_constant_sizes(t) else None
-        # No groups of codes serve norms over different dimensions. Rows of one value are statistics.
+        # One set of groups cannot serve norms over different dimensions. Rows of one value are statistics.
         if len(rows) > 1 or (rows and rows[0][0] == 1) or (constant is None and needs_constant_sizes(t)):
             return Packing(Form.KEPT, sites)
         packing = Packing(Form.CODES, sites, constant)
@@ -280,8 +280,8 @@ class CompiledModel:
 
         Args:
             sites: The tensor's own readers.
-            served: Readers of what is computed from it, as in `Packing`.
-            lasting: Whether to leave room for what the policy may choose later.
+            served: Readers of tensors that are recomputed from it, as in `Packing`.
+            lasting: Whether to leave room for settings that the policy may choose later.
         """
         if not self.capture.readers.not_finite.isdisjoint([*sites, *served]):
             return None
@@ -294,7 +294,7 @@ class CompiledModel:
         return strictest(codec for codec in codecs if codec is not None).fixed_rate() if all(codecs) else None
 
     def of_fixed_rate(self, site: Site, lasting: bool) -> GroupQuant | None:
-        """Return the policy's codec, or the one of fixed rate that stands in for it; None to keep the tensor."""
+        """Return the policy's codec, or its replacement of fixed rate; None to keep the tensor."""
         codec = self.capture.scores.codec(site, lasting)
         stand_in = codec.fixed_rate()
         # A fixed rate has no bound, which the exponential in log-softmax's backward needs.
@@ -306,7 +306,7 @@ class CompiledModel:
 
 
 def needs_constant_sizes(t: Tensor) -> bool:
-    """Return whether what packs a tensor of the graph in compilation is going to be recorded as a CUDA graph."""
+    """Return whether the operator that packs a tensor of the current graph will be recorded in a CUDA graph."""
     return t.device.type == "cuda" and inductor_records_cuda_graphs()
 
 
@@ -314,7 +314,7 @@ _warned: set[str] = set()
 
 
 def warn_once(message: str) -> None:
-    """Warn of something that would otherwise be said for every site."""
+    """Warn only once of a condition that occurs at every site."""
     if message not in _warned:
         _warned.add(message)
         warnings.warn(f"encke: {message} (this warning is shown once)", RuntimeWarning, stacklevel=2)

@@ -1,10 +1,10 @@
 """Names in compiled graphs: operations, layers and sites, translated into those of eager mode.
 
-Nodes of the backward graph carry the sequence number of the forward operation they belong to, and forward operations
-carry the stack of modules around them. From these come layer, call, operation, slot and occurrence of a site, the same
-as in eager mode. Two cases cannot be matched: an operation that the compiler decomposes into others before autograd
-sees it has another name here, and after a graph break the calls of a layer are counted from zero in each graph. A
-policy does not find such a site among those it has measured, and takes what it has for the layer.
+Nodes of the backward graph carry the sequence number of their forward operation, and forward operations carry the stack
+of modules around them. These give layer, call, operation, slot and occurrence of a site, the same as in eager mode. Two
+cases cannot be matched: an operation that the compiler decomposes before autograd has a different name here, and after
+a graph break the calls of a layer are counted from zero in each graph. A policy does not find such a site among those
+it has measured, and uses the setting of the layer.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ for _name, _output in (("flash_attention", 4), ("cudnn_attention", 4), ("efficie
     # Written into backward graphs by encke/compiled/attention.py.
     READERS[f"_scaled_dot_product_{_name}"] = dict(enumerate(_inputs))
 
-# Operations whose gradients are of their kind again: which operand these read, only the forward operation tells.
+# Operations whose gradients are operations of the same kind: only the forward operation shows which operand they read.
 PRODUCTS = {"mm", "addmm", "bmm", "mul", "pow"}
 
-# What changes neither values nor their order in memory by more than a cast.
+# Operations that change neither values, except by a cast, nor their order in memory.
 TRANSPARENT = {
     "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "detach", "alias",
     "clone", "_to_copy", "convert_element_type", "slice", "select", "split", "split_with_sizes", "getitem", "unbind",
@@ -92,7 +92,7 @@ def operation_of(node: Node) -> str:
 
 
 def root_of(operation: str) -> str:
-    """Return what an operation and its backward share: `_native_batch_norm_legit_functional` -> `batch_norm`."""
+    """Return the name shared by an operation and its backward: `native_batch_norm_backward` -> `batch_norm`."""
     words = operation.strip("_").split("_")
     return "_".join(word for word in words if word not in ("native", "legit", "functional", "backward", "data", "no"))
 
@@ -106,18 +106,18 @@ def call_of(node: Node) -> tuple[str, int]:
     path = re.sub(r"^L\[[^\]]*\]", "", str(path)).replace("._modules", "")
     words = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", path).split(".")
     layer = ".".join(word for word in words if word not in ("", "module", "_orig_mod"))
-    # Dynamo marks the second call of a module with `@1`, and so on.
+    # Dynamo marks the second call of a module with `@1`, the third with `@2`.
     _, _, number = str(key).partition("@")
     return layer, int(number) if number.isdigit() else 0
 
 
 def value(node: Node) -> Any:
-    """Return what a node computes, as a fake tensor or a size."""
+    """Return a node's value, as a fake tensor or a size."""
     return node.meta.get("val")
 
 
 def size_hint(number: Any) -> int:
-    """Return a size as a number: for a symbolic one, what it was when the graph was made."""
+    """Return a size as a number; for a symbolic size, its value when the graph was made."""
     if isinstance(number, int):
         return number
     symbol = number.node
@@ -125,7 +125,7 @@ def size_hint(number: Any) -> int:
 
 
 def size_of(node: Node) -> int:
-    """Return the number of values that a node gives; zero if it gives no tensor."""
+    """Return the number of values in a node's result; zero if it is not a tensor."""
     t = value(node)
     return size_hint(t.numel()) if isinstance(t, Tensor) else 0
 
@@ -136,14 +136,14 @@ def bytes_of(t: Tensor) -> int:
 
 
 def arguments_of(node: Node) -> dict[str, Any]:
-    """Return the arguments of a node by name, with the defaults of those that are not given."""
+    """Return the arguments of a node by name, with defaults for those not given."""
     formals = node.target._schema.arguments  # type: ignore[union-attr]
     given = {formal.name: argument for formal, argument in zip(formals, node.args, strict=False)}
     return {formal.name: formal.default_value for formal in formals} | given | node.kwargs
 
 
 def set_arguments(node: Node, changed: dict[str, Any]) -> None:
-    """Give a node other arguments, by name, and the compiler their values."""
+    """Replace arguments of a node, by name, and update the values that the compiler reads."""
     known = arguments_of(node) | changed
     formals = node.target._schema.arguments  # type: ignore[union-attr]
     node.args = tuple(known[formal.name] for formal in formals if not formal.kwarg_only)
@@ -189,7 +189,7 @@ def is_mean_square(power: Node) -> bool:
 
 
 def scales(product: Node, slot: str) -> bool:
-    """Return whether a slot of a product is read for the gradient of one over a deviation, the other operand."""
+    """Return whether a product's slot is read for the gradient of one over a deviation, which is the other operand."""
     deviation = product.args[slot == "self"]
     return isinstance(deviation, Node) and name_of(behind_views(deviation).target) == "rsqrt"
 
@@ -222,7 +222,7 @@ class SiteNames:
                 self._savings.setdefault(key, set()).add(reader.meta.get("seq_nr", -1))
 
     def _call(self, reader: Node, made: Node) -> tuple[str, int]:
-        """Return layer and call of the operation that saved."""
+        """Return layer and call of the operation that saved the tensor."""
         operations = self.operations.get(reader.meta.get("seq_nr"), ())  # type: ignore[arg-type]
         return call_of(operations[0] if operations else reader if call_of(reader)[0] else made)
 
@@ -243,7 +243,7 @@ class SiteNames:
         return names
 
     def _operand(self, made: Node, reader: Node) -> tuple[Node, str] | None:
-        """Return the forward product that has what `made` computes as an operand, and the slot of that."""
+        """Return the forward product that has the result of `made` as an operand, and the operand's slot."""
         origin = behind_views(made)
         for product in self.operations.get(reader.meta.get("seq_nr"), ()):  # type: ignore[arg-type]
             name = name_of(product.target)
@@ -255,7 +255,7 @@ class SiteNames:
         return None
 
     def _in_norm(self, made: Node, reader: Node, name: tuple[str, str]) -> tuple[str, str]:
-        """Return the operation and slot that eager mode has for a reader in an RMS norm that is written out."""
+        """Return the eager operation and slot of a reader in an RMS norm composed from basic operations."""
         operand = self._operand(made, reader) if name[0] in ("Pow", "Mul") else None
         if operand is not None and name[0] == "Pow" and is_mean_square(operand[0]):
             return "RmsNorm", "input"
@@ -264,7 +264,7 @@ class SiteNames:
         return name
 
     def _exponent(self, made: Node, reader: Node) -> Any:
-        """Return the exponent of the power whose backward reads what `made` computes."""
+        """Return the exponent of the power whose backward reads the result of `made`."""
         operand = self._operand(made, reader)
         return operand[0].args[1] if operand is not None else None
 
@@ -277,15 +277,15 @@ class SiteNames:
         parameter: bool = False,
         region: bool = False,
     ) -> Site:
-        """Return where and for whom a tensor is saved.
+        """Return the site of a saved tensor for one reader.
 
         Args:
             made: The node of the forward graph that computes the tensor.
             reader: The node of the backward graph that reads it.
-            source: The node that the reader has as its argument: the tensor, or what is a view of it.
+            source: The reader's argument: the tensor, or a view of it.
             differentiable: Whether the tensor needs a gradient.
             parameter: Whether it is computed from parameters and constants alone.
-            region: Whether the reader belongs to a checkpointed region, which is computed again from the tensor.
+            region: Whether the reader belongs to a checkpointed region, which is recomputed from the tensor.
         """
         t, read = value(made), value(source)
         layer, call = self._call(reader, made)

@@ -1,7 +1,7 @@
 """Batch norm's last step and ReLU in forward graphs, computed by the encoder of the result (kernels/gpu/norm_relu.py).
 
-Inductor fuses both and writes the result; an encoder behind that would read it again. A graph that does not look as
-expected stays as it is.
+Inductor fuses both and writes the result; a separate encoder would read it again. A graph that does not match is left
+unchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class NormRelu(NamedTuple):
 
 
 def find_norm_relu(relu: Node) -> NormRelu | None:
-    """Return what ReLU's result is computed from, if that is a batch norm's result in bf16; else None."""
+    """Return the operands of ReLU's result if it is that of a batch norm in bf16; else None."""
     if name_of(relu.target) != "relu" or value(relu).dtype != torch.bfloat16:
         return None
     try:
@@ -40,7 +40,7 @@ def find_norm_relu(relu: Node) -> NormRelu | None:
 
 
 def _match(relu: Node) -> NormRelu:
-    """Match the decomposition of batch norm's last step, each of whose values has one reader."""
+    """Match the decomposition of batch norm's last step, in which each value has one reader."""
     cast = alone(relu.args[0], *CASTS)
     shifted = alone(arguments(cast)[0], "add")
     scaled = alone(shifted.args[0], "mul")

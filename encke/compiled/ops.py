@@ -1,10 +1,10 @@
 """Operators that graphs with constant sizes call: pack, restore, and compute gradients that read packed tensors.
 
 CUDA graphs need constant sizes; other graphs call the operators of payloads.py. Sizes are constants of a graph or
-symbols in it; step and rank are not. From these a forward pass makes the seeds of all its sites, one small tensor on
-the device, which its backward pass reads too: kernels in a recorded CUDA graph round differently in every step. A
-`GroupFormat` travels as a list of numbers. The `*_into` functions are what inductor calls on a GPU (lowerings.py): they
-write into memory that is there already, without gaps between elements.
+symbols in it; step and rank are not. From step and rank a forward pass computes the seeds of all its sites, one small
+tensor on the device, which its backward pass reads too: kernels in a recorded CUDA graph round differently in every
+step. A `GroupFormat` is passed as a list of numbers. Inductor calls the `*_into` functions on a GPU (lowerings.py):
+they write into existing memory without gaps between elements.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ graph_owners: dict[int, weakref.ref[CompiledModel]] = {}
 
 
 def forward_seeds(graph: int, sites: list[int], salts: list[int], device: torch.device, first: bool) -> Tensor:
-    """Return the seeds of all sites in the forward pass that begins: the same hash as in eager mode.
+    """Return the seeds of all sites for the forward pass that begins, with the same hash as in eager mode.
 
-    There is one tensor for each device that it runs on; the `first` tells the owner that it runs.
+    Each device has one tensor of seeds; the call with `first` notifies the owner that the graph runs.
     """
     owner = graph_owners[graph]()
     if owner is None:
@@ -49,17 +49,17 @@ def forward_seeds(graph: int, sites: list[int], salts: list[int], device: torch.
 
 @functools.lru_cache(maxsize=4096)
 def plan_of(format: tuple[int, ...], numel: int, device: torch.device) -> GroupPlan:
-    """Return the plan for tensors of that size, which reads seeds on the device."""
+    """Return the plan for tensors of this size, which reads seeds on the device."""
     return backend_for(device.type).group_plan(GroupFormat.from_numbers(format), numel, device, True)
 
 
 def run_in_order(x: Tensor, order: list[int]) -> Tensor:
-    """Return the elements of a tensor as a flat run, the dimensions in this order: its own memory where possible."""
+    """Return the elements of a tensor as a flat run, with its dimensions in this order; a copy only if needed."""
     return x.permute(order).reshape(-1)
 
 
 def restore_in_order(flat: Tensor, size: Sequence[int], strides: Sequence[int], order: Sequence[int]) -> Tensor:
-    """Return the tensor of that size and strides whose run in this order is `flat`."""
+    """Return the tensor with this size and strides whose run in this order is `flat`."""
     if fills_in_order(size, strides, order):
         return flat.as_strided(size, strides)
     x = flat.view([size[d] for d in order]).permute([order.index(d) for d in range(len(order))])
@@ -72,27 +72,27 @@ def site_encode(x: Tensor, seeds: Tensor, row: int, format: list[int], order: li
 
 
 def encode_into(x: Tensor, seeds: Tensor, row: int, format: list[int], *, out: Tensor) -> None:
-    """Write what `site_encode` returns."""
+    """Write the result of `site_encode` into `out`."""
     plan_of(tuple(format), x.numel(), x.device).encode_into(x, (seeds, row), out)
 
 
 def site_encode_moments(
     x: Tensor, seeds: Tensor, row: int, format: list[int], order: list[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `site_encode`, and variance and mean of x's channels, as `var_mean` in fp32 gives them."""
+    """Return `site_encode`, and variance and mean of x's channels, as `var_mean` in fp32 computes them."""
     if fills_in_order(x.shape, x.stride(), order):
         return encode_moments(x, seeds, row, format)
     return site_encode(x, seeds, row, format, order), *moments(x)
 
 
 def encode_moments(x: Tensor, seeds: Tensor, row: int, format: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `site_encode_moments` of a tensor as it lies in memory."""
+    """Return `site_encode_moments` of a tensor in its memory order."""
     plan, seed = plan_of(tuple(format), x.numel(), x.device), (seeds, row)
     return encode_measured(plan, x, seed) or (plan.encode(x, seed), *moments(x))
 
 
 def encode_measured(plan: GroupPlan, x: Tensor, seed: Seed) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return codes, variance and mean of a tensor as it lies in memory; None where no kernel does both."""
+    """Return codes, variance and mean of a tensor in its memory order; None if no kernel computes all three."""
     if not plan.fuses_forward or plan.format.group != NORM_GROUP or x.data_ptr() & 3:
         return None
     from encke.kernels.gpu.norm_forward import forward_plan
@@ -121,7 +121,7 @@ def site_encode_norm_relu(
 def encode_norm_relu(
     x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, bias: Tensor, seeds: Tensor, row: int, format: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """Return `site_encode_norm_relu` of a tensor as it lies in memory."""
+    """Return `site_encode_norm_relu` of a tensor in its memory order."""
     plan, seed, norm = plan_of(tuple(format), x.numel(), x.device), (seeds, row), (mean, invstd, weight, bias)
     encoded = encode_normalised(plan, x, norm, seed)
     if encoded is not None:
@@ -131,7 +131,7 @@ def encode_norm_relu(
 
 
 def encode_normalised(plan: GroupPlan, x: Tensor, norm: Norm, seed: Seed) -> tuple[Tensor, Tensor] | None:
-    """Return codes and values of `norm_relu` of a tensor as it lies in memory; None where no kernel does both."""
+    """Return codes and values of `norm_relu` of a tensor in its memory order; None if no kernel computes both."""
     if not plan.fuses_norm_relu or x.data_ptr() & 3:
         return None
     y = torch.empty_like(x)
@@ -152,20 +152,20 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def channel_shape(x: Tensor) -> list[Any]:
-    """Return the shape of one number for each channel."""
+    """Return the shape that broadcasts one number per channel."""
     return [x.shape[d] if d == 1 else 1 for d in range(x.dim())]
 
 
 def site_decode(
     data: Tensor, seeds: Tensor, row: int, format: list[int], size: list[int], strides: list[int], order: list[int]
 ) -> Tensor:
-    """Return what `site_encode` packed, with the size and strides it had."""
+    """Return the tensor that `site_encode` packed, with its original size and strides."""
     flat = plan_of(tuple(format), math.prod(size), data.device).decode(data, (seeds, row))
     return restore_in_order(flat, size, strides, order)
 
 
 def decode_into(data: Tensor, seeds: Tensor, row: int, format: list[int], *, out: Tensor) -> None:
-    """Write what `site_decode` returns."""
+    """Write the result of `site_decode` into `out`."""
     plan_of(tuple(format), out.numel(), out.device).decode_into(data, (seeds, row), out)
 
 
@@ -176,14 +176,14 @@ def site_mask(data: Tensor, format: list[int], size: list[int], strides: list[in
 
 
 def mask_into(data: Tensor, format: list[int], *, out: Tensor) -> None:
-    """Write what `site_mask` returns."""
+    """Write the result of `site_mask` into `out`."""
     plan_of(tuple(format), out.numel(), out.device).mask_into(data, out)
 
 
 def site_gate(grad: Tensor, data: Tensor, other: Tensor | None, format: list[int]) -> Tensor:
-    """Return a gradient where the packed values, in the same order in memory, are not zero; else zero.
+    """Return a gradient where the packed values, in the same memory order, are not zero, and zero elsewhere.
 
-    With `other`, it is the sum of both.
+    With `other`, the gradient is the sum of both.
     """
     out = torch.empty_like(grad)
     gate_into(grad, data, other, format, out=out)
@@ -191,7 +191,7 @@ def site_gate(grad: Tensor, data: Tensor, other: Tensor | None, format: list[int
 
 
 def gate_into(grad: Tensor, data: Tensor, other: Tensor | None, format: list[int], *, out: Tensor) -> None:
-    """Write what `site_gate` returns."""
+    """Write the result of `site_gate` into `out`."""
     plan_of(tuple(format), grad.numel(), grad.device).gate_into(data, grad, out, other)
 
 
@@ -213,7 +213,7 @@ def norm_sums(
 ) -> Tensor:  # fmt: skip
     """Return k1, k2, k3 of `norm_apply` and gradients of weight and bias, from batch norm's packed input.
 
-    With `gate`, which has the codes of a ReLU's result, the gradient is that of the ReLU.
+    With `gate`, the codes of a ReLU's result, `grad` is the gradient of the ReLU.
     """
     out = torch.empty(5, weight.numel(), dtype=torch.float32, device=grad.device)
     norm_sums_into(grad, data, seeds, mean, invstd, weight, gate, row, format, gate_format, out=out)
@@ -224,7 +224,7 @@ def norm_sums_into(
     grad: Tensor, data: Tensor, seeds: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, gate: Tensor | None,
     row: int, format: list[int], gate_format: list[int], *, out: Tensor,
 ) -> None:  # fmt: skip
-    """Write what `norm_sums` returns."""
+    """Write the result of `norm_sums` into `out`."""
     plan, gated = plan_of(tuple(format), grad.numel(), grad.device), gate_of(gate, gate_format, grad)
     backend_for(grad.device.type).norm_sums(grad, data, mean, invstd, weight, plan, (seeds, row), out, gated)
 
@@ -243,7 +243,7 @@ def norm_apply_into(
     grad: Tensor, data: Tensor, seeds: Tensor, sums: Tensor, gate: Tensor | None, row: int, format: list[int],
     gate_format: list[int], *, out: Tensor,
 ) -> None:  # fmt: skip
-    """Write what `norm_apply` returns."""
+    """Write the result of `norm_apply` into `out`."""
     plan, gated = plan_of(tuple(format), grad.numel(), grad.device), gate_of(gate, gate_format, grad)
     backend_for(grad.device.type).norm_apply(grad, data, sums, plan, (seeds, row), out, gated)
 
@@ -341,6 +341,6 @@ OPERATORS: dict[Callable[..., Any], tuple[str, Callable[..., Any]]] = {
 """Each operator's arguments and results, and its fake."""
 
 for _function, (_schema, _fake) in OPERATORS.items():
-    # Seeds, which the host makes anew in every step, stay outside of CUDA graphs.
+    # Seeds, which the host computes in every step, stay outside of CUDA graphs.
     _tags = [torch.Tag.needs_exact_strides, *[torch.Tag.cudagraph_unsafe] * (_function is forward_seeds)]
     register(_function.__name__ + _schema, _function, _fake, tuple(_tags))

@@ -1,6 +1,6 @@
-"""The forward and backward graph of a compiled model: what passes between them, who reads it, and packing it there.
+"""The forward and backward graph of a compiled model: the tensors that pass between them, their readers and packing.
 
-Each saved tensor is packed behind the node that makes it, and unpacked before the first node that reads it.
+Each saved tensor is packed after the node that computes it, and unpacked before the first node that reads it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from encke.compiled.names import (
 from encke.kernels import FLOATS
 
 DRAWN_AGAIN = ("run_with_rng_state", "graphsafe_run_with_rng_state")
-"""Operations of backward graphs that run another one with the random numbers of the forward pass."""
+"""Operations of backward graphs that run another operation with the random numbers of the forward pass."""
 
 
 class Pair:
-    """The two graphs of one compilation, and what the forward graph saves for the backward graph."""
+    """The two graphs of one compilation, and the tensors that the forward graph saves for the backward graph."""
 
     def __init__(
         self,
@@ -44,16 +44,16 @@ class Pair:
         min_bytes: int = SMALL,
         mutated: Iterable[int] = (),
     ) -> None:
-        """Take the two graphs apart.
+        """Analyse the two graphs.
 
         Args:
             forward: The forward graph.
             backward: The backward graph.
-            outputs: Number of results of the forward graph that are not saved: its first ones.
+            outputs: Number of results of the forward graph that are not saved; they come first.
             static: Indices of the forward graph's inputs that are weights and buffers.
             differentiable: Indices of the forward graph's inputs that need a gradient.
             min_bytes: Size from which tensors are packed.
-            mutated: Indices of the forward graph's inputs that the forward pass changes.
+            mutated: Indices of the forward graph's inputs that the forward pass modifies.
         """
         self.min_bytes = min_bytes
         self.forward = forward
@@ -68,29 +68,29 @@ class Pair:
         """Sizes and the like."""
         self.names = {node.name: node for node in forward.nodes}
         self.recomputed = {node for node in backward.nodes if is_same(node, self.names.get(node.name))}
-        """Nodes of the backward graph that the forward graph has as well: recomputed."""
+        """Nodes of the backward graph that also exist in the forward graph: recomputed."""
         self.regions = {node for node in backward.nodes if is_in_region(node)}
-        """Nodes of the backward graph that a region of `torch.utils.checkpoint` computes again."""
+        """Nodes of the backward graph that a region of `torch.utils.checkpoint` recomputes."""
         placeholders = backward.find_nodes(op="placeholder")
         self.inputs = {node.name: node for node in placeholders}
-        # States of random generators, which a checkpointed region begins with, have other names in the backward graph.
+        # The states of random generators at the start of a checkpointed region have other names in the backward graph.
         sizes = sum(isinstance(value(node), torch.SymInt) for node in self.others if isinstance(node, Node))
         self.inputs |= {n.name: placeholder for n, placeholder in zip(self.saved, placeholders[sizes:], strict=False)}
         self.first = self.inputs[self.saved[0].name] if self.saved else None
-        """The first placeholder that stands for a saved tensor: sizes come before it."""
+        """The first placeholder of a saved tensor: sizes come before it."""
         self.new_sizes: list[Node] = []
         self.sizes: dict[str, Node] = {
             str(value(node)): node for node in self.inputs.values() if isinstance(value(node), torch.SymInt)
         }
         self.site_names = SiteNames(forward, backward, min_bytes)
         self.copies: set[Node] = set()
-        """Nodes of the backward graph that compute from a saved tensor what was saved besides (recompute.py)."""
+        """Nodes of the backward graph that recompute saved tensors from other saved tensors (recompute.py)."""
         placeholders = forward.find_nodes(op="placeholder")
         self.mutated = {placeholders[i] for i in mutated}
         self._know_forward(set(static), set(differentiable))
 
     def _know_forward(self, static: set[int], differentiable: set[int]) -> None:
-        """Find out which values depend on data, which need a gradient, and which memory others hold too."""
+        """Find out which values depend on data, which need a gradient, and which memory is also held elsewhere."""
         held = [n for n in self.results if isinstance(n, Node)]
         self.data: set[Node] = set()
         self.from_inputs: set[Node] = set()
@@ -108,7 +108,7 @@ class Pair:
             sources = node.all_input_nodes
             if any(source in self.from_inputs for source in sources):
                 self.from_inputs.add(node)
-            # What has no source at all is a random seed or a constant: not a weight.
+            # A node without sources is a random seed or a constant, not a weight.
             if not sources or any(source in self.data for source in sources):
                 self.data.add(node)
             t = value(node)
@@ -117,7 +117,7 @@ class Pair:
         self.held = {storage(value(node)) for node in held if isinstance(value(node), Tensor)}
 
     def may_pack(self, node: Node) -> bool:
-        """Return whether a saved tensor is large, made by the forward graph from data, and held by nobody else."""
+        """Return whether a saved tensor is large, computed by the forward graph from data, and not held elsewhere."""
         t = value(node)
         return (
             node.op == "call_function"
@@ -134,7 +134,7 @@ class Pair:
         return value(node).dtype in FLOATS and self.may_pack(node)
 
     def save(self, made: Node) -> Node:
-        """Save one more tensor, in front of the others; return its placeholder in the backward graph."""
+        """Save one more tensor, before the others; return its placeholder in the backward graph."""
         assert self.first is not None
         with self.backward.inserting_before(self.first):
             placeholder = self.backward.placeholder(made.name)
@@ -144,9 +144,9 @@ class Pair:
         return placeholder
 
     def made_in_forward(self, node: Node) -> Node | None:
-        """Return the node of the forward graph that gives what a node of the backward graph does; None without one.
+        """Return the node of the forward graph that computes the same value as a backward node; None if there is none.
 
-        A view, or one of an operation's results, that the backward graph alone has is added.
+        A view, or one of an operation's results, that exists only in the backward graph is added.
         """
         if node in self.recomputed:
             return self.names[node.name]
@@ -161,9 +161,9 @@ class Pair:
         return made
 
     def readers_behind(self, placeholder: Node) -> list[tuple[Node, Node]]:
-        """Return (reader, what it reads) for all who read a saved tensor, behind views, casts and recomputed steps.
+        """Return (reader, its operand) for all readers of a saved tensor, behind views, casts and recomputed steps.
 
-        Readers of what is computed from it in place of another saved tensor are not among them.
+        This excludes readers of tensors that are recomputed from it instead of saved.
         """
         readers: list[tuple[Node, Node]] = []
         stack, seen = [placeholder], {placeholder}
@@ -188,7 +188,7 @@ class Pair:
         return [self.site_names.site_of(made, *pair, *known, pair[0] in self.regions) for pair in pairs]
 
     def in_backward(self, made: Node, numbers: Sequence[Any], kind: str) -> list[Any]:
-        """Return sizes or strides of a saved tensor as the backward graph knows them."""
+        """Return sizes or strides of a saved tensor as values of the backward graph."""
         known: list[Any] = []
         for dimension, number in enumerate(numbers):
             if isinstance(number, int):
@@ -203,7 +203,7 @@ class Pair:
         return known
 
     def size(self, node: Node) -> Node:
-        """Return a size that a node of the forward graph gives as the backward graph knows it."""
+        """Return the backward graph's node for a size that a node of the forward graph computes."""
         key = str(value(node))
         if key not in self.sizes:
             with self.backward.inserting_before(next(iter(self.backward.nodes))):
@@ -231,7 +231,7 @@ class Pair:
         return new, restored
 
     def unsave(self, made: Node) -> None:
-        """Save a tensor no longer that nobody reads."""
+        """Stop saving a tensor that has no readers."""
         old = self.inputs.pop(made.name)
         self.saved.remove(made)
         if old is self.first and self.saved:
@@ -249,7 +249,7 @@ class Pair:
         self.unsave(made)
 
     def drop(self, node: Node) -> None:
-        """Remove a node of the backward graph that nobody reads, and what it alone read."""
+        """Remove a node without readers from the backward graph, and those operands that had no other reader."""
         if node.op == "call_function" and not node.users:
             sources = node.all_input_nodes
             self.backward.erase_node(node)
@@ -257,7 +257,7 @@ class Pair:
                 self.drop(source)
 
     def finish(self) -> None:
-        """Write what is saved now into the forward graph's results."""
+        """Write the saved tensors into the forward graph's results."""
         self.end.args = ((*self.results, *self.saved, *self.new_sizes, *self.others),)
         self.forward.eliminate_dead_code()
         self.forward.lint()
@@ -265,30 +265,30 @@ class Pair:
 
 
 def write_in(graph: Graph, node: Node, operands: dict[Node, Node]) -> Node:
-    """Write a node of another graph into this one, behind the nodes that take the place of its operands."""
+    """Copy a node of another graph into this one, after the nodes that replace its operands."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     with graph.inserting_after(max(operands.values(), key=order.__getitem__)):
         return graph.node_copy(node, operands.__getitem__)
 
 
 def is_same(node: Node, made: Node | None) -> bool:
-    """Return whether a node of the backward graph is that of the forward graph, by target and names of operands."""
+    """Return whether a node of the backward graph equals one of the forward graph, by target and names of operands."""
     if node.op != "call_function" or made is None or made.target != node.target:
         return False
     return [each.name for each in made.all_input_nodes] == [each.name for each in node.all_input_nodes]
 
 
 def is_in_region(node: Node) -> bool:
-    """Return whether a user's checkpoint has a node computed again: it says so, or draws its random numbers again."""
+    """Return whether a user's checkpoint recomputes a node: it is marked so, or draws its random numbers again."""
     asked = node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
     return node.op == "call_function" and (asked or name_of(node.target) in DRAWN_AGAIN)
 
 
 def storage(t: Tensor) -> StorageWeakRef:
-    """Return what identifies a tensor's memory."""
+    """Return the identity of a tensor's memory."""
     return StorageWeakRef(t.untyped_storage())
 
 
 def may_have_gradient(t: Any) -> bool:
-    """Return whether gradients can pass through a value: floats, or several results at once."""
+    """Return whether gradients can propagate through a value: floats, or several results at once."""
     return not isinstance(t, Tensor) or t.is_floating_point() or t.is_complex()

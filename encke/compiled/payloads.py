@@ -1,12 +1,12 @@
-"""Operators whose codecs are read at run time: in the graph stands a handle of one element, behind it any payload.
+"""Operators whose codecs are read at run time: the graph holds a handle of one element, which leads to any payload.
 
-Bits, bounds and sizes are no constants of the graph. `site_pack` asks the policy in every forward pass, as eager mode
-does, so a changed setting holds from the next step on and compiles nothing. It returns a handle, a tensor of one byte,
-and the packed tensor is an attribute of the handle's storage: it lives exactly as long as whoever holds the handle,
-which is autograd until backward has read it, or until the graph is dropped. Copies of a handle have no payload, and
-reading one is an error; so CUDA graphs, which copy what they read, use ops.py instead.
+Bits, bounds and sizes are not constants of the graph. `site_pack` asks the policy in every forward pass, as eager mode
+does, so a changed setting holds from the next step on without recompilation. It returns a handle, a tensor of one byte.
+The packed tensor is an attribute of the handle's storage and lives exactly as long: until backward has read it, or
+until the graph is dropped. Copies of a handle have no payload, and reading one is an error. Therefore CUDA graphs,
+which copy what they read, use ops.py instead.
 
-The `*_into` functions are what inductor calls on a GPU (lowerings.py): they write into memory that is there already.
+Inductor calls the `*_into` functions on a GPU (lowerings.py): they write into existing memory.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ ERROR_LOST = (
 def hold(packed: Packed, device: torch.device) -> Tensor:
     """Return a handle that keeps `packed` alive and leads to it."""
     handle = torch.empty(1, dtype=torch.uint8, device=device)
-    # A storage's Python object lives as long as its memory does, whoever holds that.
+    # A storage's Python object lives as long as its memory does, even if only C++ code holds the memory.
     handle.untyped_storage().encke_payload = packed  # type: ignore[attr-defined]
     return handle
 
 
 def payload_of(handle: Tensor) -> Any:
-    """Return the packed tensor behind a handle."""
+    """Return the packed tensor of a handle."""
     packed = getattr(handle.untyped_storage(), "encke_payload", None)
     if packed is None:
         raise RuntimeError(ERROR_LOST)
@@ -61,7 +61,7 @@ def payload_of(handle: Tensor) -> Any:
 
 
 def prepare(x: Tensor, graph: int, row: int) -> tuple[Packing, Codec, Layout, int, int]:
-    """Return the entry of a tensor that is about to be packed, and codec, layout, length and key to pack it with."""
+    """Return the entry of a tensor that is to be packed, with the codec, layout, length and key to use."""
     owner = graph_owners[graph]()
     assert owner is not None, "a compiled model runs its own graphs only"
     if graph not in owner.ran:
@@ -75,9 +75,9 @@ def prepare(x: Tensor, graph: int, row: int) -> tuple[Packing, Codec, Layout, in
 
 
 def hold_packed(packing: Packing, x: Tensor, packed: Packed) -> Tensor:
-    """Note what was packed for the report; return its handle. What a NaN or an infinity would spoil is packed exactly.
+    """Record a packed tensor for the report and return its handle.
 
-    The host does not wait for a GPU here.
+    Pack again exactly if a NaN or an infinity corrupts other values. The host never waits for a GPU here.
     """
     if not (x.is_cuda or packed.codec.exact or packed.intact(x)):
         packing.not_finite.update(packing.choosing, packing.served)
@@ -90,13 +90,13 @@ def hold_packed(packing: Packing, x: Tensor, packed: Packed) -> Tensor:
 
 
 def site_pack(x: Tensor, graph: int, row: int) -> Tensor:
-    """Return the handle of a saved tensor, packed with the codec that the policy chooses now."""
+    """Return the handle of a saved tensor, packed with the codec that the policy currently chooses."""
     packing, codec, layout, length, key = prepare(x, graph, row)
     return hold_packed(packing, x, codec.encode_run(x, layout, length, key, packing.state))
 
 
 def site_pack_moments(x: Tensor, graph: int, row: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `site_pack`, and variance and mean of x's channels, as `var_mean` in fp32 gives them."""
+    """Return `site_pack`, and variance and mean of x's channels, as `var_mean` in fp32 computes them."""
     packing, codec, layout, length, key = prepare(x, graph, row)
     plan, seed = codec.planned(x, layout, length, packing.state), mix(codec.seed, key)
     measured = None if plan is None else encode_measured(plan, x, seed)
@@ -123,13 +123,13 @@ def site_pack_norm_relu(
 
 
 def plan_for(packed: Packed, like: Tensor) -> GroupPlan | None:
-    """Return the plan by which kernels read codes beside `like`; None where elements do not lie alike."""
+    """Return the plan with which kernels read codes alongside `like`; None if the memory layouts differ."""
     layout = packed.layout
     return packed.plan if packed.codec.reads_packed and layout.dense and layout.stride == like.stride() else None
 
 
 def decoded(packed: Packed) -> Tensor:
-    """Return the tensor as it was packed, in memory of its own."""
+    """Return the tensor as it was packed, in newly allocated memory."""
     x = packed.decode_in(packed.layout)
     return x.clone() if isinstance(packed, AdaptedPacked) else x
 
@@ -147,12 +147,12 @@ def with_strides(x: Tensor, size: Sequence[int], strides: Sequence[int]) -> Tens
 
 
 def packed_decode(handle: Tensor, size: list[int], strides: list[int], dtype: torch.dtype) -> Tensor:
-    """Return what `site_pack` packed, with the size and strides that the graph expects."""
+    """Return the tensor that `site_pack` packed, with the size and strides that the graph expects."""
     return with_strides(decoded(payload_of(handle)), size, strides)
 
 
 def decode_into(handle: Tensor, *, out: Tensor) -> None:
-    """Write what `packed_decode` returns."""
+    """Write the result of `packed_decode` into `out`."""
     packed = payload_of(handle)
     plan = plan_for(packed, out)
     if plan is None:
@@ -167,7 +167,7 @@ def packed_mask(handle: Tensor, size: list[int], strides: list[int]) -> Tensor:
 
 
 def mask_into(handle: Tensor, *, out: Tensor) -> None:
-    """Write what `packed_mask` returns."""
+    """Write the result of `packed_mask` into `out`."""
     packed = payload_of(handle)
     plan = plan_for(packed, out)
     if plan is None:
@@ -177,14 +177,14 @@ def mask_into(handle: Tensor, *, out: Tensor) -> None:
 
 
 def packed_gate(grad: Tensor, handle: Tensor, other: Tensor | None) -> Tensor:
-    """Return a gradient, or the sum of two, where the packed values are not zero; else zero."""
+    """Return a gradient, or the sum of two, where the packed values are not zero, and zero elsewhere."""
     out = torch.empty_like(grad)
     gate_into(grad, handle, other, out=out)
     return out
 
 
 def gate_into(grad: Tensor, handle: Tensor, other: Tensor | None, *, out: Tensor) -> None:
-    """Write what `packed_gate` returns."""
+    """Write the result of `packed_gate` into `out`."""
     packed = payload_of(handle)
     alike = out.stride() == grad.stride() == (grad if other is None else other).stride()
     plan = plan_for(packed, grad) if alike else None
@@ -195,21 +195,21 @@ def gate_into(grad: Tensor, handle: Tensor, other: Tensor | None, *, out: Tensor
 
 
 def norm_plan_for(packed: Packed, grad: Tensor) -> GroupPlan | None:
-    """Return the plan by which batch norm's kernels read codes; None where they would take the groups for others.
+    """Return the plan with which batch norm's kernels read codes; None if they would mistake the groups.
 
-    Groups are made of channels in channels_last memory; where there are too few pixels for that, they are not.
+    In channels_last memory the kernels expect groups within channels. Tensors with too few pixels have no such groups.
     """
     plan = plan_for(packed, grad)
     return plan if plan is not None and packed.layout.channels_last is (plan.format.stride > 1) else None
 
 
 def through_gate(grad: Tensor, handle: Tensor | None, plan: GroupPlan | None) -> tuple[Tensor, Gate | None]:
-    """Return a gradient, and the codes of the ReLU that it has yet to pass: none where no kernel of `plan` reads them.
+    """Return a gradient, and the ReLU's codes that a kernel has yet to apply; None if the gradient is final.
 
     Args:
         grad: The gradient of the ReLU's result.
-        handle: Leads to the ReLU's codes; None if there is no ReLU.
-        plan: Plan of the batch norm's input before it.
+        handle: Handle of the ReLU's codes; None if there is no ReLU.
+        plan: Plan of the input of the preceding batch norm; None if no kernel reads its codes.
     """
     if handle is None:
         return grad, None
@@ -223,7 +223,7 @@ def packed_norm_sums(
 ) -> Tensor:
     """Return k1, k2, k3 of `packed_norm_apply` and gradients of weight and bias, from batch norm's packed input.
 
-    With `gate`, the handle of a ReLU's result, the gradient is that of the ReLU.
+    With `gate`, the handle of a ReLU's result, `grad` is the gradient of the ReLU.
     """
     out = torch.empty(5, weight.numel(), dtype=torch.float32, device=grad.device)
     norm_sums_into(grad, handle, mean, invstd, weight, gate, out=out)
@@ -233,7 +233,7 @@ def packed_norm_sums(
 def norm_sums_into(
     grad: Tensor, handle: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, gate: Tensor | None, *, out: Tensor
 ) -> None:
-    """Write what `packed_norm_sums` returns."""
+    """Write the result of `packed_norm_sums` into `out`."""
     packed = payload_of(handle)
     plan = norm_plan_for(packed, grad)
     grad, codes = through_gate(grad, gate, plan)
@@ -252,7 +252,7 @@ def packed_norm_apply(grad: Tensor, handle: Tensor, sums: Tensor, gate: Tensor |
 
 
 def norm_apply_into(grad: Tensor, handle: Tensor, sums: Tensor, gate: Tensor | None, *, out: Tensor) -> None:
-    """Write what `packed_norm_apply` returns."""
+    """Write the result of `packed_norm_apply` into `out`."""
     packed = payload_of(handle)
     plan = norm_plan_for(packed, grad) if out.stride() == grad.stride() else None
     grad, codes = through_gate(grad, gate, plan)
@@ -300,6 +300,6 @@ OPERATORS: dict[Callable[..., Any], tuple[str, Callable[..., Any]]] = {
 """Each operator's arguments and results, and its fake."""
 
 for _function, (_schema, _fake) in OPERATORS.items():
-    # They read what the host holds, and what that is changes from step to step.
+    # They read state on the host that changes from step to step.
     _tags = (torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
     register(_function.__name__ + _schema, _function, _fake, _tags)

@@ -1,12 +1,12 @@
-"""Saved tensors that need not be packed: the backward graph computes them again from other packed tensors.
+"""Saved tensors that need not be packed: the backward graph recomputes them from other packed tensors.
 
 The rules are those of eager mode (encke/capture/recompute.py). Results of norms, activations, products and dropout are
-computed again where all that their readers want is a lossy value, from sources that are packed at least as finely as
-the tensor itself would be: a source takes the readers of what is computed from it into account in every pass
-(`Packing.serve`). So one packed copy of a norm's input serves the norm and the layers behind it, and of a gated MLP
-gate and up projection are packed alone. Inductor fuses what is computed again into the kernels that read it.
+recomputed if all their readers accept a lossy value, from sources that are packed at least as finely as the tensor
+itself would be: in every pass a source takes into account the readers of tensors recomputed from it (`Packing.serve`).
+So one packed copy of a norm's input serves the norm and the layers after it, and a gated MLP packs only gate and up
+projection. Inductor fuses the recomputation into the kernels that read its result.
 
-Copies of weights that autocast makes are computed again as well, from the weights.
+Copies of weights that autocast makes are recomputed as well, from the weights.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ CURVED = {
     "silu": True,
     "gelu": True,
 }
-"""Operations whose results are computed again, and whether they are curved. Norms do it with the exact statistics."""
+"""Operations whose results are recomputed -> whether they are curved. Norms use the exact statistics."""
 
 Sources = dict[Node, bool]
-"""Packed tensors that a value is computed from, and whether it is through a curved function."""
+"""Packed tensors that a value is computed from -> whether through a curved function."""
 
 
 def recompute_from_packed(
     pair: Pair, packings: dict[Node, Packing], may_recompute: Callable[[Packing], bool]
 ) -> list[Packing]:
-    """Compute saved tensors again in the backward graph; return what stands for them in the report.
+    """Recompute saved tensors in the backward graph; return their packings for the report.
 
     Args:
         pair: The two graphs.
-        packings: Forms of the saved tensors. What is computed again is taken out.
-        may_recompute: Tells whether a tensor of this packing may be computed from lossy ones.
+        packings: Forms of the saved tensors. Recomputed tensors are removed.
+        may_recompute: Returns whether a tensor of this packing may be recomputed from lossy ones.
     """
     finder = Expressions(pair, packings)
     found: list[Node] = []
     stands: list[Packing] = []
-    # In the order of the forward graph: sources come before what is computed from them.
+    # In the order of the forward graph: sources precede the tensors computed from them.
     saved = set(pair.saved)
     for node in [node for node in pair.forward.nodes if node in saved]:
         packing = packings.get(node)
@@ -74,14 +74,14 @@ def recompute_from_packed(
 
 
 class Expressions:
-    """Find out which values of a forward graph can be computed from what it saves."""
+    """Find out which values of a forward graph can be recomputed from its saved tensors."""
 
     def __init__(self, pair: Pair, packings: dict[Node, Packing]) -> None:
         self.pair = pair
         self.packings = packings
         self.saved = set(pair.saved)
         self.known: dict[Node, Sources] = {}
-        """Sources of saved tensors that are computed again."""
+        """Sources of saved tensors that are recomputed."""
 
     def is_cast_of_weight(self, node: Node) -> bool:
         """Return whether a saved tensor is the copy of a large weight in another dtype, behind views."""
@@ -124,7 +124,7 @@ class Expressions:
             return None
         transparent, curved = name_of(node.target) in TRANSPARENT, CURVED.get(operation_of(node))
         pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
-        # Functions of weights alone are exact, whatever they are.
+        # Functions of weights alone are always exact.
         listed = curved is not None or node not in self.pair.data
         if not (transparent or (pointwise and listed)):
             return None
@@ -137,7 +137,7 @@ class Expressions:
             return union
         if curved:
             return dict.fromkeys(union, True)
-        # Linear in each of them: a product of two that share a source is not, and a sum has the errors of both.
+        # Linear in each operand: not a product of operands that share a source. A sum has the errors of both.
         name, shared = name_of(node.target), len(union) < sum(map(len, lossy))
         product = name == "mul" and not shared and node.args[0] is not node.args[1]
         linear = len(lossy) == 1 and (
@@ -147,7 +147,7 @@ class Expressions:
 
 
 def write(pair: Pair, found: list[Node]) -> None:
-    """Write what computes saved tensors again into the backward graph, each before its first reader."""
+    """Write the recomputation of saved tensors into the backward graph, each before the tensor's first reader."""
     order = {node: i for i, node in enumerate(pair.backward.nodes)}
     olds = {node: pair.inputs[node.name] for node in found}
     firsts = {node: min(old.users, key=order.__getitem__) for node, old in olds.items()}
@@ -155,7 +155,7 @@ def write(pair: Pair, found: list[Node]) -> None:
     pending = set(found)
 
     def copy(node: Node) -> Node:
-        """Return the node of the backward graph that gives what a node of the forward graph does."""
+        """Return the node of the backward graph that computes the same value as a node of the forward graph."""
         if node in copies:
             return copies[node]
         if isinstance(value(node), torch.SymInt):

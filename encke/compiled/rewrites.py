@@ -1,11 +1,11 @@
-"""Patterns in graphs that let backward restore less of what was packed, hold it for less long, and read less twice.
+"""Rewrites of graph patterns, so that backward restores less, releases it earlier and avoids reading data twice.
 
-- The encoder of a batch norm's input computes its statistics as well (forward graph); norm_relu.py has more of that.
-- A batch norm's backward reads codes. Half of what a convolutional network saves are inputs of batch norms.
+- The encoder of a batch norm's input also computes its statistics (forward graph); norm_relu.py has more of that kind.
+- A batch norm's backward reads codes. Half of the bytes that a convolutional network saves are inputs of batch norms.
 - A convolution computes its weight's gradient first. Then its restored input is released, and the input's gradient
   takes that memory.
 
-A graph that does not look as expected stays as it is. ReLU's masks are read from codes in pair.py.
+A graph that does not match is left unchanged. ReLU's masks are read from codes in masks.py.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from encke.kernels.formats import NORM_GROUP
 from encke.torch_internals import conv_memory_format
 
 NORMS_ON = {"cuda"}
-"""Kinds of devices on which batch norms read codes. Tests add the CPU, where slow operators stand for the kernels."""
+"""Device types on which batch norms read codes. Tests add the CPU, where slow operators replace the kernels."""
 CASTS = ("convert_element_type", "_to_copy")
 
 
 @dataclass(frozen=True)
 class NormBackward:
-    """Batch norm's backward in a graph: what it reads beside its input, and the nodes of its gradients."""
+    """Batch norm's backward in a graph: its operands besides its input, and the nodes of its gradients."""
 
     grad: Node
     mean: Node
@@ -56,7 +56,7 @@ def find_norm_backward(x: Node) -> NormBackward | None:
 
 
 def _match_norm_backward(x: Node) -> NormBackward:
-    """Match the decomposition of batch norm's backward; `[c]` marks what has one value for each channel.
+    """Match the decomposition of batch norm's backward; `[c]` marks values with one number per channel.
 
         centred = x - mean[c]
         dot[c] = sum(grad * centred)                        weight's gradient: dot * invstd
@@ -99,7 +99,7 @@ def _match_norm_backward(x: Node) -> NormBackward:
         raise PatternMismatch
     if total.args[1:] != dot.args[1:]:
         raise PatternMismatch
-    # Whoever reads these gradients within the graph might stand before the node that will give them.
+    # Readers of these gradients within the graph might precede the node that will compute them.
     if any(user.op != "output" for node in (*weights, total) for user in node.users if user is not mean_grad):
         raise PatternMismatch
     return NormBackward(raw_grad, mean, invstd, other(gain, [invstd]), result, weights, total)
@@ -112,7 +112,7 @@ def statistics_of(x: Node) -> list[Node]:
 
 
 def measures_channels(node: Node, x: Node) -> bool:
-    """Return whether a node gives variance and mean over all dimensions of x but the second, with `keepdim`."""
+    """Return whether a node computes variance and mean over all dimensions of x but the second, with `keepdim`."""
     dims, settings = node.args[1:2], {**node.kwargs}
     if name_of(node.target) != "var_mean" or len(node.args) > 2 or not dims or not isinstance(dims[0], list | tuple):
         return False
@@ -122,7 +122,7 @@ def measures_channels(node: Node, x: Node) -> bool:
 
 
 def fuses_encoder(t: Tensor, format: GroupFormat) -> bool:
-    """Return whether there are kernels that do the work of a batch norm before or behind `t` while they encode it."""
+    """Return whether kernels exist that compute part of a batch norm before or after `t` while they encode it."""
     if t.device.type not in NORMS_ON or t.dtype.itemsize != 2 or format.signs or t.dim() < 4:
         return False
     if bytes_of(t) < FUSE_MIN_BYTES or not isinstance(t.shape[1], int) or no_kernels(t.device):
@@ -137,9 +137,9 @@ def fuses_encoder(t: Tensor, format: GroupFormat) -> bool:
 
 
 def update_early(graph: Graph) -> None:
-    """Move updates of running statistics from the end of a forward graph to where these are computed.
+    """Move updates of running statistics from the end of a forward graph to where the statistics are computed.
 
-    There they share a kernel with what else is computed from the variance: inductor does not fuse distant nodes.
+    There they share a kernel with other computations from the variance: inductor does not fuse distant nodes.
     """
     for update in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
         old, new = update.args[:2]
@@ -170,17 +170,17 @@ def single(nodes: Iterable[Any]) -> Node:
 
 
 def arguments(node: Node) -> list[Node]:
-    """Return the arguments of a node that are nodes themselves."""
+    """Return those arguments of a node that are nodes."""
     return [a for a in node.args if isinstance(a, Node)]
 
 
 def other(node: Node, known: Iterable[Node]) -> Node:
-    """Return the operand that is none of those known."""
+    """Return the only operand that is not known."""
     return single(a for a in arguments(node) if a not in known)
 
 
 def unexpanded(node: Any) -> Node:
-    """Return the node that was given further dimensions of one element."""
+    """Return the node without the dimensions of one element that were added to it."""
     while isinstance(node, Node) and name_of(node.target) == "unsqueeze":
         node = node.args[0]
     return single([node])
@@ -214,7 +214,7 @@ def reads_codes(norm: NormBackward, t: Tensor, format: GroupFormat) -> bool:
 
 
 def sized(t: Tensor) -> Tensor:
-    """Return a fake tensor like `t` whose sizes are numbers: those that the graph was made for."""
+    """Return a fake tensor like `t` whose symbolic sizes are numbers: those for which the graph was made."""
     with t.fake_mode:  # type: ignore[attr-defined]
         size, stride = [size_hint(n) for n in t.shape], [size_hint(n) for n in t.stride()]
         return torch.empty_strided(size, stride, dtype=t.dtype, device=t.device)

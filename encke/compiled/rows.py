@@ -1,4 +1,4 @@
-"""Rows of a saved tensor that a norm in the backward graph reads together: groups of codes stay within them."""
+"""Rows of a saved tensor that a norm in the backward graph reduces together: groups of codes stay within them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from encke.compiled.pair import Pair
 
 VIEWS = {"view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "detach", "alias"}
 SETTINGS = {"native_layer_norm_backward": 2, "_fused_rms_norm_backward": 2, "native_group_norm_backward": 8}
-"""Argument of a norm's backward that tells what it normalises over."""
+"""Index of the argument of a norm's backward that holds what it normalises over."""
 
 
 def rows_read(pair: Pair, readers: Iterable[tuple[Node, Node]], sites: list[Site]) -> list[tuple[int, int]]:
-    """Return number and distance of the values of the rows that norms read of a saved tensor.
+    """Return number and distance of the values of the rows that norms read in a saved tensor.
 
     Args:
         pair: The two graphs.
-        readers: (reader, what it reads) for all who read the tensor.
+        readers: (reader, its operand) for all readers of the tensor.
         sites: The site of each reader.
 
     Returns:
-        The finest rows alone, where they lie within all others; nothing if no norm reads the tensor.
+        The finest rows alone if they lie within all others; an empty list if no norm reads the tensor.
     """
     found: list[tuple[int, int]] = []
     for (reader, source), site in zip(readers, sites, strict=True):
@@ -42,7 +42,7 @@ def rows_read(pair: Pair, readers: Iterable[tuple[Node, Node]], sites: list[Site
 
 
 def norm_of(pair: Pair, reader: Node, source: Node, site: Site) -> tuple[str, int] | None:
-    """Return what a reader normalises over, as `layout.rows_for` takes it; None if it does not."""
+    """Return the dimensions that a reader normalises over, as `layout.rows_for` takes them; None if it does not."""
     if site.operation == "BatchNorm":
         return "channels", 0
     if (site.operation, site.slot) == ("RmsNorm", "input"):
@@ -54,7 +54,7 @@ def norm_of(pair: Pair, reader: Node, source: Node, site: Site) -> tuple[str, in
     if place is not None:
         setting = reader.args[place]
         return ("groups", setting) if isinstance(setting, int) else ("last", len(setting))  # type: ignore[arg-type]
-    # Taken apart by the compiler: the forward pass has a mean over the dimensions, those of groups from the third on.
+    # Decomposed by the compiler: the forward pass has a mean over the dimensions, for groups from the third one on.
     for node in pair.site_names.operations.get(reader.meta.get("seq_nr"), ()):  # type: ignore[arg-type]
         if (
             name_of(node.target) in ("var_mean", "mean")
@@ -65,15 +65,15 @@ def norm_of(pair: Pair, reader: Node, source: Node, site: Site) -> tuple[str, in
                 return "last", len(node.args[1])
             number = value(node.all_input_nodes[0]).shape[1]
             return ("groups", number) if isinstance(number, int) else None
-    # Each of these is part of what the norm takes together.
+    # Both of these are parts of the values that the norm reduces together.
     channels = value(source).shape[1]
     return ("last", 1) if not groups else ("groups", channels) if isinstance(channels, int) else None
 
 
 def shows_memory(source: Node) -> bool:
-    """Return whether a node of the backward graph shows all of a saved tensor's memory, in its order.
+    """Return whether a node of the backward graph covers all of a saved tensor's memory, in its order.
 
-    Views do, and what is computed from it value by value, as the norm's own first steps are.
+    Views do, and so do pointwise results of it, such as the norm's own first steps.
     """
     while source.op != "placeholder":
         like = [node for node in source.all_input_nodes if size_of(node) == size_of(source)]
@@ -84,7 +84,7 @@ def shows_memory(source: Node) -> bool:
 
 
 def rows_of_values(t: Tensor, norm: tuple[str, int]) -> tuple[int, int] | None:
-    """Return the rows of a tensor's memory; None where it has gaps, or where their size changes from call to call."""
+    """Return the rows of a tensor's memory; None if it has gaps, or if the size of the rows changes between calls."""
     size, stride = tuple(map(size_hint, t.shape)), tuple(map(size_hint, t.stride()))
     if not fills_memory(size, stride):
         return None
@@ -92,6 +92,6 @@ def rows_of_values(t: Tensor, norm: tuple[str, int]) -> tuple[int, int] | None:
     if rows is None:
         return None
     row, step = rows
-    # A dimension of unknown size lies outside of the rows, and not between their values.
+    # A dimension of unknown size must lie outside of the rows, not between their values.
     symbols = [stride[d] for d in range(t.dim()) if isinstance(t.shape[d], torch.SymInt)]
     return rows if all(distance >= row * step for distance in symbols) else None

@@ -35,21 +35,21 @@ class Form(Enum):
     """In which form a saved tensor passes from the forward to the backward graph."""
 
     KEPT = auto()
-    """As it is."""
+    """Unchanged."""
     SHAPE = auto()
-    """Not at all: its readers ask for its shape only."""
+    """Not saved: its readers need only its shape."""
     MASK = auto()
     """One bit for each value."""
     CODES = auto()
     """Quantised."""
     RECOMPUTED = auto()
-    """Not at all: the backward graph computes it from other saved tensors."""
+    """Not saved: the backward graph recomputes it from other saved tensors."""
 
 
 def as_source(codec: Codec, curved: bool) -> Codec:
-    """Return the codec that a tensor needs for another to be computed from it that would be packed with `codec`.
+    """Return the codec for a source from which a tensor is recomputed that would otherwise be packed with `codec`.
 
-    Of a codec that promises a bound, a source within the bound tells nothing about the result.
+    A source must be exact if `codec` guarantees a bound: a bound on the source implies none on the result.
     """
     if not (codec.exact or codec.reads_packed):
         return Lossless()
@@ -57,14 +57,14 @@ def as_source(codec: Codec, curved: bool) -> Codec:
 
 
 class Packing:
-    """The form of one saved tensor of a graph, and its line in the report."""
+    """Form of one saved tensor of a graph, and its line in the report."""
 
     def __init__(self, form: Form, sites: list[Site], constant: GroupQuant | None = None) -> None:
         self.form = form
         self.sites = sites
         """One for each reader."""
         self.constant = constant
-        """Codec of `CODES` where it is a constant of the graph; None where it is read at run time."""
+        """Codec of `CODES` if it is a constant of the graph; None if it is read at run time."""
         self.codec: Codec | None = constant
         """Codec of `CODES` when the graph was made, None for the other forms."""
         self.record = Record(SiteFacts(sites[0]))
@@ -72,20 +72,20 @@ class Packing:
         self.plan: GroupPlan | None = None
         """Plan that packed it last, if a plan did."""
         self.rows: tuple[int, int] | None = None
-        """Number and distance of the values of the rows that a norm reads of its memory; None if none does."""
+        """Number and distance of the values of the rows that a norm reads in its memory; None if no norm does."""
         self.number = sites[0].number
         self.not_finite: set[Site] = set()
-        """Sites of the model that are exact because a NaN or an infinity would spoil the values around it."""
+        """Sites of the model that are exact because a NaN or an infinity would corrupt the values around it."""
         self._compares_values = False
         self.choosing = [site for site in sites if site.need not in ("mask", "shape")]
         """Sites that choose the codec."""
         self.served: dict[Site, bool] = {}
-        """Readers of what backward computes from the tensor, and whether through a curved function."""
+        """Readers of tensors that backward recomputes from this one -> whether through a curved function."""
         self._asked: list[Codec] = []
         self._codec: Codec = Lossless()
 
     def codec_now(self, choose: Callable[[Site], Codec], dtype: torch.dtype) -> Codec:
-        """Return a codec that serves all readers of the tensor, by what `choose` gives each of them now."""
+        """Return a codec that serves all readers of the tensor, given what `choose` currently returns for each."""
         sites = [*self.choosing, *self.served]
         asked: list[Codec] = [Lossless()]
         if not self.not_finite or self.not_finite.isdisjoint(sites):
@@ -101,17 +101,17 @@ class Packing:
         return self._codec
 
     def compare_values(self) -> None:
-        """Take only codecs that give zeros back as zeros from now on: a mask is read from decoded values."""
+        """Use only codecs that decode zeros to zeros from now on: a mask is read from decoded values."""
         self._compares_values, self._asked = True, []
 
     def can_serve(self, other: Packing, curved: bool) -> bool:
-        """Return whether what `other` packs can be computed from this tensor, by the codecs of the present."""
+        """Return whether the tensor of `other` can be recomputed from this one, with the current codecs."""
         if self.codec is None or other.codec is None:
             return False
         return not strictest([self.codec, as_source(other.codec, curved)]).exact
 
     def serve(self, other: Packing, curved: bool) -> None:
-        """Take into account who reads what is computed from this tensor in place of what `other` packs."""
+        """Add the readers of `other`, whose tensor is recomputed from this one, to the readers served."""
         assert self.codec is not None and other.codec is not None
         self._asked = []
         self.codec = strictest([self.codec, as_source(other.codec, curved)])
@@ -120,14 +120,14 @@ class Packing:
 
     @classmethod
     def recomputed(cls, site: Site, t: Tensor) -> Packing:
-        """Return the packing of a result that is not kept."""
+        """Return the packing of a recomputed result."""
         packing = cls(Form.RECOMPUTED, [site])
         packing.record.codec, packing.record.saved_bytes = "recomputed", bytes_of(t)
         return packing
 
 
 class Writer:
-    """Writes what packs into one forward graph and what restores into its backward graph."""
+    """Writes packing operators into one forward graph and restoring operators into its backward graph."""
 
     def __init__(self, pair: Pair, graph: int, packings: dict[Node, Packing]) -> None:
         self.pair = pair
@@ -135,7 +135,7 @@ class Writer:
         self.rows: dict[torch.device, dict[Node, Packing]] = {}
         """Tensors that need a seed on their device, in the order of the seeds, by device."""
         self.places = {node: i for i, node in enumerate(packings)}
-        """Number of each tensor that the graph saves."""
+        """Index of each tensor that the graph saves."""
         for node, packing in packings.items():
             if packing.constant is not None:
                 self.rows.setdefault(value(node).device, {})[node] = packing
@@ -144,7 +144,7 @@ class Writer:
         self.measures = False
         """Whether an encoder computes a batch norm's statistics as well."""
         self.tells = False
-        """Whether there is an encoder that tells at run time that the graph runs."""
+        """Whether an encoder notifies the model at run time that the graph runs."""
         self._seeds: dict[torch.device, tuple[Node, Node]] = {}
 
     def write(self, node: Node, packing: Packing) -> None:
@@ -168,12 +168,12 @@ class Writer:
                 record.packed_bytes = size_hint(value(packed).numel())
 
     def mark(self) -> None:
-        """Make the forward graph ask for seeds, if it has no encoder: that is how it tells that it ran."""
+        """Make a forward graph without an encoder request seeds, which notifies the model that it ran."""
         if not self.tells and not self._seeds:
             self.seeds(value(self.pair.saved[0]).device)
 
     def _write_codes(self, node: Node, packing: Packing) -> Node:
-        """Quantise a tensor; return the node that gives its codes, or their handle."""
+        """Quantise a tensor; return the node of its codes, or of their handle."""
         t, codec = value(node), packing.codec
         order = order_of(t)
         readers = self.pair.readers_behind(self.pair.inputs[node.name])
@@ -210,7 +210,7 @@ class Writer:
         return packed
 
     def _write_encoder(self, node: Node, calls: Calls, fused: bool) -> Node:
-        """Return the node that gives the codes of `node`; a `fused` encoder does work of a batch norm as well."""
+        """Return the node of the codes of `node`; a `fused` encoder also computes part of a batch norm."""
         relu = find_norm_relu(node) if fused else None
         if relu is not None:
             made = self._after(node, calls.encode_norm_relu(relu))
@@ -222,7 +222,7 @@ class Writer:
             return made
         self.measures = True
         for norm in norms:
-            # The nodes that take variance and mean apart may be saved themselves: they stay, and read the encoder.
+            # The nodes that separate variance and mean may be saved themselves: they stay, and read the encoder.
             for reader in list(norm.users):
                 place = 1 + reader.args[1]  # type: ignore[operator]
                 reader.args, reader.meta["val"] = (made, place), value(made)[place]
@@ -230,7 +230,7 @@ class Writer:
         return self._result(made, 0)
 
     def _result(self, made: Node, place: int) -> Node:
-        """Return the node that gives one of the results of an encoder, under a name that no other node has."""
+        """Return a node for one of an encoder's results, under a unique name."""
         graph = self.pair.forward
         with graph.inserting_after(made):
             result = graph.create_node("call_function", operator.getitem, (made, place), name="site_result")
@@ -240,7 +240,7 @@ class Writer:
     def _write_norm_backward(self, norm: rewrites.NormBackward, data: Node, calls: Calls) -> None:
         """Let a batch norm's backward read codes."""
         graph, read = self.pair.backward, (norm.mean, norm.invstd, norm.weight)
-        # Makes inductor store the gradient once, as it lies, instead of once for each of the two readers.
+        # Makes inductor store the gradient once, unchanged, instead of once for each of the two readers.
         norm.grad.meta["inductor_realize_to_strides"] = True
         with graph.inserting_before(norm.result):
             sums = self._here(calls.norm_sums(norm.grad, data, read))
@@ -265,9 +265,9 @@ class Writer:
             self.pair.backward.erase_node(wanted[0])
 
     def _write_mask(self, node: Node) -> Node:
-        """Keep one bit for each value, not (x <= 0), which is what ReLU's backward asks; return the node of the bits.
+        """Keep one bit per value, not (x <= 0), which is all that ReLU's backward reads; return the node of the bits.
 
-        The compiler fuses comparison and cast with what is around them.
+        The compiler fuses comparison and cast with adjacent operations.
         """
         t, aten = value(node), torch.ops.aten
         order, flags = order_of(t), node
@@ -284,7 +284,7 @@ class Writer:
         return packed
 
     def _empty(self, node: Node) -> Node:
-        """Return a node of the backward graph that has only the layout of what `node` makes."""
+        """Return a node of the backward graph that has only the layout of the result of `node`."""
         t = value(node)
         made = self.pair.backward.call_function(
             torch.ops.aten.empty_strided.default, self._layout(node), {"dtype": t.dtype, "device": t.device}
@@ -295,7 +295,7 @@ class Writer:
     def seeds(self, device: torch.device) -> tuple[Node, Node]:
         """Return the node of a pass's seeds on a device, in the forward and in the backward graph.
 
-        They are the first tensor saved.
+        The seeds are the first saved tensor.
         """
         if device not in self._seeds:
             pair, rows = self.pair, self.rows.get(device, {}).values()
@@ -311,12 +311,12 @@ class Writer:
         return self._seeds[device]
 
     def _layout(self, node: Node) -> tuple[list[Any], list[Any]]:
-        """Return size and strides of what `node` makes, as the backward graph knows them."""
+        """Return size and strides of the result of `node`, as values of the backward graph."""
         t, pair = value(node), self.pair
         return pair.in_backward(node, t.shape, "sym_size"), pair.in_backward(node, t.stride(), "sym_stride")
 
     def _after(self, node: Node, call: Call) -> Node:
-        """Add a node to the forward graph, behind `node`."""
+        """Add a node to the forward graph, after `node`."""
         with self.pair.forward.inserting_after(node):
             return self._with_value(self.pair.forward.call_function(*call))
 
@@ -325,9 +325,9 @@ class Writer:
         return self._with_value(self.pair.backward.call_function(*call))
 
     def _with_value(self, made: Node) -> Node:
-        """Give a new node what the compiler wants to know of it."""
+        """Give a new node the metadata that the compiler needs."""
         values = map_arg(made.args, value)
-        # Inductor lays the tensors out as they are here, which spares a copy.
+        # Inductor uses the layouts recorded here, which saves a copy.
         made.meta["eager_input_vals"] = (values, {})
         with value(self.pair.saved[0]).fake_mode:
             made.meta["val"] = made.target(*values)  # type: ignore[operator]
@@ -335,21 +335,21 @@ class Writer:
 
 
 def order_of(t: Tensor) -> list[int]:
-    """Return the dimensions of a tensor as they lie in memory, the one that runs slowest first."""
+    """Return the dimensions of a tensor in memory order, the slowest first."""
     return sorted(range(t.dim()), key=lambda d: (-size_hint(t.stride(d)), -size_hint(t.shape[d])))
 
 
 def format_of(t: Tensor, codec: GroupQuant, order: list[int], rows: tuple[int, int] | None = None) -> GroupFormat:
-    """Return the format of a saved tensor of whose memory a norm reads these rows."""
+    """Return the format of a saved tensor in whose memory a norm reads these rows."""
     if rows is None:
         return GroupFormat(codec.bits, codec.group, t.dtype, stride_of(t, codec.group, order), codec.signs)
-    # Where the number of rows changes from call to call there may be several.
+    # If the number of rows changes between calls, there may be several.
     numel = t.numel() if isinstance(t.numel(), int) else 0
     return GroupFormat.in_rows(codec.bits, codec.group, t.dtype, codec.signs, numel, *rows)
 
 
 def stride_of(t: Tensor, group: int, order: list[int]) -> int:
-    """Return how far apart the values of one channel lie in channels_last memory; 1 unless groups are made of them."""
+    """Return the distance of the values of one channel in channels_last memory; 1 if groups do not follow channels."""
     if t.dim() < 4 or order[-1] != 1 or not isinstance(t.shape[1], int):
         return 1
     size, strides = tuple(map(size_hint, t.shape)), [0] * t.dim()

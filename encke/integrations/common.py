@@ -49,7 +49,7 @@ class EnckeTraining:
         self._checked = False
 
     def begin(self, model: nn.Module, optimizer: Optimizer | None, state: dict[str, Any] | None) -> None:
-        """Attach Encke to a model, in place of what an interrupted training left, and continue from a saved state."""
+        """Detach any handle of an interrupted training, attach Encke to a model, and continue from a saved state."""
         if self.handle is not None:
             self.handle.detach()
         self._checked = False
@@ -100,7 +100,7 @@ class EnckeTraining:
         path = Path(folder) / REPORT
         path.parent.mkdir(parents=True, exist_ok=True)
         report.to_json(path)
-        # A progress bar may stand at the end of the last line.
+        # A progress bar may occupy the end of the last line.
         print(
             f"\nencke: {size(report.packed_bytes)} kept for backward instead of {size(report.saved_bytes)} (ratio "
             f"{report.ratio:.1f}), peak of the process {size(report.peak_bytes)}, {report.policy}; all layers: {path}",

@@ -18,14 +18,13 @@ except ModuleNotFoundError as error:
 
 
 class EnckeCallback(EnckeTraining, Callback):
-    """Keeps what autograd saves compressed while a Lightning `Trainer` trains.
+    """Keeps the tensors that autograd saves compressed while a Lightning `Trainer` trains.
 
     It attaches Encke when training starts and detaches at the end. All of `training_step` counts as the forward pass,
-    the loss included; under manual optimization, each call of a layer does. The trainer's loggers get `encke_ratio`,
+    including the loss; under manual optimization, each call of a layer does. The trainer's loggers get `encke_ratio`,
     `encke_saved_bytes`, `encke_packed_bytes`, `encke_peak_bytes` and, for an adaptive policy, `encke_bits` (mean over
-    the places it has set). Checkpoints carry the policy's state. The report of the last step is written to
-    `encke_report.json` in the folder for logs. `handle` is what `encke.attach`
-    returned.
+    the places it has set). Checkpoints contain the policy's state. The report of the last step is written to
+    `encke_report.json` in the folder for logs. `handle` is the handle that `encke.attach` returned.
 
     Args:
         policy: A policy of `encke.policies`, or a preset's name, as for `encke.attach`.

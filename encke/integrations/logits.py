@@ -1,9 +1,10 @@
-"""Linear layer and cross-entropy in chunks: the logits of a language model never exist as a whole.
+"""Linear layer and cross-entropy in chunks: the logits of a language model are never all in memory.
 
-Logits of a large vocabulary often are the largest tensors of a training step, and exist two or three times in it: as
-they are, as float32 and as their gradient. `chunk_loss` makes the output layer of a model return `DeferredLogits`, a
-tensor that knows how it would be computed. If it reaches `cross_entropy`, loss and gradients are computed for a few
-rows at a time. Any other use computes the logits as the layer would have done, so that nothing else changes.
+Logits of a large vocabulary often are the largest tensors of a training step, and exist in it two or three times: in
+their own dtype, as float32 and as their gradient. `chunk_loss` makes the output layer of a model return
+`DeferredLogits`, a tensor that holds the recipe for its computation. If it reaches `cross_entropy`, loss and gradients
+are computed for a few rows at a time. Any other use computes the logits as the layer would have done, so that nothing
+else changes.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from encke.torch_internals import functorch_interpreter, make_wrapper_subclass, 
 CHUNK = 1 << 25
 """Logits that exist at a time."""
 SMALLEST = 1 << 22
-"""Smallest number of logits that is worth it."""
+"""Smallest number of logits that is worth chunking."""
 
 
 def chunk_loss(model: nn.Module, head: nn.Module | None = None) -> ChunkedLoss:
-    """Compute the cross-entropy of a model's logits in chunks, so that the logits never exist as a whole.
+    """Compute the cross-entropy of a model's logits in chunks, so that the logits are never all in memory.
 
-    The result is that of the plain computation up to the order of summation: nothing is compressed. It takes effect
-    in training mode where the logits, possibly cast, scaled or viewed with other leading dimensions, reach
+    The result equals the plain computation up to the order of summation: nothing is compressed. It takes effect in
+    training mode if the logits, possibly cast, scaled or viewed with other leading dimensions, reach
     `torch.nn.functional.cross_entropy` with class indices and reduction "mean" or "sum". Otherwise the logits are
-    computed as usual. Compiled models compute them as usual, too.
+    computed as usual, as they are in compiled models.
 
     Args:
-        model: A language model of transformers, or any model of which `head` is given.
+        model: A language model of transformers, or any model whose `head` is given.
         head: The linear layer that computes the logits; by default `model.get_output_embeddings()`.
 
     Returns:
@@ -44,7 +45,7 @@ def chunk_loss(model: nn.Module, head: nn.Module | None = None) -> ChunkedLoss:
 
     Raises:
         TypeError: The output layer is not a `torch.nn.Linear`.
-        ValueError: The model does not tell its output layer, or the loss is chunked already.
+        ValueError: The model does not declare its output layer, or the loss is chunked already.
 
     Example:
         >>> import torch, encke.integrations
@@ -85,7 +86,7 @@ class ChunkedLoss:
 
 
 class DeferringLinear(nn.Linear):
-    """Linear layer that leaves the computation of large outputs to those who read them."""
+    """Linear layer that defers the computation of large outputs until they are read."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output, deferred in training where it is large."""
@@ -110,14 +111,14 @@ class DeferringLinear(nn.Linear):
 
 @dataclass(frozen=True)
 class Recipe:
-    """Inputs of a linear layer, and what was done with its output so far, row by row."""
+    """Inputs of a linear layer, and the rowwise operations applied to its output so far."""
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
     pointwise: tuple[Callable[[Tensor], Tensor], ...] = ()
     transposed: bool = False
-    """Whether the vocabulary is dimension 1 instead of the last one."""
+    """Whether the vocabulary is dimension 1 instead of the last dimension."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "versions", self._versions())
@@ -165,7 +166,7 @@ DEFERRED_OPS = {
 class DeferredLogits(Tensor):
     """Output of a linear layer that is computed when an operation reads it.
 
-    To autograd it is an ordinary result of the layer: whatever is done with it has the right gradient.
+    To autograd it is an ordinary result of the layer: every operation on it has the right gradient.
     """
 
     recipe: Recipe | None
@@ -273,7 +274,7 @@ SCALINGS |= {torch.mul, torch.div, torch.tanh}
 
 
 def next_recipe(func: Any, args: Any, kwargs: Any, result: DeferredLogits) -> Recipe | None:
-    """Return the recipe of what `func` made of deferred logits; None if rows are no longer those of the layer."""
+    """Return the recipe of the result of `func` on deferred logits; None if its rows are not the layer's rows."""
     first, *rest = args
     recipe: Recipe | None = first.recipe
     if recipe is None or recipe.transposed:
@@ -284,7 +285,7 @@ def next_recipe(func: Any, args: Any, kwargs: Any, result: DeferredLogits) -> Re
         return replace(recipe, pointwise=(*recipe.pointwise, step))
     hidden = None
     if func in VIEWS and result.shape[-1] == first.shape[-1]:
-        # The order of values in memory is that of rows: with the last dimension whole, rows stay together.
+        # Values lie in memory in the order of the rows: with the last dimension whole, rows stay together.
         hidden = recipe.hidden.reshape(*result.shape[:-1], recipe.hidden.shape[-1])
     elif func is Tensor.__getitem__ and selects_rows(rest[0], first.dim()):
         hidden = recipe.hidden[rest[0]]
@@ -295,7 +296,7 @@ def next_recipe(func: Any, args: Any, kwargs: Any, result: DeferredLogits) -> Re
 
 
 def selects_rows(index: Any, dimensions: int) -> bool:
-    """Return whether an index made of slices and numbers leaves the last dimension whole."""
+    """Return whether an index of slices and numbers leaves the last dimension whole."""
     items = index if isinstance(index, tuple) else (index,)
     if not all(isinstance(item, slice | int) and not isinstance(item, bool) or item is Ellipsis for item in items):
         return False
@@ -316,7 +317,7 @@ def chunked_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """Return the cross-entropy of deferred logits; None if it has to be computed from all of them."""
+    """Return the cross-entropy of deferred logits; None if it cannot be computed in chunks."""
     recipe = input.recipe if isinstance(input, DeferredLogits) and input._value is None else None
     if recipe is None or type(target) is not Tensor or target.dtype != torch.int64:
         return None
@@ -340,7 +341,7 @@ def chunked_cross_entropy(
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum of the cross-entropy of a linear layer's output; gradients are computed beside it, chunk by chunk."""
+    """Sum of the cross-entropy of a linear layer's output; gradients are computed along with it, chunk by chunk."""
 
     @staticmethod
     def forward(
@@ -355,12 +356,12 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         """Return the sum over all rows."""
         needs = ctx.needs_input_grad
         inputs = torch.empty_like(hidden) if needs[0] else None
-        # Sums of 16-bit gradients have 32 bits, as inside of one matrix product.
+        # 16-bit gradients are summed in 32 bits, as inside one matrix product.
         wide = torch.promote_types(weight.dtype, torch.float32)
         weights = torch.zeros_like(weight, dtype=wide) if needs[1] else None
         biases = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
         total: Tensor | None = None
-        # Chunks of equal size: the last one would otherwise be a shape of its own.
+        # Chunks of equal size: otherwise the last one would have a shape of its own.
         count = max(math.ceil(hidden.shape[0] * weight.shape[0] / CHUNK), 1)
         for rows, labels, out in zip(
             hidden.tensor_split(count),
@@ -369,7 +370,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             strict=True,
         ):
             leaf = F.linear(rows, weight, bias).requires_grad_()
-            # The graph of a chunk ends with it: hooks that compress saved tensors have no business here.
+            # The graph of a chunk is freed with the chunk, so its saved tensors need no compression.
             with torch.enable_grad(), saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
                 logits = leaf
                 for step in pointwise:

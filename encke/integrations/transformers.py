@@ -1,4 +1,4 @@
-"""Callback for the `Trainer` of transformers and those built on it, such as TRL's `SFTTrainer`."""
+"""Callback for the `Trainer` of transformers and its derivatives, such as TRL's `SFTTrainer`."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ except ModuleNotFoundError as error:
 
 
 class EnckeCallback(EnckeTraining, TrainerCallback):
-    """Keeps what autograd saves compressed while a `Trainer` trains.
+    """Keeps the tensors that autograd saves compressed while a `Trainer` trains.
 
     It attaches Encke when `train()` begins and detaches at the end. The trainer's logs get `encke_ratio`,
     `encke_saved_bytes`, `encke_packed_bytes`, `encke_peak_bytes` and, for an adaptive policy, `encke_bits` (mean over
     the places it has set). Checkpoints get the policy's state, and `train(resume_from_checkpoint=...)` continues from
-    it. The report of the last step is written to `encke_report.json` in the output folder. `handle` is what
-    `encke.attach` returned; after an error in training, `handle.detach()` takes Encke off.
+    it. The report of the last step is written to `encke_report.json` in the output folder. `handle` is the handle that
+    `encke.attach` returned; after an error in training, `handle.detach()` removes Encke.
 
     Args:
         policy: A policy of `encke.policies`, or a preset's name, as for `encke.attach`.
         overrides: Codecs or policies for some layers, by pattern, as for `encke.attach`.
         min_bytes: Tensors of fewer bytes are kept as they are; see `encke.attach`.
-        chunk_loss: Whether a language model's loss is computed in chunks (`encke.integrations.chunk_loss`) where its
+        chunk_loss: Whether a language model's loss is computed in chunks (`encke.integrations.chunk_loss`) if its
             output layer is a plain linear layer. Losses are equal up to the order of summation.
 
     Raises:
@@ -61,8 +61,8 @@ class EnckeCallback(EnckeTraining, TrainerCallback):
     ) -> None:
         """Attach Encke to the model that is called in training, and load the state of the checkpoint."""
         trainer, checkpoint = running_trainer()
-        # Reporters such as TensorBoard's stand before the callbacks of the user: they would miss our figures.
-        # Those behind this one keep their places, so that the loop that called us goes on as before.
+        # Reporters such as TensorBoard's precede the user's callbacks and would miss our figures. Callbacks after this
+        # one keep their positions, so that the loop that called us continues correctly.
         callbacks = trainer.callback_handler.callbacks
         callbacks.remove(self)
         callbacks.insert(0, self)
@@ -78,7 +78,7 @@ class EnckeCallback(EnckeTraining, TrainerCallback):
         self.check_first_step()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Add the figures to what the trainer logs about training."""
+        """Add the figures to the trainer's training logs."""
         if logs is None or not {"loss", "train_loss"} & logs.keys():
             return
         figures = self.figures()
@@ -100,13 +100,13 @@ class EnckeCallback(EnckeTraining, TrainerCallback):
 
 
 def state_name(args: Any) -> str:
-    """Return the name of this process's state file, as `Trainer` names those of random states."""
+    """Return the name of this process's state file, modelled on `Trainer`'s names for random states."""
     return "encke.pt" if args.world_size <= 1 else f"encke_{args.process_index}.pt"
 
 
 def load_state(folder: Path, args: Any) -> dict[str, Any] | None:
     """Return the state in a checkpoint, None with a warning if it has none."""
-    # Another number of processes than then: all made the same decisions.
+    # The number of processes may have changed: all made the same decisions.
     files = [folder / name for name in (state_name(args), "encke.pt", "encke_0.pt")]
     file = next((file for file in files if file.is_file()), None)
     if file is None:
@@ -122,7 +122,7 @@ def load_state(folder: Path, args: Any) -> dict[str, Any] | None:
 def running_trainer() -> tuple[Trainer, str | None]:
     """Return the trainer whose `train()` is on the call stack, and the checkpoint that it resumes from.
 
-    A callback is given neither; what it gets as the model is not the compiled one.
+    A callback is given neither; the model that it is given is not the compiled one.
     """
     frame = sys._getframe(1)
     while frame is not None:

@@ -1,7 +1,7 @@
 """The policy contract: `Policy` chooses a codec for each site, `AdaptivePolicy` also measures the training.
 
-Capture and api know these classes and no concrete policy. A policy is asked only for what may be lossy; masks, signs,
-shapes and exact values are settled by what their reader needs.
+Capture and api know these classes and no concrete policy. A policy is asked only for tensors that may be lossy; the
+reader's need alone decides about masks, signs, shapes and exact values.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ class Policy(ABC):
 
     @abstractmethod
     def choose(self, site: Site) -> Codec:
-        """Return the codec for what `site` saves.
+        """Return the codec for the tensors that `site` saves.
 
         Args:
             site: Where the tensor is saved: layer, operation, slot and what its reader needs.
         """
 
     def choose_lasting(self, site: Site) -> Codec:
-        """Return the codec for what `site` saves where it cannot change soon, as in a CUDA graph.
+        """Return the codec for `site` where it cannot change soon, as in a CUDA graph.
 
-        An adaptive policy may leave room for what it may choose later.
+        An adaptive policy may leave room for settings that it may choose later.
 
         Args:
             site: Where the tensor is saved.
@@ -40,14 +40,14 @@ class Policy(ABC):
         return self.choose(site)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to make the same choices; empty for a policy without state."""
+        """Return the state that a resumed run needs to make the same choices; empty for a policy without state."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()` of an earlier run. A state that does not fit changes nothing.
 
         Args:
-            state: What `state_dict()` of the same kind of policy returned.
+            state: Return value of `state_dict()` of the same kind of policy.
 
         Raises:
             ValueError: The state belongs to another policy.
@@ -59,14 +59,14 @@ class Policy(ABC):
 class AdaptivePolicy(Policy):
     """A policy that measures the training in collection steps and changes its choices.
 
-    `attach` calls `bind` once and uses what it returns. From then on the policy's schedule says in which forward passes
-    to collect, and gives capture a collector for them. When the step is over the schedule hands the sample to
-    `observe`, and `update` changes the choices.
+    `attach` calls `bind` once and uses the policy that it returns. From then on that policy's schedule decides in which
+    forward passes to collect, and gives capture a collector for them. When the step is over, the schedule passes the
+    sample to `observe`, and `update` changes the choices.
     """
 
     @abstractmethod
     def bind(self, model: nn.Module | None, optimizer: Optimizer | None) -> Self:
-        """Return a policy with these settings at work in one training; it shares no state with this one.
+        """Return a copy of this policy bound to one training; it has the same settings and shares no state.
 
         Args:
             model: The attached model; None in a `compress` context.
@@ -80,15 +80,15 @@ class AdaptivePolicy(Policy):
 
     @abstractmethod
     def observe(self, sample: Any) -> None:
-        """Take what was measured in a collection step that is over."""
+        """Read the measurements of a finished collection step."""
 
     @abstractmethod
     def update(self) -> bool:
-        """Change the choices to fit the last sample; return False if it was of no use and must be taken again."""
+        """Change the choices to fit the last sample; return False if it was unusable and must be taken again."""
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """One entry for each choice made in a collection step, oldest first, with the figures behind it."""
+        """One entry for each choice made in a collection step, oldest first, with the figures it was based on."""
         return []
 
 
@@ -96,7 +96,7 @@ class Schedule(Protocol):
     """Decides which forward passes are collection steps."""
 
     def begin_pass(self) -> Collector | None:
-        """Return who measures the training forward pass that begins; None if nobody does."""
+        """Return the collector for the training forward pass that begins; None if it is not a collection step."""
         ...
 
     def collects_next(self) -> bool:
@@ -108,12 +108,12 @@ class Schedule(Protocol):
         ...
 
     def stop(self) -> None:
-        """Remove every hook from model and optimizer; what was learnt stays."""
+        """Remove every hook from model and optimizer; learnt facts stay."""
         ...
 
 
 class PackedMemory(Protocol):
-    """One piece of memory, packed once for all who saved it."""
+    """One run of memory, packed once for all its readers."""
 
     @property
     def packed(self) -> Packed | None: ...
@@ -121,15 +121,15 @@ class PackedMemory(Protocol):
     def key(self) -> int: ...
     @property
     def masked(self) -> bool:
-        """Whether somebody reads which of its values are zero."""
+        """Whether some reader needs only which values are zero."""
 
     @property
     def fixed(self) -> bool:
-        """Whether it needs codes of a fixed rate: backward may compute it, or others from it."""
+        """Whether it needs codes of a fixed rate: it is recomputed, or a source for others."""
 
     @property
     def signed(self) -> bool:
-        """Whether somebody reads its signs."""
+        """Whether a reader needs its signs."""
 
 
 class SavedTensor(Protocol):
@@ -147,14 +147,14 @@ class Collector(Protocol):
     """Measures one collection step. Capture shows it every packed tensor, then the finished autograd graph."""
 
     def saved(self, saved: SavedTensor, cell: PackedMemory, flat: Tensor) -> None:
-        """See a tensor that was just packed, or that shares what was packed before; `flat` has the exact values."""
+        """Measure a tensor that was just packed, or that shares packed memory; `flat` has the exact values."""
         ...
 
     def walk(self, nodes: Iterable[Any], saved_by: Callable[[Any], Iterable[tuple[str, SavedTensor]]]) -> None:
-        """See the autograd graph behind `nodes` at the end of the forward pass.
+        """Visit the autograd graph behind `nodes` at the end of the forward pass.
 
         Args:
             nodes: The nodes that backward starts from.
-            saved_by: Gives (slot, saved tensor) for everything that a node saved through capture.
+            saved_by: Returns (slot, saved tensor) for every tensor that a node saved through capture.
         """
         ...

@@ -1,4 +1,4 @@
-"""Division: dual precision where DIVISION (ICML'23) uses it, everything else left alone."""
+"""Division: dual precision for the layers for which DIVISION (ICML'23) uses it, no compression for others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from encke.policies.base import Policy
 
 @dataclass(frozen=True)
 class Division(Policy):
-    """Keeps inputs of convolutions and batch norms as averages of tiles and a few bits a value.
+    """Keeps inputs of convolutions and batch norms as averages of tiles and a few bits per value.
 
     ReLU and dropout masks take one bit, pool indices a few, as with every policy. Inputs of linear layers, attention,
     layer norms and pointwise functions are kept as they are.
@@ -38,7 +38,7 @@ class Division(Policy):
         DualPrecision(self.block, self.bits)  # names a wrong value
 
     def choose(self, site: Site) -> Codec:
-        """Return the codec for what `site` saves."""
+        """Return the codec for the tensors that `site` saves."""
         planes = site.slot == "input" and site.dimensions >= 3
         if planes and ("Convolution" in site.operation or "BatchNorm" in site.operation):
             return DualPrecision(self.block, self.bits)

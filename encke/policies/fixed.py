@@ -43,7 +43,7 @@ class Fixed(Policy):
             )
 
     def choose(self, site: Site) -> Codec:
-        """Return the codec for what `site` saves."""
+        """Return the codec for the tensors that `site` saves."""
         if site.need == "logprob":
             return at_logprob(self.codec, site)
         return self.codec

@@ -17,7 +17,7 @@ from encke.policies.fixed import Fixed
 from encke.policies.presets import preset
 
 Override = Codec | Policy | str | None
-"""Value of an override: a codec, a policy, a preset's name, or None to leave the layer as it is."""
+"""Value of an override: a codec, a policy, a preset's name, or None to leave the layer uncompressed."""
 
 
 def matches(layer: str, pattern: str) -> bool:
@@ -26,14 +26,14 @@ def matches(layer: str, pattern: str) -> bool:
 
 
 def resolve(overrides: Mapping[str, Override], layers: Sequence[str]) -> dict[str, Policy | None]:
-    """Return the policy that each overridden layer gets, by layer name; None for a layer that is left as it is.
+    """Return the policy of each overridden layer, by layer name; None for a layer that is left uncompressed.
 
     Args:
-        overrides: By pattern, as `attach` takes them; the last pattern that matches a layer wins.
+        overrides: Overrides by pattern, as `attach` takes them; the last pattern that matches a layer wins.
         layers: The names of all layers.
 
     Raises:
-        TypeError: A pattern is no string, or a value nothing that can stand for a layer.
+        TypeError: A pattern is not a string, or a value is not a valid override.
         ValueError: A pattern matches no layer.
     """
     if not isinstance(overrides, Mapping):
@@ -57,7 +57,7 @@ def resolve(overrides: Mapping[str, Override], layers: Sequence[str]) -> dict[st
 
 
 def with_overrides(policy: Policy, overrides: dict[str, Policy | None]) -> Policy:
-    """Return one policy that asks `policy`, or for overridden layers theirs, as `resolve` returned them."""
+    """Return a policy that delegates to `policy`, or to the override of a layer as `resolve` returned it."""
     by_layer = {layer: other for layer, other in overrides.items() if other is not None}
     if not by_layer:
         return policy
@@ -72,14 +72,14 @@ class LayerPolicies(Policy):
         self.policy = policy
         self.by_layer = by_layer
         self.all = list({id(each): each for each in (policy, *by_layer.values())}.values())
-        """Every policy once, that of most layers first."""
+        """Every policy once, the one for most layers first."""
 
     def __repr__(self) -> str:
         others = {repr(each): [layer for layer, p in self.by_layer.items() if p is each] for each in self.all[1:]}
         return f"{self.policy!r} with {', '.join(f'{each} for {shown(layers)}' for each, layers in others.items())}"
 
     def responsible(self, site: Site) -> Policy:
-        """Return the policy of the layer that a site is in."""
+        """Return the policy of the layer that a site belongs to."""
         return self.by_layer.get(site.layer, self.policy)
 
     def choose(self, site: Site) -> Codec:
@@ -91,7 +91,7 @@ class LayerPolicies(Policy):
         return self.responsible(site).choose_lasting(site)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all policies, that of most layers first."""
+        """Return the states of all policies, that of the policy for most layers first."""
         return {"policies": [each.state_dict() for each in self.all]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -110,22 +110,22 @@ class LayerPolicies(Policy):
 
 
 def shown(layers: list[str]) -> str:
-    """Return layer names for people: the first of them, and how many more."""
+    """Return layer names for display: the first few, and how many more."""
     return layers[0] if len(layers) == 1 else f"{layers[0]} and {len(layers) - 1} more"
 
 
 class AdaptiveLayerPolicies(LayerPolicies, AdaptivePolicy):
-    """Policies of layers, some of them adaptive: each measures its own layers, by its own schedule."""
+    """Policies of layers, some of them adaptive: each measures its own layers on its own schedule."""
 
     def bind(self, model: nn.Module | None, optimizer: Optimizer | None) -> AdaptiveLayerPolicies:
-        """Return all policies at work in one training; see `AdaptivePolicy.bind`."""
+        """Return all policies bound to one training; see `AdaptivePolicy.bind`."""
         bound = {id(p): p.bind(model, optimizer) if isinstance(p, AdaptivePolicy) else p for p in self.all}
         by_layer = {layer: bound[id(each)] for layer, each in self.by_layer.items()}
         return AdaptiveLayerPolicies(bound[id(self.policy)], by_layer)
 
     @property
     def adaptive(self) -> list[AdaptivePolicy]:
-        """The adaptive policies, that of most layers first."""
+        """The adaptive policies, the one for most layers first."""
         return [each for each in self.all if isinstance(each, AdaptivePolicy)]
 
     @property
@@ -147,7 +147,7 @@ class AdaptiveLayerPolicies(LayerPolicies, AdaptivePolicy):
 
 
 class CombinedSchedule:
-    """The schedules of several policies as one: a forward pass is collected by all for which it is time."""
+    """The schedules of several policies as one: every policy that is due collects the forward pass."""
 
     def __init__(self, policies: AdaptiveLayerPolicies) -> None:
         self.policies = policies
@@ -169,20 +169,20 @@ class CombinedSchedule:
             schedule.collect_now()
 
     def stop(self) -> None:
-        """Remove every hook from model and optimizer; what was learnt stays."""
+        """Remove every hook from model and optimizer; learnt facts stay."""
         for _, schedule in self.schedules:
             schedule.stop()
 
 
 class CombinedCollector:
-    """Shows each collector what its own policy is responsible for."""
+    """Passes to each collector the tensors for which its policy is responsible."""
 
     def __init__(self, policies: LayerPolicies, collectors: list[tuple[AdaptivePolicy, Collector]]) -> None:
         self.policies = policies
         self.collectors = collectors
 
     def saved(self, saved: SavedTensor, cell: PackedMemory, flat: Tensor) -> None:
-        """Show a packed tensor to the collector of its layer."""
+        """Pass a packed tensor to the collector of its layer."""
         responsible = self.policies.responsible(saved.site)
         for policy, collector in self.collectors:
             if policy is responsible:

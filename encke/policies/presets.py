@@ -18,7 +18,7 @@ PRESETS: dict[str, Policy] = {
     "comet": Comet(sigma=0.01, rounding="nearest", formula="paper"),
     "division": Division(),
 }
-"""The policy behind each name. `comet` is COMET as published, `division` is DIVISION."""
+"""Policies by preset name. `comet` is COMET as published, `division` is DIVISION."""
 FIXED: dict[str, Policy] = {
     "group2": Fixed(GroupQuant(2)),
     "group4": Fixed(GroupQuant(4)),
@@ -54,7 +54,7 @@ def preset(name: str) -> Policy:
 
 
 def as_policy(policy: Any) -> Policy:
-    """Return the policy itself, or the one with this preset name.
+    """Return the policy itself, or the preset with this name.
 
     Raises:
         TypeError: It is neither a policy nor a name.

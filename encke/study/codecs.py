@@ -1,4 +1,4 @@
-"""Codecs for the study alone: one without exact zeros, and the two halves of DIVISION. Plain torch operations."""
+"""Codecs only for the study: one without exact zeros, and the two halves of DIVISION. Plain torch operations."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class LevelsPacked(FlatPacked):
 class Midpoint(FlatCodec):
     """Map every value to the middle of its cell, as in stock SZ: the bound holds, but zeros become the bound.
 
-    `bound` is relative to the tensor's range, as in `ErrorBounded(bound, "rel")`, which gives the same for all values
-    but zeros.
+    `bound` is relative to the tensor's range, as in `ErrorBounded(bound, "rel")`, which decodes all values but zeros to
+    the same result.
     """
 
     bound: float
-    # Untrue on purpose: a mask is then read from the decoded values, as with a compressor that knows nothing of masks.
-    # With False here, capture would keep exact zeros for ReLU.
+    # Deliberately untrue: a mask is then read from the decoded values, as with a compressor that has no masks. With
+    # False, capture would keep exact zeros for ReLU.
     keeps_zeros = zeros_decode = True
 
     def covers(self, other: Codec) -> bool:
@@ -86,7 +86,7 @@ def tiles(x: Tensor, block: int) -> Tensor:
 
 
 def spread(averages: Tensor, size: tuple[int, ...], block: int) -> Tensor:
-    """Return planes with each average at every place of its tile."""
+    """Return planes in which each tile has its average at every position."""
     rows, columns = (torch.arange(extent, device=averages.device) // block for extent in size[-2:])
     return averages[..., rows[:, None], columns]
 

@@ -19,7 +19,7 @@ from encke.tools.errors import UsageError
 SIDE = 32
 """Smaller images are padded with zeros to this height and width."""
 LENGTH = 64
-"""Characters of one row of text."""
+"""Characters per row of text."""
 MAX_CHARACTERS = 1 << 21
 SPREAD = 0.25
 """About the standard deviation of an image's values between 0 and 1."""

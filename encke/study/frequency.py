@@ -1,4 +1,4 @@
-"""DIVISION's evidence: the value of low and high frequencies of a convolution's input to its gradient."""
+"""DIVISION's evidence: how much low and high frequencies of a convolution's input contribute to its gradient."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BLOCK, BITS = 8, 2
 
 
 def frequencies(layer: Layer, seed: int) -> dict[str, object]:
-    """Return error over gradient and bytes, with one of the two alone and with both."""
+    """Return error over gradient and bytes, with each of the two alone and with both."""
     low = LowFrequency(BLOCK).encode(layer.x)
     high = HighFrequency(BLOCK, BITS, seed).encode(layer.x)
     parts = {"low": low.decode(), "high": high.decode()}

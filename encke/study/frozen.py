@@ -26,7 +26,7 @@ class Layer:
     name: str
     weight: nn.Parameter
     x: Tensor
-    """The input; of a linear layer as a matrix of rows."""
+    """The input; for a linear layer a matrix of rows."""
     g: Tensor
     """The gradient of the output, in the same form."""
     gradient: Tensor
@@ -50,7 +50,7 @@ class Layer:
         return int(torch.count_nonzero(self.x)) / self.x.numel()
 
     def planes(self, values: Tensor) -> Tensor:
-        """Return an input or output gradient as (planes, channels, positions); the rows of a linear layer are one."""
+        """Return an input or output gradient as (planes, channels, positions); a linear layer has one plane."""
         return values.flatten(2) if values.dim() > 2 else values.t()[None]
 
     def gradient_error(self, error: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class Frozen:
         return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
 
     def name_of(self, weight: nn.Parameter) -> str:
-        """Return the name of a weight; a shared one has the name of its first user."""
+        """Return the name of a weight; a shared weight has the name of its first user."""
         return next(name for name, p in self.model.named_parameters() if p is weight)
 
     def layers(self) -> list[Layer]:
@@ -126,7 +126,7 @@ class Frozen:
 
 
 def product_node(node: Any) -> Any:
-    """Return the operation behind an output, past its views."""
+    """Return the operation that made an output, behind its views."""
     while operation_name(node) not in SLOTS:
         if operation_name(node) not in VIEWS:
             raise RuntimeError(f"the output of a layer comes from {node.name()}, whose weight gradient is not known")

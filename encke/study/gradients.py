@@ -24,14 +24,14 @@ T = TypeVar("T")
 
 
 def tidy(value: object) -> object:
-    """Round to six digits; an empty cell for what was not measured."""
+    """Round to six digits; an empty cell if a value was not measured."""
     if value is None:
         return ""
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def save(path: Path, origin: dict[str, object], rows: Sequence[dict[str, object]]) -> None:
-    """Write one CSV file; without rows remove the one of an earlier run."""
+    """Write one CSV file; without rows remove the file of an earlier run."""
     path.unlink(missing_ok=True)
     if rows:
         write_csv(path, [{**origin, **{name: tidy(value) for name, value in row.items()}} for row in rows])
@@ -90,7 +90,7 @@ def gradients(
     """
     check(bounds, batch, steps, rate, device)
     if device == "cuda":
-        # Gradients must repeat bit for bit, and products of errors must be as fine as those of a real run.
+        # Gradients must repeat bit for bit, and products of errors must be as precise as those of a real run.
         torch.backends.cudnn.deterministic = True
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cudnn.benchmark = False

@@ -27,7 +27,7 @@ BINS = 60
 
 
 def predicted(results: Sequence[Result], path: Path) -> None:
-    """Plot predicted against measured errors of weight gradients, with a band of 10 %; below, their ratio."""
+    """Plot predicted over measured errors of weight gradients, with a band of 10 %; below, their ratio."""
     known = [r for r in results if r.measured and r.predicted]
     multiples = sorted({r.multiple for r in known})
     with figure(path, 2, 2, (12, 8.5), dpi=100) as (made, panels):
@@ -64,7 +64,7 @@ def shade(i: int, n: int) -> str:
 
 
 def band(axes: Axes) -> None:
-    """Set log scales and draw the line of equality with 10 % to both sides."""
+    """Set log scales and draw the line of equality with a band of 10 % on both sides."""
     axes.set_xscale("log")
     axes.set_yscale("log")
     low = min(axes.get_xlim()[0], axes.get_ylim()[0])
@@ -108,7 +108,7 @@ def distributions(results: Sequence[Result], path: Path) -> None:
 
 
 def draw_gradient(axes: Axes, r: Result) -> None:
-    """Draw the standardised error of the gradient, all together and each output by itself, and the normal density."""
+    """Draw the standardised error of the gradient, in total and for each output, and the normal density."""
     assert r.measured is not None
     values, own = standardised(r.measured.sample), r.measured.by_output
     curve(axes, values, r.rounding, 4.5, lambda x: torch.exp(-x.square() / 2) / math.sqrt(2 * math.pi))

@@ -16,7 +16,7 @@ from encke.study.frozen import Layer, rms
 
 Rounding = Literal["stochastic", "nearest"]
 MIN_INPUTS = 256
-"""Random errors are drawn until this many inputs meet each output: the rms of fewer is itself uncertain."""
+"""Fewest inputs per output in total over the draws of random errors: the rms of fewer is uncertain."""
 MAX_ROUNDS = 4
 TOLERANCE = 0.02
 """Relative distance from the target at which a closed loop ends."""
@@ -29,9 +29,9 @@ class Predicted:
     plain: float
     """From the bound and the share of non-zeros alone."""
     exact: float
-    """From the codec's own mean square error, and from the part of the error that does not cancel, on average."""
+    """From the codec's mean square error, and from the part of the error that does not cancel, on average."""
     certain: float | None
-    """For stochastic rounding, with the deterministic part of the error sent through the product itself."""
+    """For stochastic rounding, with the deterministic part of the error passed through the product itself."""
     paper: float
     """COMET's own formula, with the mean absolute value of the output gradient."""
 
@@ -92,7 +92,7 @@ class Measured:
     sample: Tensor
     """Errors of some weights, of the last draw."""
     by_output: Tensor
-    """Errors in units of the rms of each output's own errors, because outputs differ in their gradients."""
+    """Errors in units of the rms of each output's own errors, because gradients differ between outputs."""
 
 
 def measure(layer: Layer, bound: float, rounding: Rounding, first: Tensor, seed: int) -> Measured:
@@ -125,9 +125,9 @@ class Loop:
 
 
 def close_loop(layer: Layer, bound: float, target: float, measured: float, unit: float) -> Loop:
-    """Correct the bound of nearest levels by the measured error, as `Comet` does, until it is on target.
+    """Correct the bound of nearest levels by the measured error, as `Comet` does, until the error is on target.
 
-    `target` is the wanted error, `measured` the one at `bound`, and `unit` the predicted error at a bound of one.
+    `target` is the wanted error, `measured` the error at `bound`, and `unit` the predicted error at a bound of one.
     """
     gain, rounds = Gain(), 0
     while rounds < MAX_ROUNDS and target > 0 and measured > 0 and abs(measured / target - 1) > TOLERANCE:

@@ -16,7 +16,7 @@ from encke.study.predict import Loop, Measured, Predicted, Rounding, close_loop,
 
 ROUNDINGS: tuple[Rounding, ...] = ("stochastic", "nearest")
 AGREEMENT = 1e-2
-"""Largest relative difference between the error of a real run and the error through the product, which fp32 rounds."""
+"""Largest relative difference between the errors of a real run and of the product, which fp32 rounds."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Result:
     bound: float
     rounding: Rounding
     measured: Measured | None
-    """None: the input is kept as it is, or has no error to measure."""
+    """None if the input is kept unpacked, or has no error to measure."""
     predicted: Predicted | None
     loop: Loop | None
     """The bound corrected as `Comet` does; only for nearest levels."""
@@ -88,7 +88,7 @@ class Confirmation:
 
 
 def study_layer(layer: Layer, bounds: Sequence[float], seed: int) -> list[Result]:
-    """Study one layer at every bound with both roundings; errors go through the product of the weight's gradient."""
+    """Study one layer at every bound with both roundings; the product of the weight's gradient maps the errors."""
     results = []
     scale = rms(layer.x)
     for rounding in ROUNDINGS:

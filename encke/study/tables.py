@@ -14,7 +14,7 @@ TITLES = {"plain": "plain", "zeros": "exact zeros", "no_zeros": "no exact zeros"
 
 
 def run_title(run: str) -> str:
-    """Return a training's name in words: `no_zeros_0.1` becomes `no exact zeros, bound 0.1`."""
+    """Return a training's readable name: `no_zeros_0.1` becomes `no exact zeros, bound 0.1`."""
     kind, _, bound = run.rpartition("_")
     return f"{TITLES[kind]}, bound {bound}" if kind in TITLES else TITLES[run]
 
@@ -74,7 +74,7 @@ def worst(results: Iterable[tuple[Result, float | None]]) -> tuple[float, Result
 
 
 def deviation(case: tuple[float, Result] | None) -> str:
-    """Return a deviation in words, such as `+6 % (conv1, bound 1)`."""
+    """Format a deviation, such as `+6 % (conv1, bound 1)`."""
     if case is None:
         return "not measured"
     ratio, result = case
@@ -83,7 +83,7 @@ def deviation(case: tuple[float, Result] | None) -> str:
 
 
 def conclude(results: Sequence[Result], confirmations: Sequence[Confirmation]) -> None:
-    """Print the largest deviations of theory from measurement, and how far real runs agree with the product."""
+    """Print the largest deviations of theory from measurement, and the agreement of real runs with the product."""
     stochastic = [r for r in results if r.rounding == "stochastic"]
     nearest = [r for r in results if r.rounding == "nearest"]
     if confirmations:

@@ -36,7 +36,7 @@ class SameCodec(Fixed):
 
 
 def norms_left_alone(model: nn.Module) -> dict[str, None]:
-    """Return overrides that leave what COMET compresses: convolutions, linear layers, and ReLUs that share with it."""
+    """Return overrides for COMET's scope: inputs of convolutions and linear layers, and ReLUs that share them."""
     return {name: None for name, module in model.named_modules() if "Norm" in type(module).__name__}
 
 
@@ -46,7 +46,7 @@ def gradients_by_layer(frozen: Frozen, layers: Iterable[Layer]) -> list[dict[str
     for run, codec in CODECS.items():
         handle = encke.attach(frozen.model, SameCodec(codec(BOUND)), overrides=norms_left_alone(frozen.model))
         try:
-            # The first pass learns the sites; the second one is as in the middle of a training.
+            # The first pass learns the sites; the second one is like a pass in the middle of a training.
             frozen.gradients()
             gradients = frozen.gradients()
         finally:

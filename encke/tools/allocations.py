@@ -1,4 +1,4 @@
-"""Record of torch's allocator: the bytes alive at every moment, all threads and temporary tensors included."""
+"""Record of torch's allocator: the bytes alive at every moment, including all threads and temporary tensors."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ class Part:
 
     name: str = ""
     operations: list[str] = field(default_factory=list)
-    """Operations in their order; the first stands for the time before them."""
+    """Operations in order; the first one represents the time before them."""
     peaks: list[int] = field(default_factory=list)
     """Bytes alive at most during each operation, until the next one begins."""
     end: float = 0.0
-    """Seconds from the beginning of the block to the mark."""
+    """Seconds from the start of the block to the mark."""
 
 
 class Allocations:
     """Records every allocation in a `with` block; after the block, `times`, `alive` and `parts` hold the result.
 
-    Bytes count from the beginning of the block: what was allocated before is left out; on the CPU also when it is
-    freed in the block.
+    Bytes count from the start of the block. Earlier allocations are left out, on the CPU even when they are freed in
+    the block.
 
     Args:
         device: "cpu" or "cuda", the allocator that is recorded.
 
     Raises:
-        RuntimeError: A profiler of torch is at work already, of which there can be only one.
+        RuntimeError: A torch profiler is active already; there can be only one.
     """
 
     def __init__(self, device: str = "cpu") -> None:
@@ -55,7 +55,7 @@ class Allocations:
         self.alive: list[int] = []
         """Bytes alive from that time on."""
         self.parts: list[Part] = []
-        """Parts of the block that end with a mark."""
+        """Parts of the block, each ending with a mark."""
         self._kind = getattr(torch.profiler.DeviceType, device.upper())
         self._names: list[str] = []
         self._profile = profile(profile_memory=True)
@@ -103,7 +103,7 @@ class Allocations:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Drop what the profiler and the allocator write to the process's standard error; other lines come afterwards."""
+    """Drop messages of the profiler and the allocator on the process's standard error; delay other lines."""
     sys.stderr.flush()
     with tempfile.TemporaryFile() as said:
         kept = os.dup(2)

@@ -1,7 +1,7 @@
 """Errors that the command line shows as one line."""
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc", "cannot allocate memory", "could not create")
-"""Words of libraries whose memory has run out, in lower case."""
+"""Phrases of libraries that have run out of memory, in lower case."""
 
 
 class UsageError(ValueError):
@@ -15,8 +15,8 @@ def first_line(error: BaseException) -> str:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Return whether an error, of torch or of a library below it, says that memory has run out."""
+    """Return whether an error, of torch or of a library below it, means out of memory."""
     named = type(error).__name__ in ("MemoryError", "OutOfMemoryError")
-    # oneDNN makes no descriptor of what it does not support.
+    # oneDNN raises this for an unsupported primitive as well.
     text = str(error).lower().replace("could not create a primitive descriptor", "")
     return named or any(words in text for words in OUT_OF_MEMORY)

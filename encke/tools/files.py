@@ -1,4 +1,4 @@
-"""Files written whole or not at all, and JSON without values that JSON has no word for."""
+"""Files written whole or not at all, and JSON without values that JSON cannot represent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file so that a reader, or a killed process, never leaves half of it."""
+    """Write a text file atomically: no reader, and no killed process, leaves half of it."""
     draft = path.with_name(f".{path.name}.part")
     draft.write_text(text, encoding="utf-8", errors="surrogateescape")
     os.replace(draft, path)
@@ -22,7 +22,7 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def finite_json(data: Any) -> Any:
-    """Return a copy of the data that JSON can hold: NaN and infinities are null, tuples lists, paths and such text."""
+    """Return a copy of the data for JSON: NaN and infinities as null, tuples as lists, paths and the like as text."""
     if isinstance(data, dict):
         return {str(name): finite_json(value) for name, value in data.items()}
     if isinstance(data, list | tuple):

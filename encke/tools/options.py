@@ -1,4 +1,4 @@
-"""Options of commands: typed names with an explanation each, parsed and shown with argparse."""
+"""Options of commands: typed names with explanations, parsed and shown with argparse."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from encke.tools.errors import UsageError
 from encke.tools.suggest import suggestion
 
 WORDS = {int: "INT", float: "FLOAT", Path: "PATH", str: "TEXT"}
-"""Placeholder of a value in the help, by its type."""
+"""Placeholder of a value in the help, by type."""
 LONGEST_CHOICES = 45
 """Choices that take more characters are named in the explanation alone."""
 
@@ -29,9 +29,9 @@ class Option:
     """One option of a command, or an argument without a name if it has no default."""
 
     name: str
-    """Its name in Python, dotted if it is part of a section: `optimizer.weight_decay`."""
+    """Name in Python, dotted if it is part of a section: `optimizer.weight_decay`."""
     kind: Any
-    """Its type: bool, int, float, str, Path, a Literal, one of these or None, or a tuple of one of these."""
+    """Type: bool, int, float, str, Path, a Literal, one of these or None, or a tuple of one of these."""
     default: Any
     """Its default value; MISSING if it has to be given."""
     help: str
@@ -42,7 +42,7 @@ class Option:
     """Another name for it."""
 
     def flags(self) -> list[str]:
-        """Return the words of the command line that stand for it; for a switch the one that turns it off comes last."""
+        """Return the option's words on the command line; the word that turns a switch off comes last."""
         name = f"--{self.name.replace('_', '-')}"
         if self.kind is bool:
             section, dot, last = name[2:].rpartition(".")
@@ -60,7 +60,7 @@ class Switch(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Note which of the two was given."""
+        """Store which of the two was given."""
         setattr(namespace, self.dest, option_string != self.option_strings[-1])
 
 
@@ -73,7 +73,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Layout(argparse.HelpFormatter):
-    """Fits the help into the terminal, and keeps paragraphs and indented lines of the description."""
+    """Fits the help into the terminal, and preserves paragraphs and indented lines of the description."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=26, width=help_width())
@@ -107,7 +107,7 @@ def read_options(
     """Parse arguments. With `--help` among them, print the help and exit.
 
     Returns:
-        The values that were given, by name, and the words that belong to no option.
+        The given values, by name, and the words that belong to no option.
 
     Raises:
         UsageError: A value is missing or of the wrong type; the message names option and value.
@@ -163,7 +163,7 @@ def count(kind: Any) -> int | str | None:
 
 
 def convert(kind: Any, text: str) -> Any:
-    """Return the value that a word stands for."""
+    """Return the value of a word."""
     kind = get_args(kind)[0] if get_origin(kind) is tuple else kind
     kinds = [each for each in get_args(kind) or (kind,)] if get_origin(kind) is not Literal else [kind]
     if text.lower() == "none" and NoneType in kinds:
@@ -183,7 +183,7 @@ def convert(kind: Any, text: str) -> Any:
 
 
 def choices_of(kind: Any) -> list[str]:
-    """Return the values of a Literal, also of one that may be None or in a tuple."""
+    """Return the values of a Literal, including one in a tuple or a union with None."""
     if get_origin(kind) is Literal:
         return list(map(str, get_args(kind)))
     return [choice for each in get_args(kind) if get_args(each) for choice in choices_of(each)]
@@ -198,7 +198,7 @@ def in_words(kind: Any) -> str:
 
 @cache
 def field_help(kind: Any) -> dict[str, str]:
-    """Return the text under each field of a dataclass, those of its parents included."""
+    """Return the text under each field of a dataclass, including its parents' fields."""
     found: dict[str, str] = {}
     for each in reversed(kind.__mro__[:-1]):
         (tree,) = ast.parse(inspect.getsource(each)).body
@@ -228,7 +228,7 @@ def placeholder(option: Option) -> str:
 
 
 def explanation(option: Option) -> str:
-    """Return the help of an option with its default, if that says more than "nothing"."""
+    """Return the help of an option with its default, if the default says more than "nothing"."""
     default = option.default
     if default is MISSING or default is None or default is False or default in ("", ()):
         shown = ""

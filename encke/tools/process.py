@@ -1,4 +1,4 @@
-"""Memory of this process, for measurements without a GPU, and its tie to the parent process."""
+"""Memory of this process, for measurements without a GPU, and its link to the parent process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress of a long command: one live line in a terminal, otherwise a plain line now and then."""
+"""Progress of a long command: one live line in a terminal, otherwise plain lines at intervals."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ T = TypeVar("T")
 PAUSE = 10.0
 """Seconds between plain lines."""
 SLOW = 5.0
-"""Seconds after which a block that should be quick says why it is not."""
+"""Seconds after which a block that should be quick explains the delay."""
 CLEAR = "\r\033[K"
 PATIENCE = 1.5
-"""Seconds after which a status line tells what a program waits for."""
+"""Seconds after which a status line names the reason for a wait."""
 
 
 class StatusLine:
@@ -55,17 +55,17 @@ class StatusLine:
 
 
 class Waiting:
-    """Time that this process waits for kernels to be compiled; in a terminal, a status line tells when it gets long."""
+    """Time that this process waits for kernel compilation; in a terminal, a status line reports long waits."""
 
     def __init__(self, kernels: str) -> None:
-        """Take the kind of the kernels."""
+        """Store the kind of the kernels."""
         self.kernels = kernels
         self.count = 0
         """Kernels that were compiled so far."""
         self.seconds = 0.0
         """Time that this took."""
         self.began: list[float] = []
-        """Beginnings of the compilations in progress: of one kernel, and of the functions that it calls."""
+        """Start times of the compilations in progress: of one kernel, and of the functions that it calls."""
 
     def __enter__(self) -> None:
         self.began.append(time.monotonic())
@@ -99,7 +99,7 @@ def told_when_slow(text: str) -> Iterator[None]:
 
 @contextmanager
 def progress(name: str, total: int, done: int = 0, unit: str = "images") -> Iterator[Callable[[int], None]]:
-    """Give a function that is told how many more of `total` units are done; `done` of them were before."""
+    """Yield a function to call with the number of further units done, out of `total`; `done` were done before."""
     line, started, before = StatusLine(), time.monotonic(), done
 
     def advance(more: int) -> None:
@@ -116,7 +116,7 @@ def progress(name: str, total: int, done: int = 0, unit: str = "images") -> Iter
 
 
 def track(items: Sequence[tuple[str, T]]) -> Iterator[T]:
-    """Give the items one by one, saying the name of each and about how long the rest will take."""
+    """Yield the items one by one; show each item's name and the estimated time for the rest."""
     line, started = StatusLine(), time.monotonic()
     for done, (name, item) in enumerate(items):
         left = (time.monotonic() - started) / done * (len(items) - done) if done else None

@@ -52,7 +52,7 @@ def command_line() -> str:
 
 
 def provenance() -> dict[str, str | int | float]:
-    """Return the columns that every row of a published CSV carries."""
+    """Return the columns that are part of every row of a published CSV."""
     return {
         "date": datetime.date.today().isoformat(),
         "command": command_line(),
@@ -68,7 +68,7 @@ def provenance() -> dict[str, str | int | float]:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Write the rows, each with the provenance of this run after its own columns, or with that which it has already."""
+    """Write the rows, each followed by its own provenance if it has one, else by that of this run."""
     origin = provenance()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
@@ -79,7 +79,7 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def read_csv(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file that `write_csv` wrote, with numbers and empty cells as they were; none without it."""
+    """Return the rows that `write_csv` wrote, with numbers and empty cells restored; an empty list without the file."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
@@ -87,7 +87,7 @@ def read_csv(path: Path) -> list[dict[str, Any]]:
 
 
 def cell_value(text: str) -> Any:
-    """Return the value of a cell: None where it is empty, a truth value, a number, or the text."""
+    """Return the value of a cell: None if it is empty, a truth value, a number, or the text."""
     if text in ("", "True", "False"):
         return None if text == "" else text == "True"
     for kind in (int, float):

@@ -1,4 +1,4 @@
-"""Memory through one training step: bytes of all tensors, rising in the forward pass and falling in backward."""
+"""Memory during one training step: bytes of all tensors, which rise in the forward pass and fall in backward."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from encke.tools.allocations import Allocations
 
 POINTS = 400
-"""Points of a curve."""
+"""Number of points in a curve."""
 FORWARD = "forward"
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes of all tensors alive through one step, at equal distances in time."""
+    """Bytes of all tensors alive during one step, at equal time intervals."""
 
     seconds: float
-    """Duration of the step while it was recorded."""
+    """Duration of the recorded step."""
     forward_seconds: float
     """Seconds until the first forward pass has ended and backward begins."""
     resting_bytes: int
@@ -31,13 +31,13 @@ class StepMemory:
     peak_bytes: int
     """Bytes alive at most."""
     bytes: tuple[int, ...]
-    """Bytes alive at most in each of the equal parts of the step."""
+    """Peak of the bytes alive in each of the equal parts of the step."""
 
 
 class StepRecorder:
-    """Records one training step in a `with` block; `forward_ended` is called in it, `memory` holds the result.
+    """Records one training step in a `with` block; call `forward_ended` in it, and read the result from `memory`.
 
-    On a GPU times are those of the host, which runs ahead of the device.
+    On a GPU times are host times; the host runs ahead of the device.
 
     Args:
         model: The model that is trained.
@@ -45,7 +45,7 @@ class StepRecorder:
         data: Tensors of the batch.
 
     Raises:
-        RuntimeError: A profiler of torch is at work already.
+        RuntimeError: A torch profiler is active already.
     """
 
     memory: StepMemory
@@ -83,7 +83,7 @@ class StepRecorder:
 
 
 def highest(times: list[float], alive: list[int], before: int, seconds: float) -> Iterator[int]:
-    """Give the largest value in each of `POINTS` equal parts of the time; `before` is the value at its beginning."""
+    """Yield the largest value in each of `POINTS` equal parts of the time; `before` is the initial value."""
     start = 0
     for part in range(1, POINTS + 1):
         end = bisect.bisect_right(times, seconds * part / POINTS) if part < POINTS else len(times)
@@ -93,7 +93,7 @@ def highest(times: list[float], alive: list[int], before: int, seconds: float) -
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Give the tensors of an optimizer's state."""
+    """Yield the tensors of an optimizer's state."""
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
 

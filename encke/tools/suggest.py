@@ -11,7 +11,7 @@ from encke.tools.errors import UsageError
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Return "did you mean X?" for the nearest known name, or an empty string if none is near.
 
-    Case and punctuation do not count, and the last part of a dotted name is enough: `lr` finds `optimizer.lr`.
+    Case and punctuation are ignored, and the last part of a dotted name is enough: `lr` finds `optimizer.lr`.
     """
     names = list(known)
     same_end = [each for each in names if bare(each.rpartition(".")[2]) == bare(name.rpartition(".")[2])]
@@ -21,10 +21,10 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def pick(name: str, known: Iterable[str], option: str) -> str:
-    """Return the known name that `name` stands for, whatever its case and punctuation.
+    """Return the known name that equals `name` up to case and punctuation.
 
     Raises:
-        UsageError: There is none. The message names `option` and the nearest name, or all of them.
+        UsageError: There is none. The message names `option` and the nearest name, or all known names.
     """
     names = list(known)
     for each in names:
@@ -35,5 +35,5 @@ def pick(name: str, known: Iterable[str], option: str) -> str:
 
 
 def bare(text: str) -> str:
-    """Letters and digits of a name, in lower case."""
+    """Return the letters and digits of a name, in lower case."""
     return "".join(filter(str.isalnum, text.lower()))

@@ -1,4 +1,4 @@
-"""Tables and lines in plain text: the same on every machine, whatever is installed there."""
+"""Tables and lines in plain text, which look the same on every machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def note(line: str = "") -> None:
 
 
 def columns() -> int:
-    """Return the width of the terminal; no limit where the output is none."""
+    """Return the width of the terminal; unlimited if the output is not a terminal."""
     return shutil.get_terminal_size((0, 0)).columns or sys.maxsize
 
 
@@ -24,9 +24,9 @@ def paragraph(text: str, lead: str = "", below: str = "") -> None:
 
 
 def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: first column to the left, figures to the right. A short row ends with a line in words.
+    """Print a table with a left-aligned first column and right-aligned figures. A short row ends with a line of text.
 
-    Columns for which a terminal is too narrow follow below, with the first column again.
+    Columns that do not fit the terminal follow below, with the first column repeated.
     """
     widths = [max(len(row[i]) for row in (heads, *rows) if len(row) == len(heads)) for i in range(len(heads))]
     widths[0] = max(len(row[0]) for row in (heads, *rows))
@@ -47,7 +47,7 @@ def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> No
 
 
 def parts(widths: Sequence[int], most: int) -> Iterator[slice]:
-    """Give the columns after the first in groups, each of which fits beside the first."""
+    """Yield the columns after the first in groups that fit beside the first."""
     start, taken = 1, widths[0]
     for column in range(1, len(widths)):
         taken += 2 + widths[column]
@@ -58,10 +58,10 @@ def parts(widths: Sequence[int], most: int) -> Iterator[slice]:
 
 
 def number(value: float | None, digits: int = 1) -> str:
-    """A number with a fixed count of digits; empty if it is not known."""
+    """Format a number with a fixed count of digits; empty if it is unknown."""
     return "" if value is None else f"{value:,.{digits}f}"
 
 
 def times(value: float | None, other: float | None) -> str:
-    """The quotient of two figures, such as 1.50x; empty if one is not known or `other` is not positive."""
+    """Format the quotient of two figures, such as 1.50x; empty if one is unknown or `other` is not positive."""
     return f"{value / other:.2f}x" if value and other and other > 0 else ""

@@ -14,7 +14,7 @@ def size(value: float) -> str:
 
 
 def size_in(value: float | None, unit: float) -> str:
-    """Bytes in a given unit, without its name: a cell of a table whose heading names the unit."""
+    """Format bytes in a given unit, without its name: a table cell below a heading that names the unit."""
     return "" if value is None else f"{value / unit:,.{2 if unit >= GB else 1}f}"
 
 

@@ -44,7 +44,7 @@ LENGTH = ("epochs", "steps")
 
 
 class RunFolder:
-    """The folder of a run, locked for this process. Until `begin` nothing in it changes."""
+    """The folder of a run, locked by this process. Until `begin` its content does not change."""
 
     def __init__(self, settings: Settings, resume: bool, overwrite: bool) -> None:
         self.path, self.code_options = Path(settings.out), code_options(settings)
@@ -73,12 +73,12 @@ class RunFolder:
             )
 
     def begin(self, settings: Settings, facts: dict[str, Any], state: dict[str, Any] | None) -> None:
-        """Make the files ready for the first step, now that nothing else can fail before it.
+        """Prepare the files for the first step, when no other error can occur before it.
 
         Args:
             settings: The settings of the run.
-            facts: What environment.json says besides where and when the process started.
-            state: The checkpoint that the run goes on from; None starts at step 0, without what was there before.
+            facts: Content of environment.json besides place and time of the process's start.
+            state: The checkpoint to continue from; None starts at step 0 and deletes earlier results.
         """
         if state is None:
             for name in (CHECKPOINT, f"{CHECKPOINT}.part", METRICS, SITES, OLD_SITES, MEMORY, ENVIRONMENT):
@@ -94,13 +94,13 @@ class RunFolder:
         self.note_start(facts, state["progress"]["step"] if state is not None else 0)
 
     def abandon(self) -> None:
-        """Leave no trace of a start that failed: remove the folder if it is new and nothing else is in it."""
+        """Undo a failed start: remove the folder if it is new and otherwise empty."""
         if self.is_new and [each.name for each in self.path.iterdir()] == ["lock"]:
             (self.path / "lock").unlink()
             self.path.rmdir()
 
     def finished(self) -> dict[str, Any] | None:
-        """Return the result of a run that has ended; None if there are steps left to do."""
+        """Return the result of a finished run; None if there are steps left."""
         if self.is_lengthened:
             return None
         try:
@@ -110,10 +110,10 @@ class RunFolder:
         return result if isinstance(result, dict) and result.get("finished") is True else None
 
     def check_same(self, settings: Settings) -> bool:
-        """Raise an error if the run was trained with other settings: resuming it would be another training.
+        """Raise an error if the run was trained with other settings: resuming it would be a different training.
 
         Returns:
-            Whether its number of epochs or steps is another.
+            Whether its number of epochs or steps differs.
         """
         before = check(read_file(Settings, str(self.path)))
         for name in fields():
@@ -140,7 +140,7 @@ class RunFolder:
             )
 
     def note_start(self, facts: dict[str, Any], step: int) -> None:
-        """Write where and when this process starts: environment.json, or a line of metrics if it resumes a run."""
+        """Record place and time of this start: in environment.json, or as a line of metrics for a resumed run."""
         here = {
             "encke": encke.__version__,
             "torch": torch.__version__,

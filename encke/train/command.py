@@ -68,7 +68,7 @@ def train(arguments: Sequence[str]) -> None:
 
 
 def asks_for_more(recipe: str, options: Options) -> bool:
-    """Return whether the recipe is the folder of a run, whose epochs or steps the command line changes."""
+    """Return whether the recipe is a run's folder whose epochs or steps the command line changes."""
     before = read_file(Settings, recipe)
     own = Path(before.out) / SETTINGS
     is_run = own.exists() and own.samefile(find(recipe)) and options.out == before.out
@@ -76,10 +76,11 @@ def asks_for_more(recipe: str, options: Options) -> bool:
 
 
 def end(code: int) -> NoReturn:
-    """End one of several processes whose work is done, without the interpreter's own shutdown.
+    """End one of several processes that has finished its work, without the interpreter's own shutdown.
 
-    DistributedDataParallel holds the process group beyond its end, and with it threads of gloo. Should one of these
-    release a tensor while the interpreter shuts down, Python ends the thread, and C++ aborts the process for that.
+    DistributedDataParallel keeps the process group alive after its end, and with it threads of gloo. If one of these
+    threads released a tensor during interpreter shutdown, Python would end the thread, and C++ would then abort the
+    process.
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()

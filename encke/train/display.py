@@ -9,13 +9,13 @@ from encke.tools.terminal import columns, parts
 from encke.tools.units import duration, size
 
 BAR = 12
-"""Characters of the bar in the live line."""
+"""Width of the bar in the live line."""
 REPEATED = 20
-"""Lines of ratios under the same names."""
+"""Number of lines of ratios before the names are shown again."""
 
 
 def figures(line: dict[str, Any], unit: str) -> str:
-    """Loss, accuracy, speed and memory of a line of metrics."""
+    """Format loss, accuracy, speed and memory of a line of metrics."""
     parts = [f"loss {loss_text(line['loss'])}"]
     if line["accuracy"] is not None:
         parts.append(f"accuracy {100 * line['accuracy']:.1f} %")
@@ -34,7 +34,7 @@ def loss_text(value: float) -> str:
 
 
 def live_line(line: dict[str, Any], steps: int, epochs: float, left: float, unit: str, width: int) -> str:
-    """Return a line of metrics that fits the width: bar, epoch and time left, then as many figures as there is room."""
+    """Return a line of metrics that fits the width: bar, epoch and time left, then as many figures as fit."""
     done = round(BAR * line["step"] / steps)
     end = f"{duration(left)} left"
     text = f"[{'#' * done}{'-' * (BAR - done)}] epoch {line['epoch']:.2f} of {epochs:.4g}"
@@ -64,17 +64,17 @@ def ratio_lines(step: int, ratios: dict[str, float], width: int) -> list[list[st
 
 
 class Display:
-    """Lines of a training in the terminal. Only rank 0 shows them; the others are `quiet`."""
+    """Terminal output of a training. Only rank 0 shows it; the other ranks are `quiet`."""
 
     def __init__(self, steps: int, epochs: float, unit: str, quiet: bool) -> None:
         self.steps, self.epochs, self.unit, self.quiet = steps, epochs, unit, quiet
         self.line = StatusLine()
         self.heads: str = ""
-        """Names in the last lines of ratios, which are shown again after `REPEATED` lines."""
+        """Names above the last lines of ratios; shown again after `REPEATED` lines."""
         self.below = 0
 
     def step(self, metrics: dict[str, Any], left: float) -> None:
-        """Show a line of metrics, with the seconds that are left."""
+        """Show a line of metrics, with the remaining seconds."""
         if not self.quiet:
             place = f"step {metrics['step']} of {self.steps}, epoch {metrics['epoch']:.2f} of {self.epochs:.4g}"
             text = f"{place}: {figures(metrics, self.unit)}, {duration(left)} left"
@@ -83,7 +83,7 @@ class Display:
             self.line.show(text)
 
     def epoch(self, metrics: dict[str, Any]) -> None:
-        """Show an epoch's end, with the result of validation."""
+        """Show the end of an epoch, with the result of validation."""
         words = [f"train loss {loss_text(metrics['train_loss'])}"]
         if metrics["train_accuracy"] is not None:
             words.append(f"accuracy {100 * metrics['train_accuracy']:.1f} %")
@@ -96,7 +96,7 @@ class Display:
         )
 
     def ratios(self, step: int, found: dict[str, float]) -> None:
-        """Show the ratio of every convolution in a step, under names that are repeated now and then."""
+        """Show the ratio of every convolution in a step; the names are repeated at intervals."""
         for heads, figures in ratio_lines(step, found, columns()):
             self.below += 1
             if heads != self.heads or self.below > REPEATED:

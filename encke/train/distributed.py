@@ -1,4 +1,4 @@
-"""The processes that train together: one alone, or as many as torchrun started."""
+"""The processes of a training: a single one, or those that torchrun started."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from encke.tools.errors import UsageError
 
 
 class World:
-    """This process among those that train together, and its device."""
+    """This process among those of the training, and its device."""
 
     def __init__(self, device: str) -> None:
         self.size, self.rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))

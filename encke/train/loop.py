@@ -122,7 +122,7 @@ def prepare(
 
 
 def restore(run: Run, state: dict[str, Any], folder: RunFolder | None) -> None:
-    """Restore a checkpoint; one of another run, or with something missing in it, is an error of one line."""
+    """Restore a checkpoint; raise a one-line error if it is incomplete or belongs to another run."""
     try:
         run.restore(state)
         dict(state["sizes"])
@@ -135,9 +135,9 @@ def restore(run: Run, state: dict[str, Any], folder: RunFolder | None) -> None:
 
 
 def check_length(run: Run, state: dict[str, Any] | None, factor: Callable[[int], float]) -> None:
-    """Raise an error if a run that is to have other epochs or steps has none left to do; say how its schedule goes on.
+    """Raise an error if a run with changed epochs or steps has none left; print how its schedule continues.
 
-    A schedule that depends on the number of steps is that of the new number from here on.
+    A schedule that depends on the number of steps uses the new number from here on.
     """
     settings, done, total = run.settings, run.progress.step, run.total_steps
     if state is None:
@@ -155,7 +155,7 @@ def check_length(run: Run, state: dict[str, Any] | None, factor: Callable[[int],
 
 
 def read(run: Run, source: Source, **which: Any) -> Iterator[Batch]:
-    """Give batches on this process's device, in the memory format of the settings."""
+    """Yield batches on this process's device, in the memory format of the settings."""
     world, settings = run.world, run.settings
     where: dict[str, Any] = {"seed": settings.seed, "rank": world.rank, "world": world.size, "device": world.device}
     for inputs, targets in batches(source, settings.batch, **where, **which):
@@ -179,16 +179,16 @@ def rehearse(run: Run) -> None:
 
 
 def step(run: Run, inputs: Tensor, targets: Tensor, measured: bool, recorder: StepRecorder | None) -> None:
-    """Do forward and backward for each micro-batch, then the optimizer step; `measured` and `recorder` are for memory.
+    """Run forward and backward for each micro-batch, then the optimizer; `measured` and `recorder` are for memory.
 
-    The memory of a recorded step is not measured otherwise: the record itself is in the memory of the process.
+    The memory of a recorded step is not measured otherwise: the record itself takes memory of the process.
     """
     settings, count = run.settings, run.settings.accumulate
     if len(targets) % count:
         raise UsageError(f"the {len(targets)} samples of a process must be a multiple of accumulate ({count})")
     for index, (chunk, target) in enumerate(zip(inputs.chunk(count), targets.chunk(count), strict=True)):
         before = memory_held(run.world.device) if measured and recorder is None else None
-        # The gradients of the processes are averaged with the last micro-batch.
+        # The processes' gradients are averaged with the last micro-batch.
         with nullcontext() if index == count - 1 or run.world.size == 1 else run.wrapped.no_sync():  # type: ignore
             output, loss = forward(run, run.wrapped, chunk, target, settings.label_smoothing)
             if recorder is not None:
@@ -209,7 +209,7 @@ def step(run: Run, inputs: Tensor, targets: Tensor, measured: bool, recorder: St
 def forward(
     run: Run, model: nn.Module, inputs: Tensor, targets: Tensor, smoothing: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Return output and loss; an output that is not logits of all classes is an error."""
+    """Return output and loss; raise an error if the output is not logits of all classes."""
     with autocast(run):
         output, shape = model(inputs), tuple(targets.shape)
         got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__

@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 LESS = "A smaller --optimizer.lr, --optimizer.clip 1 or --schedule.warmup 1 may help"
 RECORDED = 15
-"""The step whose memory is recorded, or the last one: ordinary, and the bits of the default policy are set by then."""
+"""Step whose memory is recorded, or the last one: an ordinary step, after the default policy has set its bits."""
 CONVOLUTION = " Convolution.input"
-"""End of the name of a site where a convolution saves its input."""
+"""Suffix of the name of a site where a convolution saves its input."""
 WORSE_THAN_GUESSING = 10
-"""A training has diverged if its last epoch's loss is this many times that of guessing, log(classes)."""
+"""A training has diverged if the loss of its last epoch exceeds that of guessing, log(classes), by this factor."""
 
 
 class Meter:
-    """Sums of loss, right answers and samples on the device: of the epoch, and since the last line of metrics."""
+    """Sums of loss, correct answers and samples on the device: of the epoch, and since the last line of metrics."""
 
     def __init__(self, device: torch.device, images: bool) -> None:
         self.images = images
@@ -55,7 +55,7 @@ class Meter:
         self.recent += torch.stack([loss * count, right, self.one * count])
 
     def take(self) -> Tensor:
-        """Return the sums since the last call, and add them to those of the epoch."""
+        """Return the sums since the last call, and add them to the epoch's sums."""
         sums = self.recent.clone()
         self.epoch += sums
         self.recent.zero_()
@@ -70,7 +70,7 @@ class Meter:
 
 
 class DeferredMetrics:
-    """Sums on their way from the GPU: they are handled when the copy has arrived, without waiting for it."""
+    """Sums being copied from the GPU: they are handled once the copy has arrived, without waiting for it."""
 
     def __init__(self) -> None:
         self.pending: tuple[Tensor, Any, Callable[[Tensor], None]] | None = None
@@ -129,7 +129,7 @@ def memory_is_exact(device: torch.device) -> bool:
 
 
 def memory_held(device: torch.device) -> int | None:
-    """Return the bytes allocated on the GPU, or resident in this process where differences of that mean something."""
+    """Return the bytes allocated on the GPU, or resident in this process if their differences are meaningful."""
     if not memory_is_exact(device):
         return None
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else memory("VmRSS")
@@ -151,9 +151,9 @@ def reset_memory_peak(device: torch.device) -> None:
 
 
 class Log:
-    """Everything that a training writes and shows: metrics, sites, checkpoints, the result.
+    """All output of a training: metrics, sites, checkpoints, the result.
 
-    Every process has one; only that of the first process has a folder and a display that is not quiet.
+    Every process has one; only the first process's log has a folder and a display that is not quiet.
     """
 
     def __init__(self, run: Run, folder: RunFolder | None) -> None:
@@ -188,16 +188,16 @@ class Log:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the training so far, also of the processes before this one."""
+        """Seconds of the training so far, including those of earlier processes."""
         return time.perf_counter() - self.started
 
     def due(self, step: int) -> bool:
-        """Return whether the step writes a line of metrics."""
+        """Return whether a line of metrics is due at this step."""
         return step % self.run.settings.metrics == 0 or step == self.run.total_steps
 
     @contextmanager
     def recording(self, data: Iterable[Tensor]) -> Iterator[StepRecorder | None]:
-        """Record the memory of the step in the block into memory.json if it is the one to record, else give None."""
+        """Record the memory of the step in the block into memory.json if it is the step to record, else yield None."""
         run, number = self.run, self.run.progress.step + 1
         chosen = 1 < number == min(RECORDED, run.total_steps)
         if self.folder is None or not chosen or profiler_enabled():
@@ -216,7 +216,7 @@ class Log:
         self.timer.start += time.perf_counter() - start - recorder.memory.seconds
 
     def step(self) -> None:
-        """Write and show what is due after a step."""
+        """Write and show everything that is due after a step."""
         run = self.run
         self.timer.steps += 1
         if self.due(run.progress.step):
@@ -240,7 +240,7 @@ class Log:
             self.board.write(line)
 
     def _write_sites(self) -> None:
-        """Write ratio and bound of every site to the folder and the screen, if it is time."""
+        """Write ratio and bound of every site to the folder and the screen, if due."""
         step, settings = self.run.progress.step, self.run.settings
         every = (settings.sites, settings.table, settings.ratios)
         written, shown, ratios = (steps > 0 and step % steps == 0 for steps in every)
@@ -256,7 +256,7 @@ class Log:
             self.display.ratios(step, {**convolutions(report), "all": report.ratio})
 
     def epoch(self, validate: Callable[[Run], tuple[float | None, float | None]]) -> None:
-        """Validate, and write and show the line of an epoch."""
+        """Run validation, then write and show the line of an epoch."""
         run, progress, device = self.run, self.run.progress, self.run.world.device
         self.deferred.flush()
         run.meter.take()
@@ -309,7 +309,7 @@ def opening(run: Run) -> str:
 
 
 def facts(run: Run) -> dict[str, Any]:
-    """Return what environment.json says about the model and the data."""
+    """Return the content of environment.json about the model and the data."""
     return {
         "cuda": run.world.cuda,
         "world": run.world.size,
@@ -352,7 +352,7 @@ def byte_counts(report: Report | None) -> dict[str, Any]:
 
 
 def convolutions(report: Report) -> dict[str, float]:
-    """Return the ratio of every convolution's input by layer, also where another layer saved the same tensor first."""
+    """Return the ratio of every convolution's input by layer, even if another layer saved the same tensor first."""
     found: dict[str, float] = {}
     for row in report.sites:
         for name in (f"{row.layer} {row.operation}.{row.slot}", *row.shared):
@@ -424,9 +424,9 @@ def check_weights(run: Run) -> None:
 
 
 def has_diverged(run: Run) -> bool:
-    """Return whether the training has ended far worse than guessing, or its validation with no finite loss.
+    """Return whether the training has ended far worse than guessing, or its validation without a finite loss.
 
-    Only the end is judged: a loss may rise in an early epoch and come back.
+    Only the end counts: a loss may rise in an early epoch and fall again.
     """
     progress, guessing = run.progress, math.log(max(run.data.classes, 3))
     losses = [loss for loss in (progress.train_loss, progress.validation_loss) if loss is not None]

@@ -30,7 +30,7 @@ def load(value: str, where: str) -> Callable[..., Any]:
         where: The setting and its value, with which errors begin.
 
     Raises:
-        UsageError: There is no such module or function. Errors of the module's own code are raised as they are.
+        UsageError: The module or function does not exist. Errors of the module's own code are raised unchanged.
     """
     place, _, name = value.rpartition(":")
     if not place or not name:
@@ -66,7 +66,7 @@ def from_file(path: Path, where: str) -> ModuleType:
     path = path.expanduser().resolve()
     if not path.is_file():
         raise UsageError(f"{where}: there is no file {path}")
-    # An identifier, which torch.compile needs, and different for files of one name in two folders.
+    # An identifier, which torch.compile requires, and unique among files with the same name in different folders.
     name = f"own_{re.sub(r'[^a-zA-Z0-9]', '_', path.stem)}_{zlib.crc32(os.fsencode(path)):08x}"
     if name in sys.modules:
         return sys.modules[name]
@@ -90,7 +90,7 @@ def search(folder: Path) -> None:
 
 
 def call(function: Callable[..., Any], where: str, **offered: Any) -> Any:
-    """Call a function with those of the offered arguments that it has parameters for."""
+    """Call a function with those of the offered arguments for which it has parameters."""
     parameters = inspect.signature(function).parameters
     named = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     for name, parameter in named.items():

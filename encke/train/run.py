@@ -1,4 +1,4 @@
-"""The state of a training: made from the settings, saved to a checkpoint and restored from one."""
+"""The state of a training: created from the settings, saved to a checkpoint and restored from one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from encke.train.settings import Settings, is_python_path
 
 @dataclass
 class Progress:
-    """Position and figures of a training, which a resumed process takes over."""
+    """Position and figures of a training, which a resumed process continues."""
 
     step: int = 0
     seconds: float = 0.0
@@ -39,12 +39,12 @@ class Progress:
     best_validation_accuracy: float | None = None
 
     def note_peak(self, peak: int | None) -> None:
-        """Keep the largest peak of all steps so far, without validation."""
+        """Record the largest peak of all steps so far, without validation."""
         if peak is not None:
             self.peak_bytes = max(self.peak_bytes or 0, peak)
 
     def note_validation(self, loss: float | None, accuracy: float | None) -> None:
-        """Keep the last and the best result of validation."""
+        """Record the last and the best result of validation."""
         self.validation_loss, self.validation_accuracy = loss, accuracy
         if loss is not None:
             best = self.best_validation_loss
@@ -72,7 +72,7 @@ class Run:
 
     @classmethod
     def make(cls, settings: Settings, world: World) -> Run:
-        """Make everything as it is before the first step, with the same weights in every process."""
+        """Create the state before the first step, with the same weights in every process."""
         takes_tokens = settings.model.name == "gpt" or is_python_path(settings.model.name)
         data = load(settings.data, settings.seed, settings.model.context if takes_tokens else None)
         torch.manual_seed(settings.seed)
@@ -115,12 +115,12 @@ class Run:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Size of a checkpoint, about: weights and the optimizer's state."""
+        """Approximate size of a checkpoint: weights and the optimizer's state."""
         copies = {"sgd": 2, "adam": 3, "adamw": 3}[self.settings.optimizer.name]
         return copies * sum(p.nbytes for p in self.model.parameters()) + sum(b.nbytes for b in self.model.buffers())
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the state of a checkpoint, with which a resumed training gives the same result. A collective call."""
+        """Return the state for a checkpoint, from which a resumed training gives the same result. A collective call."""
         world = self.world
         generators = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state() if world.cuda else None}
         return {
@@ -168,7 +168,7 @@ def network_for(settings: Settings, data: Datasets) -> nn.Module:
 
 
 def check_shape(network: nn.Module, settings: Settings, data: Datasets) -> None:
-    """Raise an error if the network does not take the samples of a step. Nothing is computed on the meta device."""
+    """Raise an error if the network does not accept the samples of a step. The check runs on the meta device."""
     shape = (max(1, settings.batch // settings.accumulate), *data.shape)
     tensors = {name: x.to("meta") for name, x in itertools.chain(network.named_parameters(), network.named_buffers())}
     try:

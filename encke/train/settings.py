@@ -25,7 +25,7 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 SETTINGS = "settings.yaml"
 """File of the settings in the folder of a run."""
 FIRST_LINE, LAST_LINE = "# All settings of a run, down to the line: # end of settings", "# end of settings"
-"""First and last line of that file: one that was cut short by a copy is noticed by its end."""
+"""First and last line of that file: the last one reveals a copy that was cut short."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ SECTIONS = {
     "schedule": "schedule.name",
     "policy": "policy.name",
 }
-"""The field that a section's own name stands for."""
+"""The field that a section's own name denotes."""
 GROUPS: dict[str, tuple[str, ...]] = {
     "common settings": (
         *("model.name", "data.kind", "data.path", "epochs", "batch", "optimizer.lr", "policy.name", "precision"),
@@ -204,7 +204,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "training": (),
     "files and screen": ("save", "metrics", "sites", "table", "ratios", "log"),
 }
-"""Headings of the help before those of the sections, and the settings under each; all others belong to `training`."""
+"""Headings of the help before those of the sections -> their settings; all other settings belong to `training`."""
 MAY_BE_CODE = ("model.name", "data.kind")
 """Settings that may name code by a Python path. It is run only if the command line names it."""
 S = TypeVar("S", bound=Settings)
@@ -254,12 +254,12 @@ def read_file(kind: type[S], recipe: str) -> S:
 
 
 def is_python_path(value: str) -> bool:
-    """Return whether the name of a model or of data is the path of code of the user's own."""
+    """Return whether the name of a model or of data is the Python path of the user's own code."""
     return ":" in value
 
 
 def code_options(settings: Settings) -> str:
-    """Return the options that name the code of a run, as they must be given to resume it; empty if there is none."""
+    """Return the options that name a run's own code, as required to resume it; empty if there is none."""
     given = ((name, attrgetter(name)(settings)) for name in MAY_BE_CODE)
     return " ".join(f"--{name} {shlex.quote(value)}" for name, value in given if is_python_path(value))
 
@@ -317,9 +317,9 @@ def flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def translated(values: dict[str, Any]) -> dict[str, Any]:
-    """Translate the settings file of a run of release 0.1, which is known by its field `layers`.
+    """Translate the settings file of a run of release 0.1, which is recognised by its field `layers`.
 
-    It named the policies otherwise and wrote all their settings, also those that the policy did not read.
+    That release used other policy names and wrote all policy settings, including those that the policy did not read.
     """
     if "layers" not in values:
         return values
@@ -372,7 +372,7 @@ def arguments_of(values: Mapping[str, Any], where: str) -> list[str]:
 
 
 def spelt_out(arguments: Iterable[str]) -> Iterator[str]:
-    """Write every option with its full name: a section stands for its first field, underscores for dashes."""
+    """Yield every option with its full name: a section denotes its first field, underscores replace dashes."""
     for word in arguments:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")

@@ -1,4 +1,4 @@
-"""Models and comparisons that the tests of capture share."""
+"""Models and comparisons shared by the tests of capture."""
 
 from __future__ import annotations
 

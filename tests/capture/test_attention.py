@@ -1,4 +1,4 @@
-"""Attention's gradient is that of its decoded inputs, whatever was lost: softmax and output belong to them."""
+"""The gradient of attention equals that of its decoded inputs: softmax and output are recomputed from them."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ CALLS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def any_score_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the policy's bits stand: with the rule, sharp attention would be exact."""
+    """Disable the limit on score errors, so that the policy decides: with it, sharp attention would be exact."""
     monkeypatch.setattr(scores, "SCORE_ERROR", 1e9)
 
 
 def inputs(dtype: torch.dtype = torch.float32, heads: int = 4, seed: int = 0) -> list[Tensor]:
-    """Return leaves that make query, key and value."""
+    """Return leaves from which query, key and value are computed."""
     generator = torch.Generator().manual_seed(seed)
     shapes = (SHAPE, (2, heads, *SHAPE[2:]), (2, heads, *SHAPE[2:]))
     return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
 
 
 def attend(leaves: list[Tensor], **options: Any) -> Tensor:
-    """Run attention on activations: what needs a gradient and is no leaf."""
+    """Run attention on activations: tensors that need a gradient and are not leaves."""
     return F.scaled_dot_product_attention(*(t + torch.zeros((), dtype=t.dtype) for t in leaves), **options)
 
 
@@ -94,7 +94,7 @@ def test_the_gradient_is_that_of_the_decoded_inputs(name: str, dtype: torch.dtyp
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.usefixtures("any_score_error")
 def test_sharp_scores_have_no_exponential_error(bits: int) -> None:
-    """Gradients of the size of the plain ones, where they were 1e5 times as large."""
+    """Gradients have the size of the plain ones; without recomputation they were 1e5 times as large."""
     context = encke.compress(Fixed(GroupQuant(bits)))
     leaves = inputs()
     options = CALLS["sharp"]
@@ -155,7 +155,7 @@ def test_an_output_that_others_read_is_packed_for_them_alone() -> None:
 
 
 class Block(nn.Module):
-    """Attention on views of one projection, not contiguous, with a projection behind it."""
+    """Attention on non-contiguous views of one projection, followed by a projection."""
 
     def __init__(self, run: Callable[..., Tensor] | None = None) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ def test_a_result_that_is_not_kept_cannot_be_read_elsewhere() -> None:
 
 
 def test_dropout_keeps_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU attention with dropout is not fused: a node that tells of dropout stands for one on a GPU."""
+    """On a CPU attention with dropout is not fused: a node with a dropout setting replaces a GPU's."""
     setting, dropout = attention.saved_setting, 0.5
 
     def with_dropout(node: Any, name: str, *default: Any) -> Any:
@@ -279,7 +279,7 @@ def test_dropout_keeps_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_small_query_before_large_keys() -> None:
-    """Query, logsumexp and output are kept as they are, but the results still follow the decoded keys."""
+    """Query, logsumexp and output are kept unpacked, but the results still follow the decoded keys."""
     context = encke.compress(Fixed(GroupQuant(2)))
     leaves = inputs()
     leaves[0] = torch.randn(2, 4, 1, 32, requires_grad=True)

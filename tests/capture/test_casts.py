@@ -34,7 +34,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.deep(self.conv(x).relu()).mean([2, 3])
         h = self.twice(self.twice(h).tanh())
-        # A part of the weight is cast by itself, and kept; a view of the whole copy is not.
+        # A part of the weight is cast separately and kept; a view of the whole copy is not kept.
         return torch.cat([h @ self.table[:, :80], F.linear(h, self.table.to(h.dtype).mT)], 1)
 
 
@@ -53,7 +53,7 @@ def batch() -> Tensor:
 
 
 def copies_alive(model: nn.Module) -> set[tuple[int, ...]]:
-    """Return the shapes of weights of which a tensor of 16 bits is alive."""
+    """Return the shapes of those weights that have a living 16-bit copy."""
     shapes = {tuple(p.shape) for p in model.parameters() if p.dim() > 1}
     tensors = [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
     return {tuple(t.shape) for t in tensors if t.dtype == torch.bfloat16} & shapes
@@ -118,7 +118,7 @@ def test_layers_that_are_left_out_keep_their_copies(batch):
 
 
 def test_a_released_graph_releases_the_weight(batch):
-    """Stand-ins know the weight: it must not outlive the model."""
+    """Stand-ins refer to the weight, which must not outlive the model."""
     model = Net()
     encke.attach(model, EXACT, min_bytes=1)
     for _ in range(2):

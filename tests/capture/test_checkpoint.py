@@ -1,4 +1,4 @@
-"""Inputs of `torch.utils.checkpoint`: exact and counted as kept, or packed with 8 bits where a user asks for it."""
+"""Inputs of `torch.utils.checkpoint`: exact and counted as kept, or packed with 8 bits if a user opts in."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_inputs_are_exact_and_counted(policy, inner):
     found = [gradient(model) for _ in range(3)]
     regions = sum(p.numel() for p in model.blocks.parameters())
     for each in found:
-        # Inside of a region nothing is compressed, and it is computed again from exact inputs.
+        # Nothing is compressed inside a region, which is recomputed from exact inputs.
         start = model.embed.weight.numel()
         if policy is EXACT:
             assert torch.equal(each, plain)

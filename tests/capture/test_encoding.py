@@ -1,4 +1,4 @@
-"""Encoding: each need gets its codec, and costs what it should."""
+"""Encoding: each need gets its codec and takes the expected number of bytes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_leaky_relu_gets_exact_signs_and_costs_one_bit(codec) -> None:
 
 
 class Gated(nn.Module):
-    """An activation between two layers; the first bias sees its gates, and nothing that is lossy."""
+    """An activation between two layers; the first bias depends on its gates and on no lossy tensor."""
 
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Gated(nn.Module):
 
 
 def gates_agree(activation: nn.Module, policy=None, between=None, dtype: torch.dtype = torch.float32) -> list:
-    """Rows of the activation, after steps in which the first bias had the gradient that plain autograd gives it."""
+    """Return rows of the activation, after checking in several steps that the first bias has the plain gradient."""
     model = Gated(activation).to(dtype)
     plain = copy.deepcopy(model)
     handle = encke.attach(model, policy or Fixed(GroupQuant(bits=2)))
@@ -180,7 +180,7 @@ def test_readers_of_a_shape_cost_nothing() -> None:
 
 @pytest.mark.parametrize("shape", [(2048, 32), (4, 16, 24, 24)])
 def test_a_negative_log_likelihood_keeps_no_probabilities(shape: tuple[int, ...]) -> None:
-    """Only log-softmax's backward reads them, and labels stay as they are: to look at them means to wait for a GPU."""
+    """Only log-softmax's backward reads them. Labels stay unpacked: finding their range would wait for a GPU."""
 
     class Loss(nn.Module):
         def __init__(self) -> None:
@@ -210,7 +210,7 @@ def test_a_negative_log_likelihood_keeps_no_probabilities(shape: tuple[int, ...]
     [(2, "GroupQuant"), (3.0, "GroupQuant"), (4, "kept"), (0.5, "kept"), (-1, "kept"), (1.5, "kept"), (None, "kept")],
 )
 def test_only_small_whole_powers_may_be_lossy(power: float | None, codec: str) -> None:
-    """Derivatives of others divide, or have no value at what came back below zero."""
+    """Derivatives of other powers divide, or have no value where a value is decoded below zero."""
 
     class Power(nn.Module):
         def __init__(self) -> None:
@@ -230,7 +230,7 @@ def test_only_small_whole_powers_may_be_lossy(power: float | None, codec: str) -
 
 
 def test_exact_floats_that_do_not_shrink_are_kept_as_they_are() -> None:
-    """Packing them again would be a copy, and on a GPU one that is waited for. What does shrink stays packed."""
+    """Packing them again would be a copy, for which the host would wait for a GPU. Tensors that shrink stay packed."""
 
     class Divided(nn.Module):
         def __init__(self) -> None:
@@ -302,7 +302,7 @@ def test_infinities_that_come_later_do_not_spread(codec: Codec, dtype: torch.dty
     y[0, 1, 3, 5] = math.inf
     for number, values in enumerate((x, x, y, x)):
         assert columns_not_finite(model, values) == [5] * (number == 2)
-        kept = number < 2 or isinstance(codec, ErrorBounded)  # has no groups that an infinity spoils
+        kept = number < 2 or isinstance(codec, ErrorBounded)  # ErrorBounded has no groups that an infinity corrupts
         assert (type(codec).__name__ in codecs_of_products(handle)) == kept, number
 
 
@@ -328,5 +328,5 @@ def test_a_row_of_a_softmax_that_is_masked_as_a_whole_spoils_no_other(codec: Cod
 
 
 def codecs_of_products(handle: encke.Handle) -> set[str]:
-    """Return the codecs of what products have saved in the last pass."""
+    """Return the codecs of the tensors that products saved in the last pass."""
     return {row.codec for row in handle.report().sites if row.operation == "Mul"}

@@ -1,4 +1,4 @@
-"""Results that backward computes again in one kernel, from the codes of what was saved."""
+"""Results that backward recomputes in one kernel, from the codes of saved tensors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def gradients(model: nn.Module, autocast: bool, steps: int = 3) -> list[Tensor]:
 
 @pytest.fixture
 def calls(monkeypatch) -> list[str]:
-    """Record of calls of the kernel: the activation, and what it is multiplied by."""
+    """Record calls of the kernel: the activation, and its factor."""
     seen: list[str] = []
     kernels = expressions.activation_kernels()
     activate = kernels.activate
@@ -79,7 +79,7 @@ ACTS = {"silu": nn.SiLU(), "gelu": nn.GELU(), "gelu tanh": nn.GELU(approximate="
 
 @dataclass(frozen=True)
 class FinerFactor(Policy):
-    """More bits for what an activation is multiplied by."""
+    """More bits for the factor of an activation."""
 
     def choose(self, site: Site) -> Codec:
         return GroupQuant(8 if (site.operation, site.slot) == ("Mul", "other") else 4)
@@ -107,7 +107,7 @@ def check(kind, act: str, calls: list[str], monkeypatch, autocast=False, policy:
 @pytest.mark.parametrize("act", ACTS)
 def test_gated_product(act, autocast, calls, monkeypatch):
     check(Gated, act, calls, monkeypatch, autocast)
-    # One for the layer behind the product, one for the gradient of the other factor.
+    # One call for the layer after the product, one for the gradient of the other factor.
     assert set(calls) == {act, f"{act} * codes"}
 
 

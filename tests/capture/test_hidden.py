@@ -1,4 +1,4 @@
-"""Operations in place on a view: the graph hides them, and the layer tells what they save."""
+"""In-place operations on a view: the graph hides them, and the layer identifies the tensors they save."""
 
 from __future__ import annotations
 

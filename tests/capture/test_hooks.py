@@ -1,4 +1,4 @@
-"""Pack and unpack: right gradients or a clear error, whatever the training loop does."""
+"""Pack and unpack: correct gradients or a clear error, whatever the training loop does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ledger: what is counted is what plain autograd would hold."""
+"""Ledger: it counts the bytes that plain autograd would hold."""
 
 from __future__ import annotations
 

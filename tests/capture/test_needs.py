@@ -18,7 +18,7 @@ from encke.policies import Fixed
 from encke.torch_internals import raw_saved_slots
 from tests.capture.common import batch
 
-# (operation, slot) -> need of floats that need a gradient, where nothing else is known.
+# (operation, slot) -> need of floats that require a gradient, without further facts.
 NEEDS = {
     ("Convolution", "input"): "lossy",
     ("Convolution", "weight"): "weight",
@@ -118,7 +118,7 @@ def test_compiled_mode_has_the_names_of_the_table() -> None:
 
 
 def test_what_is_not_listed_is_exact() -> None:
-    """Whatever torch itself can save: each slot of each of its autograd nodes is in the table, or exact."""
+    """Every slot in which a torch autograd node can save a tensor is in the table, or exact."""
     functions = torch._C._functions
     nodes = [kind for name in dir(functions) if isinstance(kind := getattr(functions, name), type)]
     readers = {(kind.__name__.rpartition("Backward")[0], slot) for kind in nodes for slot in raw_saved_slots(kind)}
@@ -155,7 +155,7 @@ READS_NO_VALUE = {
 
 @pytest.mark.parametrize("reader", READS_NO_VALUE, ids=".".join)
 def test_operations_that_read_the_shape_alone(reader: tuple[str, str]) -> None:
-    """Other values in the place of what is saved change no gradient."""
+    """Replacing the saved values changes no gradient."""
 
     def gradient(change: float) -> torch.Tensor:
         torch.manual_seed(0)
@@ -182,7 +182,7 @@ FEW = {
 @pytest.mark.parametrize("name", FEW)
 @pytest.mark.parametrize(("channels", "codec"), [(2, "Lossless"), (16, "GroupQuant")])
 def test_norms_and_deviations_of_few_values_are_exact(name: str, channels: int, codec: str) -> None:
-    """Where the two values of a pixel are next to nothing, errors of the size of its neighbours' would be divided."""
+    """If both values of a pixel are almost zero, errors as large as the neighbours' values would be divided by them."""
     x = torch.randn(4, channels, 32, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
     with encke.compress(Fixed(GroupQuant(2))) as handle:
         FEW[name](x * 1.0).square().square().sum().backward()
@@ -204,7 +204,7 @@ SMOOTH = {
 
 @pytest.mark.parametrize("operation", sorted(LIPSCHITZ))
 def test_constants_of_smooth_operations(operation: str) -> None:
-    """The derivative, as a function of what is saved, changes by no more than the stated constants."""
+    """The derivative, as a function of the saved tensor, changes by no more than the stated constants."""
     x = torch.linspace(-6, 6, 40_001, dtype=torch.float64, requires_grad=True)
     if operation in SMOOTH:
         (slope,) = torch.autograd.grad(SMOOTH[operation](x).sum(), x)

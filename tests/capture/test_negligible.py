@@ -1,4 +1,4 @@
-"""Tensors that are negligible beside the others are kept as they are, the same ones in a resumed run."""
+"""Negligible tensors are kept unpacked, and a resumed run keeps the same ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL = "(small tensors)"
 
 @pytest.fixture(autouse=True)
 def shares(monkeypatch) -> None:
-    """Models of some 100 KiB have negligible tensors too."""
+    """Give models of some 100 KiB negligible tensors too."""
     monkeypatch.setattr(negligible, "SHARE", 0.05)
     monkeypatch.setattr(negligible, "TOGETHER", 0.1)
 
@@ -68,7 +68,7 @@ def test_a_small_tensor_is_kept_from_the_third_pass_on():
 
 
 def test_its_gradients_are_those_of_exact_values():
-    """The first of two layers that read it does not pack it, nor does the second."""
+    """Neither the first nor the second layer that reads it packs it."""
     model, other = Net(), Net()
     handle = encke.attach(model, Fixed(GroupQuant(bits=2)))
     overrides = {"wide": None, "beside": None}
@@ -122,7 +122,7 @@ def test_states_that_are_none(state):
 
 
 def test_copies_of_small_weights_are_kept_under_autocast(monkeypatch):
-    """Those of 4 and 64 KiB, not that of 512: the gradients are the same."""
+    """Copies of 4 and 64 KiB are kept, that of 512 KiB is not: the gradients are the same."""
     monkeypatch.setattr(negligible, "TOGETHER", 0.3)
     layers = [nn.Linear(64, 512), nn.Linear(512, 512), nn.Linear(512, 64), nn.Linear(64, 32)]
     model = nn.Sequential(*layers)
@@ -149,7 +149,7 @@ def record(size: int, number: int, state: SiteState = SiteState.KNOWN) -> Record
 
 
 def test_all_of_them_together_stay_below_their_share():
-    """The smallest first; what nobody has learnt yet is not decided."""
+    """The smallest come first; sites without a known reader are not decided."""
     records = [record(40, number) for number in range(10)] + [record(2000, 20), record(1, 30, SiteState.PENDING)]
     found = negligible.Negligible(automatic=True)
     found.decide([*records, Record(CASTS, 30)])

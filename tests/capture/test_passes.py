@@ -103,7 +103,7 @@ def test_a_part_beside_a_transform_of_torch_func_can_be_attached() -> None:
 
 def test_hooks_that_somebody_keeps_on_pass_everything_through() -> None:
     class Pushes(nn.Module):
-        """Pushes hooks of its own and forgets to take them off."""
+        """Pushes its own hooks and does not pop them."""
 
         def __init__(self) -> None:
             super().__init__()

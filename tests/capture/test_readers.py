@@ -37,7 +37,7 @@ def test_in_place_change_while_the_reader_is_still_unknown_raises() -> None:
 
 def test_the_strictest_reader_decides_from_the_first_pass_on() -> None:
     class Two(nn.Module):
-        """ReLU needs a mask, the convolution a bounded error, the power exactness: all of one tensor."""
+        """One tensor with three readers: ReLU needs a mask, the convolution a bounded error, the power exact values."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -276,7 +276,7 @@ def test_a_function_may_call_an_attribute_as_we_like() -> None:
 
 
 def gradients(model: nn.Module, inputs, policy, steps: int) -> list[list[torch.Tensor]]:
-    """Gradients of each step, with the model's counter `n` at the number of the step."""
+    """Return the gradients of each step, with the model's counter `n` set to the number of the step."""
     model = copy.deepcopy(model)
     if policy is not None:
         encke.attach(model, policy)
@@ -330,7 +330,7 @@ def test_a_power_that_changes_is_exact_where_it_must_be() -> None:
     model = Applied(lambda model, y: y.abs() ** powers[model.n])
     plain, ours = gradients(model, batch, None, 6), gradients(model, batch, encke.policies.Comet(), 6)
     for expected, found in zip(plain, ours, strict=True):
-        # The linear layer's input needs no more than few bits; its bias sees the power alone.
+        # A few bits suffice for the linear layer's input; its bias depends on the power alone.
         assert (found[1] - expected[1]).norm() <= 0.2 * expected[1].norm()
     for step in (2, 4):
         assert torch.equal(plain[step][1], ours[step][1])
@@ -368,7 +368,7 @@ def test_an_embedding_may_grow(way: str) -> None:
     encke.attach(model, EXACT)
     for step in range(4):
         if step == 2:
-            if way == "layer":  # as `resize_token_embeddings` of transformers does
+            if way == "layer":  # like `resize_token_embeddings` of transformers
                 model.table = nn.Embedding(1000, 32)
             else:
                 model.table.weight = nn.Parameter(torch.randn(1000, 32))

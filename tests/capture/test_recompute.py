@@ -1,4 +1,4 @@
-"""Saved tensors that backward computes again from what the operation before has saved."""
+"""Saved tensors that backward recomputes from those of the preceding operation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKENS, WIDTH = 128, 64
 
 
 class RMSNorm(nn.Module):
-    """As the Llama family writes it."""
+    """RMS norm as written in the Llama family."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -463,7 +463,7 @@ def test_a_resumed_run_computes_again_what_the_first_one_did() -> None:
     its_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     its_handle.load_state_dict(handle.state_dict())
     for _ in range(4):
-        # The first pass of a process learns who reads what; it must hold what a later pass holds.
+        # The first pass of a process learns the readers; it must hold the same tensors as a later pass.
         first, second = gradients(model, batch()), gradients(later, batch())
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
         assert recomputed(handle) == recomputed(its_handle) != set()

@@ -1,4 +1,4 @@
-"""Groups stay within the rows and channels that a norm reads: constant rows come back exactly, whatever their width."""
+"""Groups stay within the rows and channels that a norm reads: constant rows are restored exactly at any width."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTHS = (64, 96, 192, 320)
 
 
 class Normed(nn.Module):
-    """Any function of data as a model."""
+    """Model that applies any function to data."""
 
     def __init__(self, norm: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Normed(nn.Module):
 
 
 def input_gradients(norm: Any, data: Tensor, gradient: Tensor, policy: Fixed = TWO) -> tuple[Tensor, Tensor]:
-    """Return the gradient of a norm's input, plain and from what was packed, in the second step."""
+    """Return the gradient of a norm's input in the second step, plain and from the packed input."""
     model, found = Normed(norm), []
     for attached in (False, True):
         handle = encke.attach(model, policy, min_bytes=1024) if attached else None
@@ -53,7 +53,7 @@ def written_out(x: Tensor) -> Tensor:
 
 
 def tokens(width: int) -> Tensor:
-    """Tokens of which the first is zero and the second has one value, as a new class token may."""
+    """Return tokens of which the first is zero and the second constant, like a newly initialised class token."""
     data = torch.randn(4, 9, width, generator=torch.Generator().manual_seed(width))
     data[:, 0], data[:, 1] = 0.0, -0.3
     return data
@@ -118,7 +118,7 @@ def test_the_error_of_a_channel_is_relative_to_its_own_scale(
 
 
 def test_another_reader_of_the_same_memory_gets_the_rows_of_the_norm() -> None:
-    """The norm comes second: the memory is packed again in the first pass, and at once for both in the next."""
+    """The norm reads second: the first pass packs the memory twice, the next one packs it once for both readers."""
 
     def both(x: Tensor) -> Tensor:
         return F.layer_norm(F.gelu(x) + x, (96,)) + F.layer_norm(x, (96,))
@@ -215,7 +215,7 @@ def test_two_norms_of_one_tensor_have_groups_within_the_finer_rows(wide_first: b
     norms = [wide, narrow] if wide_first else [narrow, wide]
     data, gradient = tokens(96), torch.randn(4, 9, 96, generator=torch.Generator().manual_seed(1))
     plain, packed = input_gradients(lambda x: sum(norm(x) for norm in norms), data, gradient)
-    # A constant token has a gradient of 1 / sqrt(eps) times its size there: any error of it would show.
+    # A constant token has a gradient of 1 / sqrt(eps) times its size there: any error in the token would show.
     assert torch.allclose(packed[:, :2], plain[:, :2], rtol=1e-3, atol=1e-2)
     assert not torch.equal(packed[:, 2:], plain[:, 2:])
 

@@ -36,7 +36,7 @@ from tests.integration.test_end_to_end import saved_in
 def test_size_and_stride_come_back_exactly(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
     x = view(torch.randn(8, 4, 32, 32)).requires_grad_()
     context = encke.compress(EXACT)
-    # In the first pass the tensor is held as it is until backward tells its reader; in the second one it is packed.
+    # In the first pass the tensor is held unpacked until backward identifies its reader; in the second it is packed.
     with context:
         y = x.sin()
     y.sum().backward()
@@ -126,7 +126,7 @@ def test_hundreds_of_reused_addresses_change_no_gradient(monkeypatch: pytest.Mon
     reuse = Reuse(monkeypatch)
     encke.attach(model, EXACT)
     step = 0
-    # How often an address comes again depends on the allocator and on what it did before: seldom to ten times a step.
+    # How often an address is reused depends on the allocator and its history: from seldom to ten times a step.
     while reuse.count < 300 and step < 1000:
         assert torch.equal(chain_gradient(step, model), chain_gradient(step, plain))
         step += 1

@@ -1,4 +1,4 @@
-"""Bits of queries and keys: the error of a score is as predicted, and stays within its limit."""
+"""Bits of queries and keys: the error of a score is as predicted and stays within its limit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_errors_of_scores_are_as_predicted(codec: Codec, scale: float) -> None:
     for bits, variance in zip(RATES, predicted, strict=True):
         lossy_q, lossy_k = (codec.refined(min_bits=bits).encode(t).decode() for t in (q, k))
         error = scale * (lossy_q @ lossy_k.mT - q @ k.mT)
-        # At 2 bits the product of both errors counts as well.
+        # At 2 bits the product of both errors contributes as well.
         assert float(error.square().mean().sqrt()) == pytest.approx(math.sqrt(variance), rel=0.15 if bits > 2 else 0.5)
 
 
@@ -180,7 +180,7 @@ def products(leaves: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize("call", [products, F.scaled_dot_product_attention], ids=["products", "fused"])
 @pytest.mark.parametrize("scale", [0.2, 1.0])
 def test_errors_of_products_and_softmax_have_no_bias(call: Any, scale: float) -> None:
-    """The mean error of 64 draws is at most a quarter of one draw's; without any bias it is an eighth."""
+    """The mean error of 64 draws is at most a quarter of one draw's; an unbiased error gives an eighth."""
     torch.manual_seed(0)
     leaves = [torch.randn(8, 64, 32) * s for s in (scale, 1, 1)]
     leaves = [t.requires_grad_() for t in leaves]
@@ -189,7 +189,7 @@ def test_errors_of_products_and_softmax_have_no_bias(call: Any, scale: float) ->
     def attend() -> Tensor:
         if call is products:
             return products(leaves)
-        # Queries and keys as they are: values are linear.
+        # Queries and keys are exact: the gradient is linear in the values.
         q, k, v = (t.view(2, 4, 64, 32) for t in leaves)
         return call(q, k, v + torch.zeros(())).reshape(8, 64, 32)
 

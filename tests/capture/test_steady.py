@@ -1,4 +1,4 @@
-"""Sites that save as in the pass before: the same bits as with every decision made anew."""
+"""Sites that reuse their decisions of the previous pass: bit-equal to deciding again every time."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Casts of one tensor that three layers read, attention, and results that backward computes again."""
+    """Casts of one tensor with three readers, attention, and results that backward recomputes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def change_batch(step: int, model: Block, policy: Switching) -> int:
 
 def add_a_reader(step: int, model: Block, policy: Switching) -> int:
     if step == 4 and model.third is None:
-        model.third = model.right  # another call of a layer, which reads the memory as well
+        model.third = model.right  # another call of a layer, which also reads the memory
     return 64
 
 
@@ -94,7 +94,7 @@ def freeze(step: int, model: Block, policy: Switching) -> int:
 def gradients(
     change: Callable[[int, Any, Switching], int], kind: type[nn.Module] = Block
 ) -> tuple[list[torch.Tensor], int]:
-    """Return the gradients of all steps, and how often a site saved as in the pass before."""
+    """Return the gradients of all steps, and how often a site reused its decisions."""
     torch.manual_seed(3)
     model, policy, found, again = kind(), Switching(), [], 0
     original = hooks.save_again
@@ -147,7 +147,7 @@ def test_casts_attention_and_recomputed_results_save_as_before(change, monkeypat
 
 
 class Spike(nn.Module):
-    """Put a value into the first place."""
+    """Put a value into the first position."""
 
     value = 0.0
 

@@ -16,7 +16,6 @@ from torch import nn
 import encke
 from encke import kernels
 from encke.capture import expressions
-from encke.capture.expressions import RULES
 from encke.codecs import Codec, GroupQuant
 from encke.fused import block, registry, steps
 from encke.fused.base import LayerForward

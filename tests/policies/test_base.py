@@ -1,4 +1,4 @@
-"""The policy contract: what capture asks of a policy, and of one that measures the training."""
+"""The policy contract: what capture calls on a policy, and on one that measures the training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Division: dual precision for inputs of convolutions and batch norms, exact masks, everything else as it was."""
+"""Division: dual precision for inputs of convolutions and batch norms, exact masks, everything else unchanged."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_transformers_are_left_alone() -> None:
 
 
 def train(policy: Division | None, steps: int, autocast: bool = False) -> tuple[list[float], nn.Module]:
-    """Losses of a small residual network that learns to tell ten noisy patterns apart."""
+    """Return losses of a small residual network that learns to distinguish ten noisy patterns."""
     torch.manual_seed(0)
     model, _ = resnet()
     if policy is not None:

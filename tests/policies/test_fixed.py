@@ -45,7 +45,7 @@ def test_codec_for_each_need(codec: Codec, need: str, expected: Codec) -> None:
     [(torch.bfloat16, LogProb()), (torch.float16, LogProb()), (torch.float64, ErrorBounded(0.05))],
 )
 def test_log_probabilities_of_each_dtype(dtype: torch.dtype, expected: Codec) -> None:
-    """Autocast on a GPU leaves those of a cross-entropy at 16 bits."""
+    """Autocast on a GPU keeps the log-probabilities of a cross-entropy in 16 bits."""
     found = Fixed(GroupQuant(bits=2)).choose(
         Site("layer", "LogSoftmax", "result", need="logprob", dtype=dtype, dimensions=2)
     )
@@ -53,7 +53,7 @@ def test_log_probabilities_of_each_dtype(dtype: torch.dtype, expected: Codec) ->
 
 
 def test_gradients_of_a_loss_are_right_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Levels that are rounded to nearest are off by the same at every position that predicts nearly the same."""
+    """Rounding to nearest makes the same error at every position with nearly the same prediction."""
 
     class Head(nn.Linear):
         def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -91,7 +91,7 @@ def test_both_bounds_of_a_limited_codec_hold() -> None:
 
 
 def test_more_bits_for_attention_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two bits for queries, keys and values spoil their gradients."""
+    """Two bits for queries, keys and values corrupt their gradients."""
 
     def error() -> float:
         torch.manual_seed(0)

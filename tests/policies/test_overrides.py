@@ -17,7 +17,7 @@ LAYERS = ["", "stem", "layer1", "layer1.0", "layer1.0.conv", "layer10", "head", 
 
 
 def net() -> nn.Sequential:
-    """Convolutions only: each saves its own input, and no two layers share what they save."""
+    """Return convolutions only: each saves its own input, and no two layers share a saved tensor."""
     torch.manual_seed(0)
     block = nn.Sequential(*(nn.Conv2d(16, 16, 3, padding=1) for _ in range(3)))
     return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 1), block, nn.Conv2d(16, 8, 3))
@@ -29,7 +29,7 @@ def step(model: nn.Module, seed: int = 0) -> None:
 
 
 def settings(handle: encke.Handle) -> dict[str, str]:
-    """Codec and bound of every site, by layer."""
+    """Return codec and bound of every site, by layer."""
     return {row.layer: f"{row.codec} {row.bound}".strip() for row in handle.report().sites}
 
 

@@ -1,10 +1,10 @@
 """Parameter collection: measure saved tensors and the gradients computed from them in one training step.
 
-In a collection step capture shows every saved tensor that may be lossy, just packed, and the finished graph. A sample
+In a collection step capture passes every saved tensor that may be lossy, just packed, and the finished graph. A sample
 of each tensor is measured: share of non-zeros, spread, and the codec's error. Nodes that compute a weight's gradient
-get a hook that measures the output gradient during backward. For some of them the error of the weight's gradient
-itself is computed: it is the same product with the input's error in place of the input. Nothing waits for the GPU
-here: every figure stays a 0-dim tensor on its device until the step is assessed.
+get a hook that measures the output gradient during backward. For some of them the hook also computes the error of the
+weight's gradient: the same product with the input's error in place of the input. These measurements never wait for the
+GPU: every figure stays a 0-dim tensor on its device until the step is assessed.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from encke.policies.comet.stats import TensorStats, round_trip, upcast
 from encke.torch_internals import queue_backward_callback, saved_setting
 
 PROBE = 1 << 22
-"""Values of an input whose error is kept until backward, where samples of the batch can stand for all."""
+"""Largest number of input values whose error is kept until backward, if a part of the batch can represent all of it."""
 ERRORS = GroupQuant(bits=4, seed=0x0E44)
-"""Codec of such errors. Its own random numbers add 2 to 4 % to the mean square."""
+"""Codec of these errors. Its own random numbers add 2 to 4 % to the mean square."""
 
 
 class ErrorProbe:
@@ -49,7 +49,7 @@ class ErrorProbe:
         row = flat.numel() // max(size[0], 1)
         ordered = len(size) > 1 and not layout.copied and stride[0] == row and row * size[0] == flat.numel()
         self.rows = None if whole or not ordered or flat.numel() <= PROBE else max(1, PROBE // row)
-        """Number of rows, the first ones; None for all."""
+        """Number of leading rows whose error is kept; None for all."""
         self.share = 1.0 if self.rows is None else self.rows / size[0]
         if self.rows is None:
             self.layout = layout
@@ -63,7 +63,7 @@ class ErrorProbe:
         self.error = ERRORS.encode_flat(error, self.layout, key)
 
     def measure(self, g: Tensor, weight_gradient: WeightGradient) -> Tensor:
-        """Return the mean square error of the weight's gradient; variances add up, so some rows stand for all."""
+        """Return the mean square error of the weight's gradient; variances add up, so some rows represent all."""
         error = self.layout.restore(self.error.decode_flat().to(g.dtype))
         with cudnn_benchmark_off():
             wrong = weight_gradient(g if self.rows is None else g[: self.rows], error)
@@ -73,7 +73,7 @@ class ErrorProbe:
 
 @contextmanager
 def cudnn_benchmark_off() -> Iterator[None]:
-    """Let cuDNN take the algorithm it thinks best: trying all of them costs too much for a shape that comes once."""
+    """Let cuDNN select an algorithm without trying them all, which is too slow for a shape that occurs only once."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = False
     try:
@@ -89,9 +89,9 @@ class WeightFigures:
     power: float
     """Mean square of the output gradient."""
     absolute: float
-    """Mean absolute value of the output gradient; NaN if it was not asked for."""
+    """Mean absolute value of the output gradient; NaN if it was not requested."""
     sums: float
-    """Mean square, over output channels, of the output gradient's sum over positions; 0 where errors have no mean."""
+    """Mean square, over output channels, of the output gradient's sum over positions; 0 if errors have no mean."""
     measured: float
     """Mean square error of the weight's gradient; NaN if it was not measured."""
     momentum: float
@@ -99,7 +99,7 @@ class WeightFigures:
 
 
 class WeightGradientSample:
-    """One use of a weight: the output gradient that its gradient is computed from, and the error measured in it."""
+    """One use of a weight: the output gradient that its gradient is computed from, and that gradient's error."""
 
     def __init__(
         self, site: Site, stats: TensorStats, product: WeightProduct, probe: ErrorProbe | None = None,
@@ -113,14 +113,14 @@ class WeightGradientSample:
         self.weight_gradient: WeightGradient | None = product.weight_gradient
         self.probe = probe
         self.absolute = absolute
-        """Whether the mean absolute value of the output gradient is asked for."""
+        """Whether the mean absolute value of the output gradient is requested."""
         self.uses = 1
         """Uses of this weight in the forward pass: the errors of its gradients add up."""
         self.positions = self.size = 0
         """Positions and values that the output gradient has."""
         self.tensors: list[Tensor | None] = []
         """Norm and sum of absolute values of the output gradient, norm of its sums over positions, and mean square
-        error of the weight's gradient: those that were measured. Empty before backward."""
+        error of the weight's gradient; None for figures that were not measured. Empty before backward."""
 
     def measure(self, g: Tensor) -> None:
         """Take the output gradient `g`, which backward has just computed."""
@@ -130,7 +130,7 @@ class WeightGradientSample:
         norm, sums, measured = torch.linalg.vector_norm(g, dtype=kind), None, None
         absolute = torch.linalg.vector_norm(g, 1, dtype=kind) if self.absolute else None
         if not self.stats.bits:
-            # What a mean error adds does not cancel.
+            # The contribution of a mean error does not cancel.
             sums = torch.linalg.vector_norm(g.sum([d for d in range(g.dim()) if d != self.channel], dtype=kind))
         if self.probe is not None and self.weight_gradient is not None:
             measured = self.probe.measure(g, self.weight_gradient)
@@ -138,7 +138,7 @@ class WeightGradientSample:
         self.probe = self.weight_gradient = None
 
     def figures(self, numbers: Sequence[float], momentum: float) -> WeightFigures:
-        """Return what was measured as numbers: those of `tensors`, in the same order."""
+        """Return the figures from `tensors`, given as numbers in the same order."""
         norm, absolute, sums, measured = numbers
         channels = max(self.size // max(self.positions, 1), 1)
         sums = 0.0 if self.tensors[2] is None else sums
@@ -154,11 +154,11 @@ class NormFigures:
     quadratic: float
     """Relative mean square error of the gradient per square of the input's mean square error."""
     coherent: float = 0.0
-    """The part of `linear` that lies along the norm's input: it adds up in the gradient of the layer in front."""
+    """The part of `linear` along the norm's input, which adds up in the gradient of the preceding layer."""
 
 
 class NormGradientSample:
-    """The gradient that a batch norm propagates, and how much of it an error of its input would distort.
+    """The gradient that a batch norm propagates, and its share that an error of the input would distort.
 
     With x normalised to h, and mean(h) = 0, mean(h^2) = 1 over the m values of a channel, the input's gradient is
     proportional to g - mean(g) - h * mean(g h). An error e of h of mean square k adds e * mean(g h) + h * mean(g e) to
@@ -169,16 +169,16 @@ class NormGradientSample:
         self.site = site
         self.stats = stats
         self.mixed = mixed
-        """The share of values that are in groups with those of other channels."""
+        """Share of values whose groups also hold values of other channels."""
         self.count = 0
-        """Values of a channel."""
+        """Number of values in a channel."""
         self.tensor: Tensor | None = None
         """For each channel: norms of the output's and the input's gradient, gradients of weight and bias, and
-        1 / deviation. None where nothing was measured."""
+        1 / deviation. None if they were not measured."""
 
     def measure(self, invstd: Tensor, gradients: tuple[Tensor | None, ...], g: Tensor | None) -> None:
-        """Take the gradients of input, weight and bias, which backward has just computed from `g`."""
-        # Python functions have no place for the gradient of what is None.
+        """Measure the gradients of input, weight and bias, which backward has just computed from `g`."""
+        # Python functions return no gradient for an argument that is None.
         grad_x, grad_weight, grad_bias = (*gradients, None, None)[:3]
         if g is None or grad_x is None or grad_weight is None or grad_bias is None or invstd.numel() != g.shape[1]:
             return
@@ -204,7 +204,7 @@ def norm_figures(samples: Sequence[NormGradientSample], measured: Sequence[Tenso
     power, propagated = table[:2].square() / count
     along, mean = table[2:4] / count
     rest = power - along.square() - mean.square()
-    # Of a gradient that is nearly all mean or along h, too little is left to measure.
+    # A gradient that is nearly all mean, or nearly all along h, leaves too little to measure.
     share = propagated / rest.clamp_min(1e-3 * power)
     # A group's values have one error: only where groups have one channel is it in proportion to its values.
     inverse = table[4].square()
@@ -216,13 +216,13 @@ def norm_figures(samples: Sequence[NormGradientSample], measured: Sequence[Tenso
 
 
 def mixed_share(packed: Packed, layout: Layout) -> float:
-    """Return the share of a batch norm's input values that are in groups with those of other channels."""
+    """Return the share of a batch norm's input values whose groups also hold values of other channels."""
     plane, group = math.prod(layout.size[2:]), packed.codec.group or ERRORS.group
     if packed.plan is not None and (packed.plan.format.stride > 1 or packed.plan.format.row):
         return 0.0
     if layout.channels_last or plane < group:
         return 1.0
-    # One group for each plane reaches beyond it, but for those that end where the plane does.
+    # In each plane one group reaches beyond the plane, unless it ends exactly where the plane does.
     return (group - math.gcd(plane, group)) / plane
 
 
@@ -230,14 +230,14 @@ class CometCollector:
     """Measures one collection step: a forward pass (with accumulation several), its backward, the optimizer's step."""
 
     compiled_for = "cuda"
-    """Type of device whose kernels are compiled when they are first needed."""
+    """Device type whose kernels are compiled when they are first needed."""
 
     def __init__(self, trials: Sequence[GroupQuant], probed: Collection[str], whole: bool, absolute: bool) -> None:
         self.trials = trials
         self.probed = probed
         """Places whose weight gradient's error is measured."""
         self.whole = whole
-        """Whether that takes all of the batch: where errors are biased, some rows do not stand for all."""
+        """Whether that measurement takes the whole batch: if errors are biased, some rows do not represent all."""
         self.absolute = absolute
         """Whether mean absolute output gradients are measured, for COMET's own formula."""
         self.batches = 1
@@ -245,7 +245,7 @@ class CometCollector:
         self.weight_samples: list[WeightGradientSample] = []
         self.norm_samples: list[NormGradientSample] = []
         self.branches: dict[str, Branch] = {}
-        """Branches in which functions, attention and norms over rows read what is saved, by place."""
+        """Branches in which functions, attention and norms over rows read saved tensors, by place."""
         self.scores: dict[str, ScoresShare] = {}
         """Shares of queries and keys, by the place of attention's values."""
         self.norm_after_backward: Tensor | None = None
@@ -253,12 +253,12 @@ class CometCollector:
         self.shards: Shards | None = None
         """The model's sharded parameters, if it has any."""
         self._uses: dict[PackedUse, None] = {}
-        """Uses of packed data on a GPU, for which kernels are compiled ahead."""
+        """Uses of packed data on a GPU, for which kernels are compiled ahead of time."""
         self._stats: dict[int, tuple[PackedMemory, TensorStats, Packed]] = {}
         self._probes: dict[int, ErrorProbe] = {}
 
     def saved(self, saved: SavedTensor, cell: PackedMemory, flat: Tensor) -> None:
-        """Measure a tensor that was just packed, or that shares what was packed before."""
+        """Measure a tensor that was just packed, or that shares packed memory."""
         site, packed, layout = saved.site, cell.packed, saved.layout
         if self.batches > 1 or packed is None or site.need != "lossy":
             return
@@ -278,7 +278,7 @@ class CometCollector:
             self._probes[id(cell)] = ErrorProbe(flat, layout, packed, cell.key, whole)
 
     def _note_use(self, site: Site, layout: Layout, plan: GroupPlan, masked: bool) -> None:
-        """Note the kernels that this memory takes at every rate, and those of its probe."""
+        """Record the kernels that this memory uses at every rate, and those of its probe."""
         norm, last = site.operation.endswith("BatchNorm"), bool(layout.channels_last)
         rates, size = tuple(each.bits for each in self.trials), layout.size if layout.dense else (plan.numel,)
         self._uses[PackedUse(plan.format, size, last, norm, masked, (), rates)] = None
@@ -287,7 +287,7 @@ class CometCollector:
             self._uses[PackedUse(errors, (plan.numel,), False, False, False, (), (ERRORS.bits,))] = None
 
     def walk(self, nodes: Iterable[Any], saved_by: Callable[[Any], Iterable[tuple[str, SavedTensor]]]) -> None:
-        """Put hooks on the nodes behind `nodes` that compute a weight's gradient: the forward pass is over."""
+        """Register hooks on nodes behind `nodes` that compute a weight's gradient; called after the forward pass."""
         start = [node for node in nodes if node is not None]
         for node in start:
             node.register_prehook(self._at_backward)
@@ -322,7 +322,7 @@ class CometCollector:
         sharded = self.shards.by_whole() if self.shards is not None else {}
         for each in found:
             each.weight = sharded.get(id(each.weight), each.weight)
-        # Regions that are computed again in backward bring samples of their own.
+        # Regions that are recomputed in backward add samples of their own.
         self.weight_samples += found
         uses = Counter(id(each.weight) for each in self.weight_samples)
         for each in self.weight_samples:
@@ -330,14 +330,14 @@ class CometCollector:
         self._stats.clear()
         self._probes.clear()
         if self._uses:
-            # Batch norms take kernels of their own where an activation is next; which of them is not known here.
+            # Batch norms that an activation follows use kernels of their own; which norms those are is not known here.
             relu = any(use.relu for use in self._uses)
             operations = {site.operation for site, _ in self.sites.values()}
             smooth = tuple(each for each in SMOOTH if each in operations)
             compile_ahead(use.before(relu, smooth) if use.norm else use for use in self._uses)
 
     def _follow(self, readers: dict[str, Any], graph: Graph) -> None:
-        """Measure the branches in which the readers of some places are."""
+        """Measure the branches that contain the readers of some places."""
         for place, node in readers.items():
             self.branches[place] = graph.branch(node)
             site = self.sites[place][0]
@@ -368,7 +368,8 @@ class CometCollector:
             return
         norm_sample = NormGradientSample(saved.site, stats, mixed_share(packed, saved.layout))
 
-        # Hooks must not hold nodes: a circle through the graph is not found before the graph behind it is gone.
+        # Hooks must not hold nodes: the cycle through the graph would not be collected before the graph behind it is
+        # freed.
         def hook(computed: tuple[Tensor | None, ...], gradients: tuple[Tensor | None, ...]) -> None:
             if single(gradients[0]):
                 norm_sample.measure(invstd, computed, gradients[0])
@@ -377,7 +378,7 @@ class CometCollector:
         self.norm_samples.append(norm_sample)
 
     def _at_backward(self, gradients: Any) -> None:
-        """Look at the gradients at the end of backward, after those who wait for its end too (DDP)."""
+        """Read the gradients at the end of backward, after other callbacks that run at its end (DDP)."""
         queue_backward_callback(lambda: queue_backward_callback(self._after_backward))
 
     def _after_backward(self) -> None:

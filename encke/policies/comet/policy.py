@@ -32,7 +32,7 @@ from encke.policies.comet.settings import Learnt, Setting
 from encke.policies.fixed import at_logprob
 
 PROBED = 16 * PROBE
-"""Values of inputs whose errors are kept in one collection step."""
+"""Largest number of input values whose errors are kept in one collection step."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -41,16 +41,16 @@ class Comet(AdaptivePolicy):
 
     Args:
         sigma: Tolerated error; None means 0.1 for unbiased rounding and COMET's 0.01 for nearest.
-        every: Steps between collection steps, once the early ones (1, 10, 20, 40, ...) are over.
-        rounding: "stochastic" is unbiased, at 2, 3, 4 or 8 bits a value; "dithered" is unbiased at a variable rate,
+        every: Steps between collection steps after the early ones (1, 10, 20, 40, ...).
+        rounding: "stochastic" is unbiased, at 2, 3, 4 or 8 bits per value; "dithered" is unbiased at a variable rate,
             under an absolute bound: fewer bytes in convolutional networks, for more time; "nearest" is COMET as
             published, under an absolute bound.
-        formula: "exact" predicts errors with the norms that were measured, "paper" with COMET's own formula.
+        formula: "exact" predicts errors with the measured norms, "paper" with COMET's own formula.
         seed: Seed of random rounding.
 
     Raises:
         TypeError: A setting has the wrong type.
-        ValueError: A setting has a value that makes no sense.
+        ValueError: A setting is out of range.
 
     Example:
         >>> import torch, encke
@@ -97,7 +97,7 @@ class Comet(AdaptivePolicy):
     # -- one training --------------------------------------------------------------------------------------------------
 
     def bind(self, model: nn.Module | None, optimizer: Optimizer | None) -> Self:
-        """Return a Comet with these settings at work in one training; see `AdaptivePolicy.bind`."""
+        """Return a Comet with these settings, bound to one training; see `AdaptivePolicy.bind`."""
         bound = replace(self)
         object.__setattr__(bound, "_schedule", CollectionSchedule(bound, bound.every, model, optimizer))
         return bound
@@ -120,16 +120,16 @@ class Comet(AdaptivePolicy):
         return list(self._learnt.history)
 
     def choose(self, site: Site) -> Codec:
-        """Return the codec in force for what `site` saves; a new place gets the strictest of its layer."""
+        """Return the codec in force for a site; a new place gets the strictest codec of its layer."""
         settings = self._learnt.settings
         setting = settings.get(site.place)
         if setting is None and site.place_v1 in settings:
-            # A state of version 1 goes by another key.
+            # A state of version 1 uses another key.
             setting = settings[site.place] = settings.pop(site.place_v1)
         if setting is not None:
             return setting.codec
         if site.need == "attention":
-            # Capture gives more bits where scores need them, and 8 before it has measured.
+            # Capture uses more bits where scores need them, and 8 before its first measurement.
             return initial_codec(self.allocates, self.seed, BITS[0])
         initial = initial_codec(self.allocates, self.seed, initial_bits(site))
         if site.need == "logprob":
@@ -165,7 +165,7 @@ class Comet(AdaptivePolicy):
         object.__setattr__(self, "_observed", figures_of(sample, norms=self.allocates))
 
     def update(self) -> bool:
-        """Set new codecs from the last figures; return False if the gradients were of no use."""
+        """Set new codecs from the last figures; return False if the gradients were unusable."""
         figures, learnt = self._observed, self._learnt
         if figures is None:
             return True
@@ -184,7 +184,7 @@ class Comet(AdaptivePolicy):
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def decisions(self) -> dict[str, Any]:
-        """Return all that was decided as plain data, for the other processes of a distributed training."""
+        """Return all decisions as plain data, for the other processes of a distributed training."""
         return self._learnt.to_dict()
 
     def adopt(self, decisions: dict[str, Any]) -> None:
@@ -192,7 +192,7 @@ class Comet(AdaptivePolicy):
         object.__setattr__(self, "_learnt", Learnt.from_dict(decisions, self.seed))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that choices depend on: settings, what was learnt, and the position in the schedule."""
+        """Return everything that choices depend on: settings, learnt facts, and the position in the schedule."""
         schedule = self.schedule.state_dict()  # may end a step, so it comes first
         return {"policy": repr(self), "rounding": self.rounding, "schedule": schedule} | self.decisions()
 
@@ -215,7 +215,7 @@ class Comet(AdaptivePolicy):
 
 
 def check_layers(learnt: Learnt, model: nn.Module | None) -> None:
-    """Refuse what was learnt from another model: layers that this one does not have."""
+    """Raise if the facts were learnt from another model: one with layers that this model lacks."""
     if model is None:
         return
     known = {layer_name(name) for name, _ in model.named_modules()}
@@ -229,10 +229,10 @@ def check_layers(learnt: Learnt, model: nn.Module | None) -> None:
 
 
 def initial_bits(site: Site) -> int:
-    """Return the bits in force before anything was measured.
+    """Return the bits in force before the first measurement.
 
-    Errors of products with weights and of normalisations average out, over a batch or over the values normalised.
-    Errors of other readers, such as SiLU, enter the gradients of all layers in front as they are.
+    Errors of products with weights and of normalisations average out, over a batch or over the normalised values.
+    Errors of other readers, such as SiLU, propagate undiminished to the gradients of all preceding layers.
     """
     averaged = is_norm(site) or site.operation == "Convolution" or site.operation in MATMULS
     return 4 if averaged else 8
@@ -240,5 +240,5 @@ def initial_bits(site: Site) -> int:
 
 @cache
 def initial_codec(allocates: bool, seed: int, bits: int) -> Codec:
-    """Return the codec in force before anything was measured; 1 % of the range for rounding to nearest."""
+    """Return the codec in force before the first measurement; 1 % of the range for rounding to nearest."""
     return GroupQuant(bits=bits, seed=seed) if allocates else ErrorBounded(1e-2, "rel", seed=seed, coarsens=True)

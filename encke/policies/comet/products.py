@@ -1,4 +1,4 @@
-"""Weight gradients as products: what is multiplied with what, read from the nodes of the autograd graph."""
+"""Weight gradients as products: the factors of each, read from the nodes of the autograd graph."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def linear(node: Any, slot: str, size: tuple[int, ...]) -> WeightProduct | None:
 
 
 def scale(node: Any, slot: str, size: tuple[int, ...]) -> WeightProduct | None:
-    """Return the gradient of a weight that scales the last dimension, as a norm's does."""
+    """Return the gradient of a weight that scales the last dimension, as a norm's weight does."""
     weight = leaf_behind(node.next_functions[slot == "self"][0])
     if weight is None or not size or tuple(weight.shape) != (size[-1],):
         return None
@@ -106,4 +106,4 @@ PRODUCTS: dict[str, Callable[[Any, str, tuple[int, ...]], WeightProduct | None]]
     "Linear": linear,
     "Mul": scale,
 }
-"""Operations whose backward computes a weight's gradient as a product: reader of (node, slot, size of the input)."""
+"""Operations whose backward computes a weight's gradient as a product -> function of (node, slot, input size)."""

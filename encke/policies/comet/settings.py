@@ -1,4 +1,4 @@
-"""Settings in force, site by site: what Comet has learnt from one training, as data that can be saved."""
+"""Settings in force at each site: Comet's knowledge of one training, as data that can be saved."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Setting:
 
     @staticmethod
     def from_dict(data: dict[str, Any], seed: int) -> Setting:
-        """Return the setting that `to_dict` has written; its codec gets the seed of the policy that reads it."""
+        """Return the setting that `to_dict` wrote; its codec gets the seed of the policy that reads it."""
         settings = {name: value for name, value in data.items() if name not in ("gain", "values", "lasting")}
         # States saved before version 0.2 do not name the codec.
         settings.setdefault("codec", "GroupQuant" if "bits" in settings else "ErrorBounded")
@@ -47,21 +47,21 @@ class Learnt:
         self.settings: dict[str, Setting] = {}
         """Settings in force, by place."""
         self.layers: dict[str, Codec] = {}
-        """The strictest codec of each layer, for places not seen before."""
+        """The strictest codec of each layer, for new places."""
         self.history: list[dict[str, Any]] = []
         self.turn = 0
-        """Where the next round of measured places begins."""
+        """Start of the next round of measured places."""
         self.warned = False
 
     def find_strictest(self) -> None:
-        """Bring `layers` up to date with `settings`."""
+        """Update `layers` from `settings`."""
         layers: dict[str, list[Codec]] = {}
         for place, setting in self.settings.items():
             layers.setdefault(place.rsplit("/", 2)[0], []).append(setting.codec)
         self.layers = {layer: strictest(codecs) for layer, codecs in layers.items()}
 
     def note(self, step: int, site: Site, setting: Setting, share: float, std: float, **figures: float) -> None:
-        """Add an entry to the history; a figure that is not a number becomes None."""
+        """Add an entry to the history; a figure that is NaN becomes None."""
         codec = setting.codec.to_dict()
         row = {"step": step, "layer": site.layer, "operation": site.operation, "slot": site.slot, "place": site.place}
         row |= {"codec": codec["codec"], "bound": codec.get("bound"), "bits": codec.get("bits")}
@@ -69,14 +69,14 @@ class Learnt:
         self.history.append(row | {name: None if math.isnan(value) else value for name, value in figures.items()})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain data, independent of what is learnt later."""
+        """Return everything as plain data that later learning does not change."""
         settings = {place: setting.to_dict() for place, setting in self.settings.items()}
         state = {"settings": settings, "history": self.history, "turn": self.turn, "warned": self.warned}
         return copy.deepcopy(state)
 
     @staticmethod
     def from_dict(state: dict[str, Any], seed: int) -> Learnt:
-        """Return what `to_dict` has written."""
+        """Return the facts that `to_dict` wrote."""
         learnt = Learnt()
         learnt.settings = {place: Setting.from_dict(data, seed) for place, data in state["settings"].items()}
         learnt.history = list(state["history"])

@@ -1,6 +1,7 @@
-"""Statistics of one piece of saved memory: share of non-zeros, spread, and the error of each codec in question.
+"""Statistics of one run of saved memory: share of non-zeros, spread, and the error of each candidate codec.
 
-Errors of the fixed rates follow from the scales of what is packed (rates.py). Others are found by encoding a sample.
+Errors of the fixed rates follow from the scales of the packed data (rates.py). Other errors are measured by encoding a
+sample.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from encke.codecs.layout import Layout
 from encke.policies.comet.rates import SampleFigures, Scales, follow_from_scales, power_at, units_of
 
 TRIED = 1 << 20
-"""Values of a tensor that are encoded to find an error, in evenly spaced runs."""
+"""Number of values of a tensor that are encoded to measure an error, in evenly spaced runs."""
 RUNS = 16
 
 DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -29,12 +30,12 @@ DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "Tanh": torch.ops.aten.tanh_backward,
     "Hardswish": torch.ops.aten.hardswish_backward,
 }
-"""Backward of functions of each value: of the output's gradient and what they saved."""
+"""Backward of pointwise functions, given the output gradient and the saved tensor."""
 
 
 @dataclass(slots=True)
 class TensorFigures:
-    """Statistics of one piece of saved memory, as numbers."""
+    """Statistics of one run of saved memory, as numbers."""
 
     share: float
     std: float
@@ -49,9 +50,9 @@ class TensorFigures:
     distortion: list[float] = field(default_factory=list)
     """Relative mean square error of a function's derivative, for each codec tried."""
     fixed: bool = False
-    """Whether only codes of a fixed rate serve."""
+    """Whether only codes of a fixed rate are suitable."""
     signed: bool = False
-    """Whether somebody reads signs."""
+    """Whether a reader needs signs."""
 
     @property
     def bound(self) -> float:
@@ -91,7 +92,7 @@ def round_trip(codec: Codec, flat: Tensor, layout: Layout, key: int) -> Tensor:
 
 
 class TensorStats:
-    """Statistics of one piece of saved memory when it was packed, on its device.
+    """Statistics of one run of saved memory when it was packed, on its device.
 
     The packed data itself is not held: it is released when backward has read it.
     """
@@ -105,20 +106,20 @@ class TensorStats:
         self.row = max(math.prod(layout.size[2:]) if len(layout.size) > 3 else layout.size[-1] if layout.size else 1, 1)
         """Values in a row (planes: in a plane), which a normalisation takes together at least."""
         self.fixed = False
-        """Whether only codes of a fixed rate serve."""
+        """Whether only codes of a fixed rate are suitable."""
         self.signed = False
-        """Whether somebody reads signs."""
+        """Whether a reader needs signs."""
         self.bits = 0
-        """The rate of codes from whose scales errors follow; they have no bias then. 0: they were tried."""
+        """Rate of the codes if errors follow from their scales, without bias; 0 if errors were measured instead."""
         self.tensors: list[Tensor | None]
         """Share of non-zeros, standard deviation, distortion of a function's derivative, and figures of the errors.
 
-        Or sums over a sample, None and the distortion, where a kernel computes such sums.
+        Or sums over a sample, None and the distortion, if a kernel computes such sums.
         """
         slope = DERIVATIVES.get(operation) if trials else None
         plan = packed.plan
         if plan is None and self.codec in self.trials:
-            # What is computed again has no codes: those of a sample have the same steps.
+            # A recomputed tensor has no codes: those of a sample have the same steps.
             flat, layout = sample(flat, layout)
             packed = self.trials[0].encode_flat(flat, layout, key)
             plan = packed.plan
@@ -143,7 +144,7 @@ class TensorStats:
     def _try(
         self, values: Tensor, layout: Layout, slope: Callable[[Tensor, Tensor], Tensor] | None, key: int
     ) -> list[Tensor | None]:
-        """Encode a sample with each codec. Figures of an error are its mean square and its mean, zeros included."""
+        """Encode a sample with each codec. Figures of an error are its mean square and its mean, including zeros."""
         exact = upcast(values)
         right = slope(torch.ones_like(exact), exact) if slope is not None else exact
         errors: list[Tensor] = []
@@ -158,7 +159,7 @@ class TensorStats:
         return [share, exact.std(correction=0), torch.stack(distortion) if distortion else None, *errors]
 
     def figures(self, numbers: Sequence[Any]) -> TensorFigures:
-        """Return the statistics as numbers: those of `tensors`, in the same order."""
+        """Return the statistics from `tensors`, given as numbers in the same order."""
         share, std, distortion, *figures = numbers
         if isinstance(share, Tensor) and self.plan is not None:
             share, std, *figures = SampleFigures.of(share, self.plan)

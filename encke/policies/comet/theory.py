@@ -1,14 +1,14 @@
 """Error of a weight's gradient from a lossy input: COMET's theory, with exact norms.
 
-A weight gradient is a sum over positions of output gradient times input. An error in the input that is independent from
-value to value, with mean square `power`, therefore gives the gradient an error that is normal, with
+A weight gradient is a sum over positions of output gradient times input. An error in the input that is independent for
+each value, with mean square `power`, therefore gives the gradient a normally distributed error with
 
     std = sqrt(power) * rms(output gradient) * sqrt(terms)
 
 `terms` is how many positions meet a kernel tap inside the image, averaged over the taps. Exact zeros carry no error, so
-`power` is the share of non-zeros times that of a single one: bound^2 / 3 for levels rounded to nearest, step^2 / 6 for
-stochastic ones. A biased error adds what does not cancel: its mean times the sum of the output gradient over all
-positions.
+`power` is the share of non-zeros times the power of a single one: bound^2 / 3 for levels rounded to nearest, step^2 / 6
+for stochastic ones. A biased error adds a part that does not cancel: its mean times the sum of the output gradient over
+all positions.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Product:
     rows: int
     """Samples of a convolution; tokens of a linear layer."""
     plane: tuple[int, ...] = ()
-    """Height and width of what the weight slides over (a transposed convolution's output)."""
+    """Height and width of the tensor that the weight slides over (a transposed convolution's output)."""
     out: tuple[int, ...] = ()
-    """Height and width of the other side (a transposed convolution's input)."""
+    """Height and width of the other tensor (a transposed convolution's input)."""
     kernel: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
     padding: tuple[int, ...] = ()
@@ -76,14 +76,14 @@ def error_std(power: float, gradient_rms: float, terms: float, coherent: float =
         power: Mean square of the input's error over all values, zeros included.
         gradient_rms: Root mean square of the output gradient.
         terms: Positions that meet a tap inside the image.
-        coherent: Variance of what does not cancel between positions, such as the square of the error's mean times the
-            output gradient's sum.
+        coherent: Variance of the part that does not cancel between positions, such as the square of the error's mean
+            times the output gradient's sum.
     """
     return math.sqrt(power * gradient_rms**2 * terms + coherent)
 
 
 def paper_std(power: float, gradient_abs: float, positions: float) -> float:
-    """Return COMET's own form of it: a * bound * sqrt(share * positions) * mean absolute output gradient.
+    """Return COMET's own form of the deviation: a * bound * sqrt(share * positions) * mean absolute output gradient.
 
     The bound is taken from the power, share * bound^2 / 3, so that the form serves every codec.
     """
@@ -92,24 +92,24 @@ def paper_std(power: float, gradient_abs: float, positions: float) -> float:
 
 @dataclass
 class Gain:
-    """Measured over predicted error of a weight's gradient, and how that grows with the bound."""
+    """Ratio of measured to predicted error of a weight's gradient, and its growth with the bound."""
 
     value: float = 1.0
     """Measured over predicted, the last time it was measured."""
     at: float = 0.0
-    """The bound in force then; zero before the first time."""
+    """The bound in force at the last measurement; zero before the first one."""
     slope: float = 0.0
-    """Power of the bound that the gain grows with: coarse levels are biased, which does not cancel."""
+    """Exponent of the bound in the gain: coarse levels are biased, and bias does not cancel."""
 
     def learn(self, bound: float, ratio: float) -> None:
-        """Take a measurement: `ratio` of measured to predicted error, at a bound."""
+        """Update the gain from a measured `ratio` of measured to predicted error, at a bound."""
         ratio = min(max(ratio, 0.1), 10.0)
         if self.at > 0 and bound > 0 and abs(math.log(bound / self.at)) > 0.5:
             self.slope = min(max(math.log(ratio / self.value) / math.log(bound / self.at), 0.0), 2.0)
         self.value, self.at = ratio, bound
 
     def expect(self, bound: float, unit: float) -> float:
-        """Return the error to expect at a bound, if theory predicts `unit` for a bound of one."""
+        """Return the expected error at a bound, given the theory's prediction `unit` for a bound of one."""
         grown = (bound / self.at) ** self.slope if self.at > 0 else 1.0
         return unit * bound * self.value * grown
 

@@ -14,11 +14,11 @@ from torch.nn import functional as F
 Augment = Literal["none", "flip", "crop", "resized"]
 
 DRAWS = 5
-"""Random numbers of an image: across, down, mirrored, area, ratio."""
+"""Random numbers per image: across, down, mirrored, area, ratio."""
 AREA = (0.08, 1.0)
 RATIO = (3 / 4, 4 / 3)
 MIDDLE = 0.875
-"""Share of a side that validation sees of images whose training takes random parts."""
+"""Share of a side that validation uses of images whose training uses random parts."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def on_device(mean: tuple[float, ...], std: tuple[float, ...], device: torch.dev
 
 
 def moved(images: Tensor, draws: Tensor) -> Tensor:
-    """Move images by up to an eighth of their sides, with black behind them, and mirror some."""
+    """Shift images by up to an eighth of their sides, filled with black, and mirror some."""
     height, width = images.shape[2:]
     down, across = height // 8, width // 8
     columns = (draws[:, :1] * (2 * across + 1)).long() + torch.arange(width, device=images.device)
@@ -89,7 +89,7 @@ def middle(images: Tensor) -> Tensor:
 
 
 def cut(images: Tensor, boxes: Tensor, mirrored: Tensor | None, size: tuple[int, int]) -> Tensor:
-    """Return the parts of the images that are in the boxes, scaled to one size."""
+    """Return the parts of the images inside the boxes, scaled to one size."""
     height, width = size
     across = (torch.arange(width, device=images.device) + 0.5) / width
     down = (torch.arange(height, device=images.device) + 0.5) / height

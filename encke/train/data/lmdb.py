@@ -1,7 +1,7 @@
 """`encke data lmdb`: a folder of images as one LMDB, checked image by image.
 
-Images, sums and progress are written in the same transaction: whenever the process is killed, the next one goes on
-after the last transaction, and the result is the same.
+Images, sums and progress are written in the same transaction. If the process is killed, the next one continues after
+the last transaction, with the same result.
 """
 
 from __future__ import annotations
@@ -131,14 +131,14 @@ def listed(root: Path) -> Source:
 
 @contextmanager
 def opened(place: Path, space: int = 0) -> Iterator[Any]:
-    """Open an LMDB for writing; its errors become one line."""
+    """Open an LMDB for writing; its errors become one-line errors."""
     package = library()
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"DST {place} cannot be made ({error.strerror}): name another folder") from None
     try:
-        # The map is a range of addresses; the file grows with what is written.
+        # The map is a range of addresses; the file grows with the data written.
         with closing(package.open(str(place), map_size=2 * space + (256 << 20), metasync=False)) as environment:
             yield environment
     except package.Error as error:
@@ -150,7 +150,7 @@ def opened(place: Path, space: int = 0) -> Iterator[Any]:
 
 
 def progress_of(place: Path, source: Source, wanted: Wanted) -> State:
-    """Return the progress of the LMDB at `place`; an error if it was made from something else."""
+    """Return the progress of the LMDB at `place`; raise an error if it was made from other files or settings."""
     fingerprint = source.fingerprint(wanted)
     refuse_other_files(place, {"data.mdb", "lock.mdb", "broken.txt"})
     if not (place / "data.mdb").exists():
@@ -281,7 +281,7 @@ def finish(environment: Any, source: Source, state: State) -> None:
 
 
 def report(dst: Path, sources: dict[Path, Source], states: dict[Path, State], seconds: float) -> None:
-    """Print what was made, and list broken images in DST/broken.txt."""
+    """Print a summary, and list broken images in DST/broken.txt."""
     listing = dst / "broken.txt"
     lines = [
         f"{source.root / name}\t{problem}\n"

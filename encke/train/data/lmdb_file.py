@@ -1,8 +1,8 @@
-"""Checking the file of an LMDB before it is mapped into memory.
+"""Validation of an LMDB file before it is mapped into memory.
 
-LMDB believes what its pages say. A file that was cut off, or a page with garbage in it, ends the process with a bus
-error or a failed assertion, which no program can catch. So the tree of pages is walked here first, with reads that can
-fail. Images lie outside the tree, on pages of their own: they are not read, only their places are checked.
+LMDB trusts its pages. A truncated file, or a corrupt page, ends the process with a bus error or a failed assertion,
+which no program can catch. So this module walks the tree of pages first, with reads that can fail. Images lie outside
+the tree, on pages of their own: only their locations are checked, not their contents.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BRANCH, LEAF, OWN_PAGES = 0x01, 0x02, 0x01
 """Flags of a page, and the flag of a node whose value has pages of its own."""
 NO_PAGE = 2**64 - 1
 INTEGER_KEYS = 0x08
-"""Flag of the list of free pages, the first of the two trees; ours, the second, has none."""
+"""Flag of the list of free pages, the first of the two trees; the second tree, ours, lacks it."""
 
 
 def check_file(file: Path) -> None:
@@ -40,13 +40,13 @@ class Tree:
             raise ValueError(f"it claims pages of {self.page_bytes} bytes")
 
     def read(self, place: int, count: int) -> bytes:
-        """Return bytes of the file, all that are asked for."""
+        """Return bytes of the file; raise an error if it has fewer."""
         if place + count > self.size:
             raise ValueError(f"it is cut off: {self.size:,} bytes, and there should be more than {place + count:,}")
         return os.pread(self.descriptor, count, place)
 
     def meta(self, place: int) -> tuple[int, int, list[tuple[int, int]]]:
-        """Return the size of a page, the number of the transaction, and flags and root of both trees."""
+        """Return the page size, the transaction number, and flags and root of both trees."""
         page = self.read(place, PAGE_HEAD + META_BYTES)
         magic, version = struct.unpack_from("<II", page, PAGE_HEAD)
         if magic != MAGIC or version != 1:

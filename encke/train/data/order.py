@@ -46,7 +46,7 @@ class Source(Protocol):
 
 
 def batches_per_epoch(samples: int, batch: int) -> int:
-    """Return the number of training batches in an epoch; samples that do not fill one are left out."""
+    """Return the number of training batches in an epoch; samples that do not fill a batch are left out."""
     if samples < batch:
         raise UsageError(f"a batch of {batch} needs as many training samples, there are {samples}: make batch smaller")
     return samples // batch
@@ -55,9 +55,9 @@ def batches_per_epoch(samples: int, batch: int) -> int:
 def batch_order(
     samples: int, batch: int, *, seed: int, epoch: int, train: bool, rank: int = 0, world: int = 1, start: int = 0
 ) -> BatchOrder:
-    """Return what process `rank` of `world` reads from batch `start` on.
+    """Return the samples that process `rank` of `world` reads from batch `start` on.
 
-    In training each epoch has its own order and only whole batches; in validation each sample comes once, in order.
+    In training each epoch has its own order and only whole batches; validation reads each sample once, in order.
     """
     if train and batch % world:
         raise UsageError(f"batch ({batch}) must be a multiple of the number of processes ({world})")

@@ -26,7 +26,7 @@ class SampleReader:
     def __init__(self, data: Any, classes: int, where: str, part: str) -> None:
         self.data, self.classes, self.where, self.part = data, classes, where, part
         self.like: tuple[Tensor, Tensor] | None = None
-        """The first sample of the training data, whose shapes and types all others must have."""
+        """The first training sample, whose shapes and types all others must have."""
 
     def read(self, number: int) -> tuple[Tensor, Tensor]:
         """Return a sample as tensors."""
@@ -127,7 +127,7 @@ def load(data: Data, seed: int) -> tuple[OwnSource, OwnSource, int, tuple[str, .
 
 
 def class_names(data: Any) -> tuple[str, ...] | int:
-    """Return the names of the classes, or their number, as the data set's `classes` says; () if it says nothing."""
+    """Return the class names, or their number, from the data set's `classes`; () if it has none."""
     while not hasattr(data, "classes") and hasattr(data, "dataset"):  # torch.utils.data.Subset
         data = data.dataset
     found = getattr(data, "classes", ())
@@ -135,7 +135,7 @@ def class_names(data: Any) -> tuple[str, ...] | int:
 
 
 def tensor_of(value: Any) -> Tensor | None:
-    """Return float32 or int64 numbers; None if the value holds no such numbers. Bytes become 0 to 1 if an image."""
+    """Return float32 or int64 numbers; None if the value holds none. Bytes of an image become 0 to 1."""
     if type(value).__module__.partition(".")[0] == "PIL":
         pixels = np.array(value if value.mode in ("L", "RGB") else value.convert("RGB"))
         value = torch.from_numpy(pixels[:, :, None] if pixels.ndim == 2 else pixels).permute(2, 0, 1)
@@ -151,12 +151,12 @@ def tensor_of(value: Any) -> Tensor | None:
 
 
 def described(values: Tensor) -> str:
-    """Return type and shape in words."""
+    """Describe type and shape."""
     return f"{str(values.dtype).removeprefix('torch.')} of shape {tuple(values.shape)}"
 
 
 def kind_of(value: Any) -> str:
-    """Return what a value is, for an error."""
+    """Describe a value, for an error."""
     if isinstance(value, Tensor):
         return f"a tensor, {described(value)}"
     if isinstance(value, tuple | list):
@@ -165,15 +165,15 @@ def kind_of(value: Any) -> str:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the generators of the CPU that a data set may draw from."""
-    torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which seeds those of GPUs too
+    """Seed the CPU generators that a data set may use."""
+    torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which also seeds those of GPUs
     np.random.seed(seed & seeded.MASK)
     random.seed(seed)
 
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Give the generators of the CPU back as they were."""
+    """Restore the state of the CPU generators on exit."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         yield

@@ -12,7 +12,7 @@ from encke.tools.errors import UsageError
 from encke.train.data.augment import AREA, MIDDLE, RATIO, Augment
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-"""Endings of the names of image files."""
+"""File name extensions of images."""
 
 Box = tuple[float, float, float, float]
 
@@ -20,14 +20,14 @@ Box = tuple[float, float, float, float]
 def rgb(image: Image.Image) -> Image.Image:
     """Decode an image to RGB with 8 bits; transparency is dropped."""
     if image.mode.startswith("I"):
-        # Pillow would cut 16 bits off at 255 instead of scaling them. Mode I is 32 bits wide and may hold fewer.
+        # Pillow would clip 16 bits at 255 instead of scaling them. Mode I is 32 bits wide and may hold fewer.
         values = np.asarray(image)
         if image.mode != "I" or values.max(initial=0) > 255:
             values = values >> 8
         image = Image.fromarray(values.clip(0, 255).astype(np.uint8))
     elif image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
-    # Of an image that is RGB already this makes no copy, but decodes it.
+    # For an image that is already RGB this makes no copy, but decodes it.
     image.load()
     return image if image.mode == "RGB" else image.convert("RGB")
 
@@ -37,7 +37,7 @@ def shown(
 ) -> np.ndarray:
     """Return the image as the model sees it, (H, W, 3), augmented by the random numbers `draws` (None in validation).
 
-    With `scale` the middle square (resized: a part) is scaled to `shape`; without it images have that shape already.
+    With `scale` the middle square (resized: a part) is scaled to `shape`; without it the image must have that shape.
     """
     height, width = shape
     if not scale and image.size != (width, height):

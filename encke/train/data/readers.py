@@ -1,4 +1,4 @@
-"""Files of images in folders or an LMDB: their classes, sizes and brightness. Contents are read by number."""
+"""Image files in folders or an LMDB: their classes, sizes and brightness. Contents are read by number."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from encke.train.data.records import Records
 
 
 class Reader(Protocol):
-    """Files of images by number."""
+    """Image files by number."""
 
     labels: np.ndarray
 
@@ -36,7 +36,7 @@ class ImageFolder:
 
     def __init__(self, root: Path, listed: Sequence[tuple[str, int]]) -> None:
         self.root = root
-        # One array instead of many strings: workers share it, where each string they touch would be copied.
+        # One array instead of many strings: workers share it, but would copy each string they touch.
         self.paths = np.array([os.fsencode(path) for path, _ in listed])
         self.labels = np.array([label for _, label in listed], dtype=np.int64)
 
@@ -48,7 +48,7 @@ class ImageFolder:
 
 
 def classes_of(root: Path, what: str = "data.path") -> tuple[str, ...]:
-    """Return the names of the folders in a folder, sorted: one for each class."""
+    """Return the sorted names of a folder's subfolders: one for each class."""
     if not root.is_dir():
         state = "is a file" if root.exists() else "is not there"
         raise UsageError(f"{what} {root} {state}; it must be a folder with one folder of images for each class")
@@ -62,10 +62,10 @@ def classes_of(root: Path, what: str = "data.path") -> tuple[str, ...]:
 
 
 def list_images(root: Path, classes: Sequence[str], keep_lost: bool = False) -> list[tuple[str, int]]:
-    """Return the images of all classes, sorted: paths relative to `root`, and the number of the class.
+    """Return the images of all classes, sorted: paths relative to `root`, and the index of the class.
 
-    Links are followed, but no folder may be in two classes or in itself. A link to an image that is not there is an
-    error, unless `keep_lost` says that the caller leaves out what it cannot read.
+    Links are followed, but no folder may be in two classes or inside itself. A dangling link is an error, unless
+    `keep_lost` says that the caller leaves out unreadable images.
     """
     found: list[tuple[str, int]] = []
     walk = FolderWalk(root, keep_lost)
@@ -81,11 +81,11 @@ def list_images(root: Path, classes: Sequence[str], keep_lost: bool = False) -> 
 
 @dataclass
 class FolderWalk:
-    """A walk through folders of images that follows links, and refuses those that lead astray."""
+    """A walk through image folders that follows links and refuses cycles and shared folders."""
 
     root: Path
     keep_lost: bool
-    """Whether a link to an image that is not there is listed too, for a caller that leaves out broken images."""
+    """Whether dangling links are listed too, for a caller that leaves out broken images."""
     owners: dict[str, int] = field(default_factory=dict)
     """Labels of the folders seen so far, by real path."""
 
@@ -95,7 +95,7 @@ class FolderWalk:
         Args:
             place: The folder, relative to the root.
             label: The class of its images.
-            above: Real paths of the folders that lead to it.
+            above: Real paths of the folders that contain it.
         """
         folder = self.root / place
         real = os.path.realpath(folder)
@@ -115,7 +115,7 @@ class FolderWalk:
 
 
 def scan(folder: Path) -> list[os.DirEntry[str]]:
-    """Return what is in a folder."""
+    """Return the entries of a folder."""
     try:
         with os.scandir(folder) as entries:
             return list(entries)
@@ -124,7 +124,7 @@ def scan(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def refuse_dangling(entry: os.DirEntry[str]) -> None:
-    """Raise an error if an entry is a link to something that is not there: it may have been a folder of images."""
+    """Raise an error for a dangling link: it may have pointed to a folder of images."""
     if entry.is_symlink() and not os.path.exists(entry.path):
         target = os.readlink(entry.path)
         raise UsageError(f"{entry.path} is a link to {target}, which is not there: put that back or remove the link")
@@ -161,7 +161,7 @@ def open_sets(kind: str, path: Path, validation: Path | None) -> tuple[Reader, R
 
 
 def is_split(path: Path) -> bool:
-    """Return whether a folder holds folders: then it is a set of classes and not a class."""
+    """Return whether a folder contains folders, which makes it a set of classes and not a class."""
     return path.is_dir() and any(each.is_dir() for each in path.iterdir())
 
 

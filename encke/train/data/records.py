@@ -1,8 +1,8 @@
-"""Reading the LMDB that `encke data lmdb` makes.
+"""Reader of the LMDB that `encke data lmdb` writes.
 
-Image number 17 is the bytes of its file under the key `00000017`. Beside them are `.labels` (uint32, one for each
-image), `.names` (JSON: the files they came from) and `.meta` (JSON: classes, count, mean, std and how it was made),
-which is written last: until then `.progress` is there instead.
+Image number 17 is the content of its file under the key `00000017`. Further keys are `.labels` (uint32, one for each
+image), `.names` (JSON: the original files) and `.meta` (JSON: classes, count, mean, std and how it was made). `.meta`
+is written last and replaces `.progress`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from encke.train.data.lmdb_file import check_file
 
 FORMAT = "encke images 1"
 OLD_FORMAT = "halley images 1"
-"""Format of release 0.1: the same under the name that the package had."""
+"""Format of release 0.1, which differs only in the package's former name."""
 META, LABELS, NAMES, PROGRESS = b".meta", b".labels", b".names", b".progress"
 """They sort before all numbers, so that images are always added at the end."""
 WAY_OUT = "make one with encke data lmdb SRC DST"
@@ -55,7 +55,7 @@ def get(path: Path, name: bytes) -> bytes | None:
 
 
 def reason(error: Exception) -> str:
-    """Return LMDB's own message, without the path in front of it."""
+    """Return LMDB's own message, without the leading path."""
     return str(error).rpartition(": ")[2]
 
 
@@ -66,7 +66,7 @@ def close() -> None:
 
 
 def read_meta(text: bytes, path: Path) -> dict[str, Any]:
-    """Return the description of a finished LMDB. Anything but what `encke data lmdb` writes is an error."""
+    """Return the description of a finished LMDB; raise an error unless `encke data lmdb` wrote it."""
     try:
         meta = json.loads(text)
         form = meta.get("format")
@@ -94,7 +94,7 @@ class Records:
             check_file(path / "data.mdb")
         except (ValueError, OSError) as error:
             raise UsageError(f"{what} {path}: data.mdb cannot be read as LMDB ({error}): {WAY_OUT}") from None
-        # Two names of one file would open it twice, which LMDB forbids.
+        # Opening one file under two names would open it twice, which LMDB forbids.
         self.path = path.resolve()
         found = get(self.path, META)
         if found is None:
@@ -110,7 +110,7 @@ class Records:
             raise UsageError(f"{path}: label {self.labels.max()} of {len(self.meta['classes'])} classes: {WAY_OUT}")
 
     def value(self, name: bytes) -> bytes:
-        """Return a value that must be there."""
+        """Return a value that must exist."""
         found = get(self.path, name)
         if found is None:
             raise UsageError(f"{self.path}: {name.decode()} is missing: {WAY_OUT}")
@@ -121,7 +121,7 @@ class Records:
         return self.value(key(index))
 
     def name(self, index: int) -> str:
-        """Return a name of the image for messages."""
+        """Return the image's name for messages."""
         try:
             file = json.loads(self.value(NAMES))[index]
         except (ValueError, LookupError, TypeError, RecursionError):

@@ -1,6 +1,6 @@
-"""Random numbers that depend on seed, epoch, sample and purpose only.
+"""Random numbers that depend only on seed, epoch, sample and purpose.
 
-The number of workers and processes, and the step at which a training is resumed, do not change them.
+They do not depend on the number of workers and processes, or on the step at which a training is resumed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Bits = TypeVar("Bits", int, Tensor)
 
 
 class Purpose(IntEnum):
-    """The purpose of random numbers: no two purposes share them."""
+    """Purpose of random numbers: no two purposes share any."""
 
     ORDER = auto()
     AUGMENT = auto()

@@ -1,7 +1,7 @@
-"""The data of a training: `load` opens them, `batches` gives them in order.
+"""The data of a training: `load` opens them, `batches` yields them in order.
 
-The same seed gives the same batches, bit for bit, whatever the number of workers and processes, and wherever a training
-is resumed.
+The same seed gives the same batches, bit for bit, whatever the number of workers and processes and the step at which a
+training is resumed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Datasets:
     validation: Source
     kind: Literal["images", "tokens"]
     classes: int
-    """Classes of the images, or different tokens."""
+    """Number of classes of the images, or number of different tokens."""
     shape: tuple[int, ...]
     """(channels, height, width) of an image, or (context,); samples of the user's own may have any shape."""
     mean: tuple[float, ...] = ()
@@ -53,7 +53,7 @@ def load(data: Data, seed: int, context: int | None = None) -> Datasets:
 
     Args:
         data: What to open.
-        seed: Seed of synthetic data and of what is held out.
+        seed: Seed of synthetic data and of the held-out part.
         context: Length of a sequence of tokens.
     """
     if data.validation and data.kind not in ("folder", "lmdb", "text"):
@@ -95,7 +95,7 @@ def in_memory(data: Data, seed: int) -> Datasets:
     """Read images that fit in memory."""
     if data.kind == "synthetic":
         made = synthetic_images(data.classes, data.samples, data.channels, data.size or SIDE, seed)
-        # All images are alike: a few tell mean and deviation.
+        # All images are similar: a few determine mean and deviation.
         return images(data, *made, made[0].take(torch.arange(min(256, data.samples)))[0], ())
     if data.kind == "digits":
         train, validation, names = formats.digits(seed)
@@ -168,10 +168,10 @@ def batches(
     start: int = 0,
     device: torch.device | str = "cpu",
 ) -> Iterator[Batch]:
-    """Give the batches of an epoch: normalised float32 images and their labels, or tokens and their successors.
+    """Yield the batches of an epoch: normalised float32 images and their labels, or tokens and their successors.
 
-    In training the epoch has its own order, and a last batch that is not full is left out. In validation each sample
-    comes once, in order; a process may get nothing of a last batch with fewer samples than processes.
+    In training the epoch has its own order, and an incomplete last batch is left out. Validation reads each sample
+    once, in order; a process may get none of a last batch with fewer samples than processes.
 
     Args:
         source: The data.
@@ -181,7 +181,7 @@ def batches(
         train: Whether the data are for training.
         rank: Number of this process.
         world: Number of processes.
-        start: First batch; those before it are not read.
+        start: First batch; earlier batches are not read.
         device: Device of the batches.
     """
     mine = batch_order(len(source), batch, seed=seed, epoch=epoch, train=train, rank=rank, world=world, start=start)

@@ -16,7 +16,7 @@ from encke.train.data.order import Batch, BatchOrder
 from encke.train.data.seeded import Purpose
 
 VOCABULARY = 256
-"""Different tokens of synthetic sequences."""
+"""Number of different tokens in synthetic sequences."""
 
 
 class TextSource:

@@ -26,7 +26,7 @@ from encke.train.data.augment import from_sums
 from encke.train.data.pictures import error_line, rgb
 
 FILES, BYTES = 64, 4_000_000
-"""Largest portion of a worker."""
+"""Largest number of files, and of bytes, in a worker's portion."""
 COUNTED, GRID = 1024, 32
 """Brightness is measured on at least this many images, or all, at this many pixels down and across."""
 LEVELS = np.arange(256)
@@ -51,12 +51,12 @@ class Brightness:
 
 @dataclass(frozen=True)
 class Checked:
-    """Result of a worker for some files, in their order."""
+    """Result of a worker for some files, in order."""
 
     problems: list[str]
-    """The error of each file; empty if it can be used."""
+    """Error message of each file; empty if it is usable."""
     contents: list[bytes]
-    """The bytes of each file, or of the scaled image; empty if they are not wanted."""
+    """Content of each file, or of the scaled image; empty if not wanted."""
     brightness: Brightness
 
 
@@ -119,7 +119,7 @@ def scaled(picture: Image.Image, size: int, quality: int) -> tuple[Image.Image, 
 
 
 def file_sizes(paths: Sequence[str]) -> list[int]:
-    """Return the sizes of files; one that is not there, a link to nowhere, has none and is found broken later."""
+    """Return the sizes of files; 0 for a dangling link, which is found broken later."""
     return [os.stat(path).st_size if os.path.exists(path) else 0 for path in paths]
 
 
@@ -139,7 +139,7 @@ def portions(sizes: Sequence[int], begin: int = 0) -> Iterator[slice]:
 def checks(
     paths: Sequence[str], sizes: Sequence[int], workers: int, wanted: Wanted, done: int = 0
 ) -> Iterator[Iterator[Checked]]:
-    """Check the files from `done` on in order, with a few portions ahead of what is taken.
+    """Check the files from `done` on in order, a few portions ahead of the consumer.
 
     All workers have started when the context is entered.
     """
@@ -172,10 +172,10 @@ def checks(
 
 
 def watch_parent(parent: int) -> None:
-    """End this worker when its parent was killed, and leave Ctrl-C to the parent."""
+    """End this worker if its parent is killed, and leave Ctrl-C to the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    warnings.simplefilter("ignore")  # of Pillow, about an odd image
-    gc.freeze()  # looking for garbage in what the parent has would copy it
+    warnings.simplefilter("ignore")  # by Pillow, about an unusual image
+    gc.freeze()  # garbage collection of the parent's objects would copy them
 
     def watch() -> None:
         while os.getppid() == parent:

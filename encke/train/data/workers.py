@@ -1,4 +1,4 @@
-"""Samples that worker processes read, batch by batch, ahead of the training."""
+"""Samples that worker processes read batch by batch, ahead of the training."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from encke.torch_internals import shutdown_workers
 from encke.train.data.order import Batch, BatchOrder
 
 Request = tuple[np.ndarray, np.ndarray | None]
-"""Samples of a batch and their random numbers; no tensors, which travel to workers as open files."""
+"""Samples of a batch and their random numbers; not tensors, which are sent to workers as open files."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An error that a worker sends instead of a batch: raised there, it would arrive as a page of traceback."""
+    """An error that a worker sends instead of a batch: raised in the worker, it would arrive as a page of traceback."""
 
     message: str
 
@@ -51,9 +51,9 @@ class BatchReader(Protocol):
 
 
 class WorkerSource:
-    """A source that workers read. They start with the first batches and stay for the next epochs.
+    """A source that workers read. They start with the first batches and persist for the next epochs.
 
-    A subclass says how many samples there are, what is requested, and what is done with inputs on the device.
+    A subclass defines the number of samples, the requests, and the processing of inputs on the device.
     """
 
     def __init__(self, reader: BatchReader, workers: int | None) -> None:
@@ -68,7 +68,7 @@ class WorkerSource:
         raise NotImplementedError
 
     def finish(self, inputs: Tensor) -> Tensor:
-        """Return what the model is given, from inputs that have arrived on the device."""
+        """Return the model's input, from inputs on the device."""
         return inputs
 
     def start(self, device: torch.device) -> DataLoader[Any]:
@@ -81,11 +81,11 @@ class WorkerSource:
             pin_memory=device.type == "cuda",
             persistent_workers=self.workers > 0,
             worker_init_fn=be_quiet,
-            generator=torch.Generator(),  # else each epoch draws from that of the training, a resumed one once more
+            generator=torch.Generator(),  # else epochs draw from the training's generator, resumed ones once more
         )
 
     def batches(self, order: BatchOrder, device: torch.device) -> Iterator[Batch]:
-        """Give the batches of the order on the device."""
+        """Yield the batches of the order on the device."""
         self.turn += 1
         self.requests.now = self.requested(order)
         first = self.loader is None
@@ -97,7 +97,7 @@ class WorkerSource:
         return self.received(loaded, self.turn, device)
 
     def received(self, loaded: Iterator[Batch | Failure], turn: int, device: torch.device) -> Iterator[Batch]:
-        """Give the batches that the workers have read."""
+        """Yield the batches that the workers have read."""
         for batch in loaded:
             if turn != self.turn:
                 raise RuntimeError("these batches have ended: others of the same source were started")
@@ -110,15 +110,15 @@ class WorkerSource:
 def end_workers(loaded: Any) -> None:
     """End the workers when their source is collected, or when the program ends.
 
-    The caller keeps `loaded` alive until then. Collected in a cycle with its queues, these would close first and no
-    worker would be told to end; the collector would wait for each, and multiprocessing, whose SIGTERM they ignore,
-    would wait forever.
+    The caller keeps `loaded` alive until then. If it were collected in a cycle with its queues, the queues would close
+    first, and no worker would be told to end. The garbage collector would wait for each worker, and multiprocessing,
+    whose SIGTERM they ignore, would wait forever.
     """
     shutdown_workers(loaded)
 
 
 def be_quiet(_: int) -> None:
-    """Leave Ctrl-C and SIGTERM to the training, with which a worker ends, and hide warnings of Pillow."""
+    """Ignore Ctrl-C and SIGTERM, as a worker ends with the training, and hide Pillow's warnings."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     warnings.simplefilter("ignore")

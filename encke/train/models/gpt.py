@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 
 class Block(nn.Module):
-    """One layer of the transformer: attention, then an MLP, each behind a LayerNorm and beside a residual path."""
+    """One layer of the transformer: attention, then an MLP, each after a LayerNorm and on a residual branch."""
 
     def __init__(self, heads: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Gpt(nn.Module):
         self.head.weight = self.tokens.weight
         for name, parameter in self.named_parameters():
             if name.endswith(("merge.weight", "narrow.weight")):
-                # 2 * layers of these add up in the residual path: its variance must not grow with the depth.
+                # The residual path sums 2 * layers of these: its variance must not grow with the depth.
                 nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5)
             elif parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)

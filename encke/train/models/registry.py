@@ -1,4 +1,4 @@
-"""The models that commands know by name: how each is built, and with what it is trained and measured."""
+"""Models that commands know by name: how to build each, and its settings for training and measurements."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ModelInfo:
     model: Model
     data: Literal["images", "volumes", "tokens"] = "images"
     classes: int = 1000
-    """Classes of the images, or size of the vocabulary."""
+    """Number of classes of the images, or size of the vocabulary."""
     batch: int = 256
     """Images or sequences in a step on a GPU."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
@@ -79,7 +79,7 @@ MODELS = {
         Model("gpt", context=512, layers=12, heads=12, width=768, dropout=0.0), "tokens", 30522, 32, "adamw", 1e-4
     ),
 }
-"""The models that are measured and studied. `encke train` builds any model of torchvision.models as well."""
+"""Models that are measured and studied. `encke train` builds any model of torchvision.models as well."""
 
 
 def unet(name: str, classes: int) -> UNet:
@@ -135,7 +135,7 @@ def own_network(model: Model, classes: int) -> nn.Module:
 
 
 def vision_network(model: Model, classes: int, channels: int, side: int | None) -> nn.Module:
-    """Build a network of torchvision, with its stem and channels as asked for."""
+    """Build a network of torchvision, with the requested stem and channels."""
     try:
         library = torchvision_models()
     except ImportError as error:

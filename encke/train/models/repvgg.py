@@ -1,4 +1,4 @@
-"""RepVGG-A0 as it is trained: three branches with a batch norm each, summed before the ReLU."""
+"""RepVGG-A0 in its training form: three branches with a batch norm each, summed before the ReLU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ STAGES = ((48, 2), (96, 4), (192, 14), (1280, 1))
 
 
 class RepBlock(nn.Module):
-    """ReLU of a 3 x 3 convolution, a 1 x 1 convolution and, where the shape stays, the input, each normalised."""
+    """ReLU of the sum of a 3 x 3 and a 1 x 1 convolution and, if the shape is kept, the input, each normalised."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""ResNet-164 for small images: 18 bottlenecks in each of three stages, with normalisation and ReLU in front."""
+"""ResNet-164 for small images: 18 pre-activation bottlenecks in each of three stages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ EXPANSION = 4
 
 
 class Bottleneck(nn.Module):
-    """1 x 1, 3 x 3 and 1 x 1 convolutions, each behind a batch norm and a ReLU, beside a residual path."""
+    """1 x 1, 3 x 3 and 1 x 1 convolutions, each after a batch norm and a ReLU, on a residual branch."""
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()

@@ -14,14 +14,14 @@ WIDTHS_3D = (32, 64, 128, 256, 320)
 class UNet(nn.Module):
     """U-Net that returns scores for each pixel, or for each voxel.
 
-    In two dimensions it has batch norm and ReLU, in three instance norm and leaky ReLU, as is usual for volumes. The
-    input is halved at each level but the first, by default four times.
+    In two dimensions it has batch norm and ReLU, in three instance norm and leaky ReLU, as is usual for volumes. Each
+    level but the first halves the input, by default four times.
 
     Args:
         classes: Number of classes.
         channels: Channels of the input.
         dimensions: 2 or 3.
-        widths: Channels at each level; None for the usual ones.
+        widths: Channels at each level; None for the usual widths.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class UNet(nn.Module):
         self.head = convolution(widths[0], classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return scores of shape (batch, classes, ...), with the sides of the input."""
+        """Return scores of shape (batch, classes, ...), with the spatial size of the input."""
         across = [self.first(x)]
         for block in self.down:
             across.append(block(self.pool(across[-1])))

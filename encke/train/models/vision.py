@@ -1,4 +1,4 @@
-"""Networks of torchvision: the import, and changes that make them fit the data."""
+"""Networks of torchvision: the import, and changes that adapt them to the data."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _schemas: list[torch.library.Library] = []
 
 
 def torchvision_models() -> ModuleType:
-    """Return `torchvision.models`, also where torchvision's compiled operators do not load.
+    """Return `torchvision.models`, even if torchvision's compiled operators do not load.
 
-    A torchvision built for CUDA beside a torch built for the CPU (what a package index gives by default) fails on
-    import: it looks up operators that its compiled library would have declared. They are declared here instead.
+    A torchvision built for CUDA beside a torch built for the CPU (the default of a package index) fails on import: it
+    looks up operators that its compiled library would have declared. They are declared here instead.
     """
     try:
         return importlib.import_module("torchvision.models")
@@ -43,7 +43,7 @@ def declare_operators() -> None:
 
 
 def small_stem(network: nn.Module, name: str) -> None:
-    """Fit a network to small images: a first convolution of 3 x 3 with stride 1, and no pooling behind it."""
+    """Adapt a network to small images: a first convolution of 3 x 3 with stride 1, and no pooling after it."""
     if name.startswith(("resnet", "resnext", "wide_resnet")):
         network.conv1 = small_conv(network.conv1)
         network.maxpool = nn.Identity()
@@ -57,7 +57,7 @@ def small_stem(network: nn.Module, name: str) -> None:
 
 
 def small_conv(old: object) -> nn.Conv2d:
-    """A 3 x 3 convolution with stride 1 in place of a larger one."""
+    """Return a 3 x 3 convolution with stride 1 that replaces a larger one."""
     assert isinstance(old, nn.Conv2d)
     conv = nn.Conv2d(old.in_channels, old.out_channels, 3, padding=1, bias=False)
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")

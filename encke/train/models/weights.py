@@ -19,8 +19,8 @@ PARTS = ("model", "state_dict")
 def load_weights(model: nn.Module, file: str) -> str:
     """Load a file's weights into a model, in place.
 
-    All names and shapes must be the model's, except the last layer's number of outputs: where that differs, the layer
-    keeps its fresh weights. Returns a line that says so; empty if all weights were loaded.
+    All names and shapes must match the model's, except the last layer's number of outputs: if that differs, the layer
+    keeps its fresh weights. Return a line that says so; empty if all weights were loaded.
     """
     where = f"model.weights {file}"
     found, wanted = read(Path(file).expanduser(), where), model.state_dict()
@@ -46,7 +46,7 @@ def load_weights(model: nn.Module, file: str) -> str:
 
 
 def read(path: Path, where: str) -> dict[str, Tensor]:
-    """Read a state_dict from a file of torch.save or of safetensors; no code in it is run."""
+    """Read a state_dict from a file of torch.save or of safetensors, without running code from it."""
     if not path.is_file():
         raise UsageError(f"{where}: there is no such file")
     try:

@@ -10,9 +10,9 @@ from typing import Any
 from encke.train.report.runs import Run, number
 
 MOST_POINTS = 400
-"""Points of a curve; longer ones are averaged."""
+"""Most points of a curve; longer curves are averaged."""
 Site = tuple[str, str, str, int]
-"""Layer, operation, slot, and a count of those with the same three."""
+"""Layer, operation, slot, and an index among sites with equal names."""
 
 
 def chart_data(run: Run) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The report as one HTML page, which asks for nothing from the network."""
+"""The report as one HTML page, which makes no network requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def to_html(runs: Sequence[Run], extra: Sequence[Section], title: str, last: Seq
     """Return the whole page. Its content security policy allows this one script and no request."""
     style, script = (Path(__file__).with_name(f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     data = json.dumps(finite_json([chart_data(run) for run in runs]), separators=(",", ":"), allow_nan=False)
-    # The JSON stands in a script element, which the first </script> would end.
+    # The JSON is inside a script element, which the first </script> would end.
     data = data.replace("<", "\\u003c")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     sections = [(section.title, prose(section)) for section in extra]
@@ -80,7 +80,7 @@ def prose(section: Section) -> str:
 
 
 def step_chart(chart: StepChart | None) -> str:
-    """Return a place into which the script draws the memory through a step, and the peaks in words."""
+    """Return a placeholder in which the script draws the memory during a step, and the peaks as text."""
     if chart is None:
         return ""
     curves = json.dumps(finite_json([{**memory, "name": name} for name, memory in chart.curves]))

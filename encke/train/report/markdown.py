@@ -11,7 +11,7 @@ from encke.train.report.runs import Run
 from encke.train.report.summary import Section, Table, is_figure
 
 MOST_EPOCHS = 20
-"""Rows of epochs."""
+"""Most rows of epochs."""
 
 
 def to_markdown(runs: Sequence[Run]) -> str:

@@ -20,7 +20,7 @@ A_RUN_FOLDER = "a run folder is what `encke train` writes: settings.yaml, metric
 MOST_FORWARDS = 100
 """Forward passes of a long sites.jsonl that are kept: at least this many, at most twice as many."""
 POLICY = ("sigma", "rounding", "bits", "block", "bound", "mode")
-"""Settings of a policy, in the order in which they are shown."""
+"""Settings of a policy, in display order."""
 DATA_LOCATION = ("data.path", "data.validation", "data.workers", "data.augment")
 """Settings in which runs on the same data may differ: location and reading."""
 NOT_COMPARED = ("out", "device", "save", "metrics", "sites", "table", "ratios", "log", "data.workers")
@@ -68,7 +68,7 @@ class Run:
 
     @property
     def policy(self) -> str:
-        """The policy with those of its settings that are not its own defaults."""
+        """The policy with those of its settings that differ from its defaults."""
         name = str(self.settings.get("policy.name", "not known"))
         given = {key.removeprefix("policy."): value for key, value in self.settings.items() if value is not None}
         words = [
@@ -100,7 +100,7 @@ class Run:
 
     @cached_property
     def figures(self) -> dict[str, float | None]:
-        """Figures of result.json; those of an unfinished run come from the lines that it has written."""
+        """Figures of result.json; for an unfinished run, figures from the lines it has written."""
         last: dict[str, Any] = {}
         for line in sorted([*self.steps, *self.epochs], key=itemgetter("step")):
             last |= {key: value for key, value in line.items() if value is not None}
@@ -138,11 +138,11 @@ class Pair:
     plain: Run
     compressed: Run
     differences: tuple[str, ...]
-    """Differences besides the policy, in words."""
+    """Differences besides the policy, as text."""
 
 
 def read_all(folders: Sequence[Path]) -> list[Run]:
-    """Read the runs in the given order, each once, under names that tell them apart."""
+    """Read the runs in the given order, each once, under distinct names."""
     once: dict[Path, Path] = {}
     for folder in folders:
         once.setdefault(folder.resolve(), folder)
@@ -159,7 +159,7 @@ def read_all(folders: Sequence[Path]) -> list[Run]:
 
 
 def read(folder: Path, name: str) -> Run:
-    """Read a run folder; UsageError if it is none, or if a file in it is broken."""
+    """Read a run folder; raise UsageError if it is not one, or if a file in it is broken."""
     check_folder(folder)
     cut: list[str] = []
     steps, epochs, resumed = read_metrics(folder / METRICS, cut)
@@ -195,7 +195,7 @@ def check_folder(folder: Path) -> None:
 
 
 def without_step(path: Path) -> UsageError:
-    """Return an error about metrics of a training that has none yet."""
+    """Return an error about the metrics of a training without a completed step."""
     return UsageError(f"{path} has no line of a step yet: the training has just begun, or ended before it")
 
 
@@ -231,7 +231,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path, cut: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Give number and object of each line of JSON. A broken one is an error, or noted in `cut` if it is the last."""
+    """Yield number and object of each line of JSON. A broken line is an error, the last one goes to `cut`."""
     broken: tuple[int, str] | None = None
     with path.open("rb") as file:
         for count, line in enumerate(file, start=1):
@@ -253,7 +253,7 @@ def read_lines(path: Path, cut: list[str]) -> Iterator[tuple[int, dict[str, Any]
 
 
 def read_metrics(path: Path, cut: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:
-    """Return lines of steps, lines of epochs, and how often the training was resumed."""
+    """Return lines of steps, lines of epochs, and the number of times that the training was resumed."""
     steps: list[dict[str, Any]] = []
     epochs: list[dict[str, Any]] = []
     resumed = 0
@@ -273,7 +273,7 @@ def read_metrics(path: Path, cut: list[str]) -> tuple[list[dict[str, Any]], list
 
 
 def read_forwards(path: Path, cut: list[str]) -> list[dict[str, Any]]:
-    """Read the lines of sites.jsonl; of very many every second, fourth, ... and the last."""
+    """Read the lines of sites.jsonl; of very many only every second, fourth, ... and the last."""
     kept: list[dict[str, Any]] = []
     last: dict[str, Any] | None = None
     every = 1
@@ -299,7 +299,7 @@ def drop_from(lines: list[dict[str, Any]], step: float) -> None:
 
 
 def complaints(run: Run) -> Iterator[str]:
-    """Give warnings that a reader needs before believing the figures."""
+    """Yield warnings that a reader needs before trusting the figures."""
     figures = run.figures
     total = number(run.settings.get("epochs"))
     where = f"step {figures['steps'] or 0:g}"
@@ -329,7 +329,7 @@ def complaints(run: Run) -> Iterator[str]:
 
 
 def pairs(runs: Sequence[Run]) -> list[Pair]:
-    """Return each compressed run with the plain run of the same model and data that differs least in other settings."""
+    """Return each compressed run with the plain run of the same model and data whose other settings differ least."""
     found = []
     for run in runs:
         mates = [other for other in runs if other.plain and same_experiment(run, other)]
@@ -365,7 +365,7 @@ def differences(plain: Run, compressed: Run) -> list[str]:
 
 
 def shown(value: Any) -> str:
-    """Return a setting about as it is written in YAML."""
+    """Format a setting roughly as in YAML."""
     if isinstance(value, list | tuple):
         return ", ".join(map(shown, value))
     if isinstance(value, bool) or value is None:

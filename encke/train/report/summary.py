@@ -1,4 +1,4 @@
-"""Words and tables of a report, for every format."""
+"""Text and tables of a report, for every format."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Table:
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     marked: frozenset[int] = frozenset()
-    """Rows that stand out."""
+    """Highlighted rows."""
 
 
 @dataclass(frozen=True)
 class StepChart:
-    """Memory through one training step, as curves of several trainings."""
+    """Memory during one training step, as curves of several trainings."""
 
     caption: str
     curves: tuple[tuple[str, Mapping[str, Any]], ...]
@@ -79,7 +79,7 @@ def rate(value: float | None) -> str:
 
 
 def step_time(value: float | None) -> str:
-    """Return the seconds of a step."""
+    """Format the seconds of a step."""
     return UNKNOWN if value is None else f"{value:.3f} s" if value >= 0.1 else f"{1000 * value:.3g} ms"
 
 
@@ -169,7 +169,7 @@ class Comparison:
 
     @property
     def samples(self) -> float:
-        """Validation samples of both runs; 0 if not known."""
+        """Validation samples of both runs; 0 if unknown."""
         both = (number(run.environment.get("validation_samples")) for run in (self.pair.plain, self.pair.compressed))
         return min((samples for samples in both if samples is not None), default=0)
 
@@ -323,7 +323,7 @@ def summary(runs: Sequence[Run]) -> Section:
 
 
 def warnings(runs: Sequence[Run]) -> Section:
-    """Return the warnings of all runs, each once with the runs that it is about."""
+    """Return the warnings of all runs, each once with the runs it concerns."""
     about: dict[str, list[str]] = {}
     for run in runs:
         for text in run.warnings:
@@ -368,7 +368,7 @@ def shown_epochs(run: Run) -> str:
 def epoch_tables(runs: Sequence[Run], most: int | None = None) -> list[Table]:
     """Return losses and accuracies at the end of each epoch, a table for each with a column for each run.
 
-    At most `most` rows are given, at equal distances.
+    Return at most `most` rows, at equal intervals.
     """
     epochs = sorted({epoch for run in runs for line in run.epochs if (epoch := number(line.get("epoch"))) is not None})
     if most is not None and len(epochs) > most:
@@ -408,7 +408,7 @@ def site_table(run: Run) -> Table:
 
 
 def setting_tables(runs: Sequence[Run]) -> list[Table]:
-    """Return settings and environment: differences between the runs, marked, then what they share."""
+    """Return settings and environment: first the differences between the runs, marked, then the common ones."""
 
     def split(of: Sequence[Mapping[str, Any]], differing: bool) -> list[tuple[str, ...]]:
         names = dict.fromkeys(name for each in of for name in each)

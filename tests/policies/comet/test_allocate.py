@@ -19,7 +19,7 @@ from encke.policies.comet.stats import TensorStats
 
 
 def memory(values: int, error: float, least: int = 0) -> Memory:
-    """Return a tensor whose error falls as that of uniform codes does."""
+    """Return a tensor whose error falls like that of uniform codes."""
     return Memory(values, [error / (2**bits - 1) ** 2 for bits in BITS], least)
 
 

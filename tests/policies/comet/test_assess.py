@@ -54,9 +54,9 @@ def test_bits_in_between_would_not_have_done() -> None:
     wanted, loose = (last(run(Comet(sigma, every=5), lr=0.0)) for sigma in (0.1, 0.2))
     for layer in WEIGHTS:
         assert coarse[layer]["bits"] == 2 and fine[layer]["bits"] == 8
-        # What two bits would do is what the coarse run predicts, in the same step with the same gradients.
+        # The coarse run predicts the error of two bits, in the same step with the same gradients.
         assert (wanted[layer]["bits"] == 2) == (coarse[layer]["predicted"] <= wanted[layer]["tolerated"])
-        # There the limit of all errors together asks for more in one layer.
+        # At the larger sigma, the limit of all errors together requires more bits in one layer.
         assert (loose[layer]["bits"] == 2) <= (coarse[layer]["predicted"] <= loose[layer]["tolerated"])
         assert (wanted[layer]["bits"] == 8) <= (8 * fine[layer]["predicted"] < coarse[layer]["predicted"])
 
@@ -85,7 +85,7 @@ def test_the_bound_set_is_the_bound_in_force() -> None:
     train(handle.model, None, 1, lr=0.0)  # type: ignore[attr-defined]
     rows = {row.layer: row.bound for row in handle.report().sites if row.codec == "ErrorBounded"}
     for layer, row in last(handle).items():
-        # What the ReLU before a layer makes is saved there first.
+        # The result of a ReLU before a layer is saved by the ReLU first.
         saved = rows.get(layer) or rows.get(str(int(layer) - 1)) or rows[str(int(layer) - 2)]
         assert saved.startswith(f"{row['bound']:.3g} abs")
     codecs = [setting.codec for setting in handle.policy.settings.values()]  # type: ignore[attr-defined]
@@ -175,7 +175,7 @@ def test_norm_inputs_are_bounded_by_their_spread(sigma: float | None, share: flo
     for row in rows:
         assert row["operation"] == "BatchNorm" and row["bound"] == pytest.approx(share * row["std"])
     x = BATCHES[15 % 4][0]
-    # The last row's spread is that of the tensor itself, a step before the weights moved on.
+    # The last row's spread is that of the tensor itself, one step before the weights changed.
     assert rows[-1]["std"] == pytest.approx(float(handle.model[0](x).detach().std()), rel=0.05)  # type: ignore[attr-defined]
 
 
@@ -225,7 +225,7 @@ def test_the_smallest_inputs_have_the_most_bits_from_the_second_step_on(spare, b
     torch.manual_seed(0)
     model = Pooled()
     optimizer = sgd(model, 0.0)
-    handle = encke.attach(model, Comet(sigma=1e3), optimizer)  # nothing else asks for more than two
+    handle = encke.attach(model, Comet(sigma=1e3), optimizer)  # no other limit requires more than two
     x, y = torch.randn(64, 3, 32, 32), torch.randint(10, (64,))
     for step in range(10):
         optimizer.zero_grad()
@@ -239,7 +239,7 @@ def test_the_smallest_inputs_have_the_most_bits_from_the_second_step_on(spare, b
 
 
 def test_inputs_of_computed_weights_keep_four_bits() -> None:
-    """The error of such a weight's gradient is not measured: no limit could allow fewer."""
+    """The error of such a weight's gradient is not measured, so no limit could justify fewer bits."""
     model = net(norm=False)
     for layer in (3, 8):
         nn.utils.parametrizations.weight_norm(model[layer])

@@ -1,4 +1,4 @@
-"""Branches: shares of the gradient where paths join, and what they save."""
+"""Branches: shares of the gradient where paths join, and the memory they save."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def nodes_of(t: Tensor) -> list[Any]:
 
 
 def node_of(t: Tensor, name: str) -> Any:
-    """Return the last node of an operation whose name begins so."""
+    """Return the last node whose operation has this prefix."""
     return next(node for node in nodes_of(t) if operation_name(node).startswith(name))
 
 
@@ -65,7 +65,7 @@ def test_the_share_of_a_residual_branch_is_that_of_its_gradient(draw) -> None:
 
 
 def test_a_gated_block_joins_at_its_input_and_at_the_residual_sum(draw) -> None:
-    """The gate's gradient meets that of the other projection, then both meet the residual path."""
+    """The gate's gradient joins that of the other projection, then both join the residual path."""
     x, g = draw(8, 16).requires_grad_(), draw(8, 16)
     gate, up, down = (draw(16, 16).requires_grad_() for _ in range(3))
     stem = x * 1.0
@@ -86,7 +86,7 @@ def test_a_gated_block_joins_at_its_input_and_at_the_residual_sum(draw) -> None:
 
 
 def test_query_key_and_value_are_one_branch(draw) -> None:
-    """Their errors are independent where they meet, so the squares of their gradients add up."""
+    """Their errors are independent where they join, so the squares of their gradients add up."""
     x, g = draw(2, 4, 8, 16).requires_grad_(), draw(2, 4, 8, 16)
     weights = [(0.1 * draw(16, 16)).requires_grad_() for _ in range(3)]
     stem = x * 1.0
@@ -104,7 +104,7 @@ def test_query_key_and_value_are_one_branch(draw) -> None:
 
 
 def test_an_error_in_a_branch_is_as_small_as_its_share_where_paths_join(draw) -> None:
-    """The error put into the gradient that a branch propagates is measured in the gradient of the sum."""
+    """An error is added to the gradient that a branch propagates, and measured in the gradient of the sum."""
     x, w = draw(64, 32).requires_grad_(), draw(32, 32)
     gradients = []
     for wrong in (0.0, 0.1):
@@ -128,7 +128,7 @@ def test_weights_count_by_the_share_that_reaches_them() -> None:
     first, second = Joint(), Joint()
     branch: Any = Branch([([a, a], first), ([b], second)])
     squares = {id(each.weight): size for each, size in ((a, 1.0), (b, 2.0), (c, 50.0))}
-    # a is reached by all of the error, b by half of it, and what lies in front of both joints by half of a quarter.
+    # All of the error reaches a, half of it reaches b, and half of a quarter reaches the weights before both joints.
     assert branch.reach(squares, 10.0, {first: 0.5, second: 0.25}) == pytest.approx(1 + 0.5 * 2 + 0.125 * 7)
     assert branch.reach(squares, 10.0, {}) == 10.0  # nothing was measured
     assert branch.reach(squares, 0.4, {first: 0.5, second: 0.25}) == 0.4
@@ -141,7 +141,7 @@ def test_a_share_that_tells_nothing_is_all(numbers: list[float]) -> None:
 
 
 def test_paths_that_join_while_others_are_open_end_the_branch(draw) -> None:
-    """The two results of a split are joined by a third path at one of them: no share is taken."""
+    """A third path joins one of the two results of a split: no share is taken."""
     x = draw(8, 16).requires_grad_()
     stem = x * 1.0
     y = stem * 2.0
@@ -158,7 +158,7 @@ def reversed_columns(x: Tensor) -> Tensor:
 
 
 def filtered(x: Tensor) -> Tensor:
-    """Return the sum of two paths that part and join as complex numbers, as in Fourier layers."""
+    """Return the sum of two paths that split and join as complex numbers, as in Fourier layers."""
     waves = torch.fft.rfft(x)
     return torch.fft.irfft(waves + torch.fft.rfft(torch.tanh(torch.fft.irfft(waves, n=32))), n=32)
 
@@ -181,7 +181,7 @@ def test_sparse_and_complex_gradients_in_a_branch_are_not_measured(function: Cal
 
 
 class Residual(nn.Module):
-    """Residual blocks whose branches bring little of the gradient."""
+    """Residual blocks whose branches contribute little of the gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class Residual(nn.Module):
 
 
 def held_and_off(branches: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[int, float, float]:
-    """Return bytes held after two collection steps, the error of the gradient, and what was tolerated of it."""
+    """Return bytes held after two collection steps, the error of the gradient, and the tolerated error."""
     if not branches:
         monkeypatch.setattr(Assessment, "_reach", lambda self, site, squares, before: before)
     generator = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""Kernels of later steps: all that new settings can need is known to the worker processes after the first pass."""
+"""Kernels of later steps: after the first pass, the worker processes know every kernel that new settings may need."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLANS = (plans.group_plan, gpu.norm_backward.norm_plan, gpu.norm_forward.forward
 
 
 class Watch:
-    """Launches of a training whose kernels do not run, and what the worker processes were asked for."""
+    """Launches of a training whose kernels do not run, and the requests to the worker processes."""
 
     def __init__(self) -> None:
         self.needed: set[Any] = set()
@@ -131,7 +131,7 @@ def test_kernels_of_all_settings_are_known_after_the_first_pass(
             for setting in handle.policy.settings.values():  # type: ignore[attr-defined]
                 setting.codec = GroupQuant(bits=choose.choice(BITS))
     handle.detach()
-    assert len(watch.asked) > first  # it is asked in every collection step
+    assert len(watch.asked) > first  # every collection step makes requests
     names = {function.__name__ if hasattr(function, "__name__") else str(function) for function, *_ in watch.needed}
     assert len(watch.needed) > 12 and any("encode" in name for name in names), names
     assert not watch.needed - early

@@ -1,4 +1,4 @@
-"""Measurement: errors of weight gradients from some rows, and weights used twice."""
+"""Measurement: errors of weight gradients from some of the rows, and weights used twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Menus: fixed rates, and dithered levels for what weights alone read."""
+"""Menus: fixed rates, and dithered levels for tensors that only weight gradients read."""
 
 from __future__ import annotations
 

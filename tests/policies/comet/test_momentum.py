@@ -1,4 +1,4 @@
-"""Momentum in one unit: whatever the optimizer keeps, a constant gradient g gives g / (1 - decay) at every step."""
+"""Momentum in one unit: with any optimizer, a constant gradient g gives g / (1 - decay) at every step."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_changing_gradients_give_one_momentum_too() -> None:
     for g in gradients:
         averages.add(weight, g)
     found.append(mean_of(averages.momentum(weight)))
-    # NAdam's and AdamW's weight decay leave exp_avg alone: all are the same sum.
+    # Weight decay of NAdam and AdamW does not change exp_avg: all give the same sum.
     assert [float(f) for f in found if f is not None] == pytest.approx([float(found[0] or 0)] * 7, rel=1e-4)
 
 

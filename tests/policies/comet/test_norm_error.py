@@ -74,7 +74,7 @@ def test_the_prediction_is_the_measured_error(apart, along):
 
 @pytest.mark.parametrize("size", [24, 8])
 def test_groups_that_reach_into_a_channel_of_little_spread(size):
-    """24 x 24 values are four and a half groups: half a group of a quiet channel lies with its loud neighbour's."""
+    """24 x 24 values are four and a half groups: one group holds values of a quiet channel and its loud neighbour."""
     torch.manual_seed(0)
     x = torch.randn(8, 6, size, size) * torch.tensor([10, 10, 0.01, 10, 10, 10.0]).view(1, -1, 1, 1)
     var, mean = torch.var_mean(x, [0, 2, 3], correction=0)
@@ -117,7 +117,7 @@ def test_frozen_norms_and_gradients_that_are_not_there_tell_nothing():
 
 
 class Straight(nn.Module):
-    """Batch norms one behind the other, without anything that would make their gradients other than their inputs."""
+    """A chain of batch norms, without anything that would make their gradients differ from their inputs."""
 
     def __init__(self, relu: bool) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ def test_norms_of_other_kinds(kind):
 def first_steps(overflow: str | None = None) -> tuple[list[dict], list[float]]:
     """Return the default policy's first decisions, and the error of the first weight's gradient in each step.
 
-    With an overflow the first gradients are infinite: the optimizer's step is left out, or made with zeros.
+    With an overflow the first gradients are infinite: the optimizer's step is skipped, or made with zeros.
     """
     torch.manual_seed(0)
     model = nn.Sequential(Straight(relu=False), Straight(relu=False).layers[1:])
@@ -214,13 +214,13 @@ def first_steps(overflow: str | None = None) -> tuple[list[dict], list[float]]:
 
 @pytest.fixture
 def nothing_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pack every tensor: what backward computes again gives its source more bits from the second step on."""
+    """Pack every tensor: a tensor that backward recomputes gives its source more bits from the second step on."""
     monkeypatch.setattr(recompute, "RULES", {})
 
 
 @pytest.mark.parametrize("overflow", [None, "skipped"])
 def test_first_step_sets_everything(overflow, nothing_recomputed):
-    """Before it convolutions and norms have 4 bits, so that it is not worse than those after it."""
+    """Convolutions and norms start with 4 bits, so that the first step is not worse than later ones."""
     history, errors = first_steps(overflow)
     assert {(row["step"], row["operation"]) for row in history} == {(1, "BatchNorm"), (1, "Convolution")}
     assert len(history) == 16 and max(row["bits"] for row in history if row["operation"] == "BatchNorm") > 2
@@ -256,7 +256,7 @@ def gradient_errors(model: nn.Module, x: Tensor, y: Tensor, steps: int) -> list[
 
 @pytest.mark.parametrize("quiet", [False, True], ids=["as initialised", "with channels of little spread"])
 def test_first_steps_of_a_deep_stack_of_batch_norms_are_not_spoiled(quiet):
-    """Each norm adds to the errors propagated by those behind it: with 2 bits they grew to many times the gradient."""
+    """Each norm adds to the errors propagated by later ones: with 2 bits they grew to many times the gradient."""
     torch.manual_seed(0)
     model = RepVgg(10, stages=((16, 2), (32, 6), (64, 1)))
     if quiet:
@@ -267,7 +267,7 @@ def test_first_steps_of_a_deep_stack_of_batch_norms_are_not_spoiled(quiet):
     assert errors[0] <= 2 * max(errors[1:]) and max(errors) < 0.2, errors
 
 
-# Twice thirty steps. The stack of batch norms above has the same first steps.
+# Takes twice thirty steps. The stack of batch norms above has the same first steps.
 @pytest.mark.soak
 def test_first_steps_of_repvgg_are_not_worse_than_later_ones():
     torch.manual_seed(0)
@@ -300,7 +300,7 @@ def test_nothing_of_a_collection_step_outlives_it(every):
 
 @pytest.mark.parametrize("along", [0.0, 2.0])
 def test_errors_along_the_input_count_more(along):
-    """The part that adds up in the layer in front is half of the error for random gradients, little for others."""
+    """The part that adds up in the preceding layer is half of the error for random gradients, little for others."""
     torch.manual_seed(0)
     x = torch.randn(8, 12, 8, 8)
     mean, invstd = torch.zeros(12), torch.ones(12)

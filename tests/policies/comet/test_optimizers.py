@@ -89,7 +89,7 @@ class ScaledAndClipped(Scaled):
 
 
 def scale_inside(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
-    """As a gradient scaler does with a fused optimizer on a GPU."""
+    """Scale gradients as a gradient scaler does with a fused optimizer on a GPU."""
     (F.cross_entropy(model(x), y) * 512).backward()
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(512.0), torch.tensor(0.0)
     optimizer.step()
@@ -137,7 +137,7 @@ def big_batches(step: Any, make: Callable[[nn.Module], Optimizer], rounding: str
     optimizer = make(model)
     sigma = 0.3 if rounding == "stochastic" else 0.01
     handle = encke.attach(model, Comet(sigma, every=5, rounding=rounding), optimizer)
-    # One batch: clipping gives every step the same norm, and the norms of different batches are not.
+    # One batch: clipping gives every step the same norm, while the norms of different batches differ.
     x, y = (torch.cat([batch[j] for batch in BATCHES]) for j in range(2))
     for _ in range(10):
         model.zero_grad()
@@ -162,7 +162,7 @@ def test_what_becomes_of_gradients_between_backward_and_step_changes_no_setting(
     for layer in WEIGHTS:
         mine, plain = found[layer], expected[layer]
         if rounding == "stochastic":
-            # A fourth of the rows may be in other groups; a setting on the edge is not one to compare.
+            # A fourth of the rows may be in other groups; a setting on the boundary is not comparable.
             shares = [row["predicted"] / row["tolerated"] for row in (mine, plain)]
             assert mine["bits"] == plain["bits"], (layer, shares)
             assert shares[0] == pytest.approx(shares[1], rel=0.3)

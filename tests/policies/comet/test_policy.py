@@ -74,7 +74,7 @@ def test_what_is_chosen_before_the_first_collection() -> None:
 
 
 class Fork(nn.Module):
-    """Two convolutions read one tensor; the gradient of one is the same every step, that of the other is noise."""
+    """Two convolutions read one tensor; the gradient of one is the same every step, the other's is noise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def test_a_tensor_is_packed_for_its_strictest_reader(rounding: str, noisy: int) 
     assert len([place for place in settings if place.startswith(("a/", "b/"))]) == 2
     (packed,) = [row for row in handle.report().sites if row.operation == "Tanh"]
     if rounding == "stochastic":
-        # One piece of memory has one setting; the loose reader alone would do with fewer bits.
+        # One run of memory has one setting; the looser reader alone would need fewer bits.
         assert strict["bits"] == loose["bits"] == 4 and packed.bound == "4 bits"
         assert 5 * loose["predicted"] < loose["tolerated"] and 5 * strict["predicted"] > strict["tolerated"]
     else:

@@ -1,4 +1,4 @@
-"""Errors of the fixed rates from the scales of what is packed, against errors that were measured."""
+"""Errors of the fixed rates, computed from the scales of packed data, against measured errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tensor(kind: str) -> Tensor:
     torch.manual_seed(0)
     x = torch.randn(8, 32, 14, 14)
     if kind.startswith("sparse"):
-        # Channels of other spread and other sparsity: what a step is and how many zeros there are belong together.
+        # Channels of different spread and sparsity: the size of a step and the number of zeros are correlated.
         x = (x * torch.logspace(-1, 1, 32).view(-1, 1, 1) - torch.linspace(-1, 2, 32).view(-1, 1, 1)).relu()
     if kind.endswith("channels last"):
         x = x.contiguous(memory_format=LAST)
@@ -46,7 +46,7 @@ NORMS = {"plain": ("channels", 0), "channels last": ("channels", 0), "tokens": (
         (False, torch.float32),
         (True, torch.float32),
         *(pytest.param(False, dtype, marks=pytest.mark.slow) for dtype in (torch.bfloat16, torch.float64)),
-        # Kernels for rows of other dtypes, which take a second each to compile.
+        # Kernels for rows of other dtypes take a second each to compile.
         *(pytest.param(True, dtype, marks=pytest.mark.soak) for dtype in (torch.bfloat16, torch.float64)),
     ],
 )
@@ -89,7 +89,7 @@ def test_a_wrong_law_shows(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_constant_groups_have_no_error() -> None:
-    """Their step holds bits of the constant behind a sign bit."""
+    """Their step holds bits of the constant after a sign bit."""
     x = torch.full((64, 128), 0.3)
     scales = Scales.of(x.flatten(), GroupQuant(4).encode(x))
     assert [float(t) for t in scales.powers()] == [1.0, 0.0, 0.0]
@@ -172,7 +172,7 @@ class Block(nn.Module):
 
 
 def decisions(kind: str, sigma: float) -> dict[str, int]:
-    """Train a small model with weights that stay, and return the bits of each place in the end."""
+    """Train a small model with constant weights, and return the final bits of each place."""
     torch.manual_seed(0)
     if kind == "cnn":
         model, data = net(), BATCHES[0]

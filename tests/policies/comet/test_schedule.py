@@ -227,7 +227,7 @@ def test_optimizers_that_step_in_backward_leave_the_momentum_to_go_by() -> None:
 
 
 class Recomputed(torch.autograd.Function):
-    """Keeps the input of a layer alone and runs the layer again in backward, as reversible layers do."""
+    """Keeps only a layer's input and runs the layer again in backward, as reversible layers do."""
 
     @staticmethod
     def forward(ctx, x, layer, *weights):
@@ -336,7 +336,7 @@ def test_bad_activations_leave_the_norms_setting() -> None:
             optimizer.step()
             found.append(handle.policy.state_dict()["settings"])
     assert found[9] == found[8] and len(found[9]) == 3
-    assert steps_of(handle) == [1, 5, 11]  # what was measured in step 10 is not finite, so the next step collects
+    assert steps_of(handle) == [1, 5, 11]  # the measurements of step 10 are not finite, so the next step collects
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["optimizer", "no optimizer"])
@@ -345,7 +345,7 @@ def test_detach_takes_every_hook_off(given: bool) -> None:
     optimizer = sgd(model)
     handle = encke.attach(model, Comet(every=5), optimizer if given else None)
     train(model, optimizer, 6)
-    # In the middle of a collection step, too.
+    # Also in the middle of a collection step.
     train(model, None, 4, first=7, lr=0.0)
     x, y = BATCHES[0]
     loss = F.cross_entropy(model(x), y)

@@ -1,4 +1,4 @@
-"""Sharded weights without processes; tests/integration/test_distributed.py has two of them."""
+"""Sharded weights without processes; tests/integration/test_distributed.py runs two processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from encke.policies.comet.shards import Shards, local_part
 
 
 class Part:
-    """Stands for a DTensor."""
+    """Replacement for a DTensor."""
 
     def to_local(self) -> torch.Tensor:
         return torch.ones(3)

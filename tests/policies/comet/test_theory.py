@@ -1,4 +1,4 @@
-"""The theory against the thing itself: positions counted one by one, gradient errors of real layers."""
+"""Theory against direct computation: positions counted one by one, gradient errors of real layers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ LAYERS: dict[str, tuple[Any, tuple[int, ...]]] = {
 
 
 def parts(name: str) -> tuple[nn.Module, Tensor, Tensor, Any]:
-    """A layer, its input and output, and what is found about its product."""
+    """Return a layer, its input and output, and the product found for it."""
     torch.manual_seed(len(name))
     make, shape = LAYERS[name]
     layer, x = make(), torch.randn(shape)
@@ -117,7 +117,7 @@ def test_predicted_error_is_that_of_a_real_layer(name: str, share: float) -> Non
     found = []
     for _ in range(40):
         error = (torch.rand_like(x) * 2 - 1) * bound * (torch.rand_like(x) < share)
-        # The gradient is linear in the input: that of the error is the error of that.
+        # The gradient is linear in the input: the gradient of the error is the error of the gradient.
         found.append(float(weight_gradient(layer, error, g).square().mean()))
     measured = math.sqrt(sum(found) / len(found))
     rms = float(g.square().mean().sqrt())
@@ -182,7 +182,7 @@ def test_a_gain_that_grows_with_the_bound_is_learnt_from_two_measurements(slope:
         gain.learn(bound, error(bound, 2.0) / (2.0 * bound))
     assert gain.slope == pytest.approx(slope)
     for bound in (0.05, 0.25, 0.9):
-        # The unit is that of another step, the law is the same.
+        # The unit is that of another step; the law is the same.
         assert gain.expect(bound, 3.0) == pytest.approx(error(bound, 3.0))
         assert gain.bound_for(error(bound, 3.0), 3.0) == pytest.approx(bound)
 

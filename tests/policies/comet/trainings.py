@@ -1,4 +1,4 @@
-"""Small trainings that the tests of Comet share."""
+"""Small trainings shared by the tests of Comet."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ ROUNDINGS = ["stochastic", "nearest"]
 
 
 def batches(count: int = 4, size: int = 32) -> list[tuple[Tensor, Tensor]]:
-    """Smooth images of ten kinds with noise, half of the labels wrong: random, but always the same.
+    """Return smooth images of ten kinds with noise, half of the labels wrong: random, but always the same.
 
-    Labels that can be learnt in no time would leave gradients in few samples only, and few terms are no statistics.
+    Labels that can be learnt at once would leave gradients in few samples only, which are no statistics.
     """
     generator = torch.Generator().manual_seed(7)
     kinds = F.interpolate(torch.randn(10, 3, 4, 4, generator=generator), size=(16, 16), mode="bilinear")
@@ -60,7 +60,7 @@ def sgd(model: nn.Module, lr: float = 0.005, momentum: float = 0.9) -> Optimizer
 
 
 def train(model: nn.Module, optimizer: Optimizer | None, steps: int, first: int = 1, lr: float = 0.02) -> None:
-    """Steps with the same batches in the same order; without an optimizer a plain update by hand."""
+    """Run steps with the same batches in the same order; without an optimizer, with a plain update by hand."""
     for step in range(first, first + steps):
         x, y = BATCHES[step % len(BATCHES)]
         model.zero_grad()
@@ -84,12 +84,12 @@ def run(policy: Comet, steps: int = 15, norm: bool = True, lr: float = 0.005) ->
 
 
 def weight_rows(handle: encke.api.Handle, step: int | None = None) -> list[dict[str, Any]]:
-    """The history of what weights' gradients hang on."""
+    """Return the rows of the history that have a weight's gradient."""
     return [row for row in handle.history if "predicted" in row and step in (None, row["step"])]
 
 
 def last(handle: encke.api.Handle) -> dict[str, dict[str, Any]]:
-    """The last collection step's rows of weights, by layer."""
+    """Return the last collection step's rows of weights, by layer."""
     return {row["layer"]: row for row in weight_rows(handle)}
 
 
@@ -98,7 +98,7 @@ def steps_of(handle: encke.api.Handle) -> list[int]:
 
 
 def off(handle: encke.api.Handle) -> float:
-    """How far predicted and measured errors of the settings in force are apart, at worst."""
+    """Return the largest log ratio, in absolute value, of predicted to measured errors of the settings in force."""
     rows = [row for row in weight_rows(handle) if row["in_force_measured"] is not None]
     assert {row["layer"] for row in rows} == set(WEIGHTS)
     return max(abs(math.log(row["in_force_predicted"] / row["in_force_measured"])) for row in rows)
