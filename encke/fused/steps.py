@@ -415,7 +415,7 @@ class SmoothStep(Step):
         self.norm: NormStep | None = None
         """Batch norm that computes it."""
         self.inplace: bool = module.inplace
-        """Whether the layer works in place, after which its result is not computed again."""
+        """Whether the layer works in place."""
 
     def join(self, norm: Step) -> None:
         """Leave the step to a batch norm, if its kernels compute both and this input is made of its input."""
@@ -429,12 +429,18 @@ class SmoothStep(Step):
     def forward(self, module: Any, values: Values, operands: tuple[Any, ...], run: Run) -> Any:
         y = values[self.inputs[0]]
         if self.inplace:
-            increment_version(y)  # what was changed in place is not computed again
+            increment_version(y)  # as the operation in place does
         values.append(y)
 
     def restore_input(self, held: Any) -> Tensor:
-        """Return the value that was taken."""
-        found: Tensor = held.smooth_input(self).restore()
+        """Return the value that was taken: the batch norm's result, decoded and normalised by one kernel."""
+        assert self.norm is not None
+        packed, (rows, _, weight, version, *_) = held.kept[self.inputs[0] - 1]
+        if weight._version != version:
+            check_version(weight, version)
+        (mean, invstd, _, bias), layout = rows.view(4, -1).unbind(), self.norm.layout
+        norm = (mean, invstd, weight, bias)
+        found: Tensor = packed.plan.decode_strided(packed.buffers[0], packed.seed, layout.size, layout.stride, norm)
         return found
 
     def restore(self, held: Any) -> Tensor:
