@@ -121,6 +121,9 @@ Checked with 2.11 to 2.13.
 is_functorch_tensor: Callable[[Tensor], bool] = _find("_C._functorch.is_functorch_wrapped_tensor", "fused layers")
 """Return whether a tensor belongs to a torch.func transform. Checked with 2.11 to 2.13."""
 
+is_view: Callable[[Tensor], bool] = _find("Tensor._is_view", "fused layers")
+"""Return whether autograd knows a tensor as a view of another one. Checked with 2.11 to 2.13."""
+
 is_batched_gradient: Callable[[Tensor], bool] = _find("_C._functorch.is_legacy_batchedtensor", "collection steps")
 """Return whether a tensor is a batch of gradients, from `torch.autograd.grad(..., is_grads_batched=True)`.
 

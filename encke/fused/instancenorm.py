@@ -17,6 +17,7 @@ from encke.capture.passes import ForwardPass, Frame
 from encke.capture.readers import matches
 from encke.fused.base import LayerForward, in_place_of
 from encke.fused.batchnorm import BatchNormForward, Settings, apply_function, planes_call
+from encke.torch_internals import is_view
 
 
 class AliasFunction(torch.autograd.Function):
@@ -49,7 +50,7 @@ class InstanceNormForward(LayerForward):
             if not torch.is_grad_enabled() or not self.captured(x):
                 return None
             y = type(module).forward(module, x)
-        return in_place_of("Alias", AliasFunction)(y) if y.requires_grad and y._is_view() else y
+        return in_place_of("Alias", AliasFunction)(y) if y.requires_grad and is_view(y) else y
 
     def run(self, module: Any, x: Tensor, facts: SiteFacts, forward: ForwardPass) -> Tensor | None:
         """Run the call through batch norm's function; None where the layer may raise, and where the codec is exact."""

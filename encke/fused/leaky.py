@@ -17,6 +17,7 @@ from encke.capture.passes import ForwardPass
 from encke.codecs import Packed
 from encke.codecs.layout import Layout
 from encke.fused.base import LayerForward, in_place_of, packed_in
+from encke.torch_internals import is_view
 
 leaky_relu_ = torch.ops.aten.leaky_relu_.default
 leaky_relu_backward = torch.ops.aten.leaky_relu_backward.default
@@ -66,7 +67,7 @@ class LeakyReluForward(LayerForward):
     def run(self, module: Any, x: Tensor, facts: SiteFacts, forward: ForwardPass) -> Tensor | None:
         """Run the call through the function; None where the input is not the one that the site was learnt for."""
         site = facts.site
-        if not module.inplace or not x.requires_grad or x.is_leaf or x._is_view():
+        if not module.inplace or not x.requires_grad or x.is_leaf or is_view(x):
             return None
         if x.dtype is not site.dtype or x.dim() != site.dimensions:
             return None
