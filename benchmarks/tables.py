@@ -127,7 +127,11 @@ def steps() -> str:
 
 
 OTHER_MODELS = "models_h200.csv"
-MODEL_NAMES = {"efficientnet_b0": "EfficientNet-B0, 256 images", "vit_b_16": "ViT-B/16, 128 images"}
+MODEL_NAMES = {
+    "efficientnet_b0": "EfficientNet-B0, 256 images",
+    "vit_b_16": "ViT-B/16, 128 images",
+    "unet3d": "3-D U-Net, 2 volumes of 128 x 128 x 128",
+}
 
 
 def models() -> str:
