@@ -435,6 +435,7 @@ CIFAR = "accuracy_cifar_bf16_h200.csv"
 OTHERS = {
     "careful": "`careful`, sigma 0.05",
     "comet": "`comet`, COMET as published",
+    "dithered": '`Comet(rounding="dithered")`',
     "group4": "`Fixed(GroupQuant(bits=4))`",
 }
 """Labels of settings that were measured in three pairs."""
