@@ -263,15 +263,12 @@ CODECS = {
     "order-0 entropy of the levels, COMET's bounds": "entropy of the levels",
     "`ErrorBounded`, nearest, bound of 2 bits": "ErrorBounded nearest, bound of 2 bits",
     "`ErrorBounded`, dithered, bound of 2 bits": "ErrorBounded dithered, bound of 2 bits",
+    "`ErrorBounded`, dithered with signs, bound of 2 bits": "ErrorBounded dithered with signs, bound of 2 bits",
     "SZ3, bound of 2 bits": "SZ3, bound of 2 bits",
     "`GroupQuant`, 2 bits": "GroupQuant 2 bits",
     "`GroupQuant`, 3 bits": "GroupQuant 3 bits",
     "`GroupQuant`, 4 bits": "GroupQuant 4 bits",
 }
-
-
-REPLACED = ("GroupQuant 3 bits",)
-"""Codecs whose kernels have changed since: their times are not shown."""
 
 
 def codecs() -> str:
@@ -281,8 +278,7 @@ def codecs() -> str:
         (row,) = (row for row in read("codec_activations_cpu.csv") if matches(row, tensor="all 26", codec=codec))
         cells = []
         for column, form in (("ratio", ".2f"), ("variance", ".3f"), ("encode_mb_s", ",.0f"), ("decode_mb_s", ",.0f")):
-            void = column.endswith("_s") and codec in REPLACED
-            cells.append(format(float(row[column]), form) if row[column] and not void else "")
+            cells.append(format(float(row[column]), form) if row[column] else "")
         rows.append([name, *cells])
     return markdown(["", "ratio", "variance", "encode MB/s", "decode MB/s"], rows)
 
