@@ -86,20 +86,25 @@ def measured(method: str) -> dict[str, dict[str, object]]:
 
 def readme() -> str:
     """Steps and peaks, plain beside the default policy."""
-    rows = []
-    for name, case in measured("default").items():
-        found = [values(STEPS, "pipelined_ms", method=method, **case) for method in ("plain", "default")]
-        steps = [statistics.median(each) for each in found]
-        peaks = [median(STEPS, "peak_bytes", method=method, **case) / GB for method in ("plain", "default")]
-        wide = [f" ({span(each)})" if max(each) - min(each) > WIDE * min(each) else "" for each in found]
-        cells = [f"{step:.1f} ms{range_}" for step, range_ in zip(steps, wide, strict=True)]
-        cells += [f"{peak:.2f} GB" for peak in peaks]
-        for pair in (cells[:2], cells[2:]):
-            first = cells.index(pair[0])
-            if float(pair[1].split()[0]) < float(pair[0].split()[0]):
-                cells[first + 1] = f"**{pair[1]}**"
-        rows.append([name, *cells])
+    cases = [(STEPS, name, case) for name, case in measured("default").items()]
+    cases += [(OTHER_MODELS, name, {"model": model}) for model, name in MODEL_NAMES.items()]
+    rows = [[name, *plain_beside_default(file, case)] for file, name, case in cases]
     return markdown(["", "step, plain", "step, Encke", "peak, plain", "peak, Encke"], rows)
+
+
+def plain_beside_default(file: str, case: Mapping[str, object]) -> list[str]:
+    """Return the cells of one case: times of a step, and peaks."""
+    found = [values(file, "pipelined_ms", method=method, **case) for method in ("plain", "default")]
+    steps = [statistics.median(each) for each in found]
+    peaks = [median(file, "peak_bytes", method=method, **case) / GB for method in ("plain", "default")]
+    wide = [f" ({span(each)})" if max(each) - min(each) > WIDE * min(each) else "" for each in found]
+    cells = [f"{step:.1f} ms{range_}" for step, range_ in zip(steps, wide, strict=True)]
+    cells += [f"{peak:.2f} GB" for peak in peaks]
+    for pair in (cells[:2], cells[2:]):
+        first = cells.index(pair[0])
+        if float(pair[1].split()[0]) < float(pair[0].split()[0]):
+            cells[first + 1] = f"**{pair[1]}**"
+    return cells
 
 
 def steps() -> str:
@@ -128,8 +133,8 @@ def steps() -> str:
 
 OTHER_MODELS = "models_h200.csv"
 MODEL_NAMES = {
-    "efficientnet_b0": "EfficientNet-B0, 256 images",
-    "vit_b_16": "ViT-B/16, 128 images",
+    "efficientnet_b0": "EfficientNet-B0, batch 256",
+    "vit_b_16": "ViT-B/16, batch 128",
     "unet3d": "3-D U-Net, 2 volumes of 128 x 128 x 128",
 }
 
@@ -437,7 +442,7 @@ OTHERS = {
 """Labels of settings that were measured in three pairs."""
 STUDIES = tuple(f"study_{model}" for model in STUDIED)
 TABLES = {
-    "readme": Table((STEPS,), readme),
+    "readme": Table((STEPS, OTHER_MODELS), readme),
     "steps": Table((STEPS,), steps),
     "models": Table((OTHER_MODELS,), models),
     "transformers": Table((TRANSFORMERS,), transformers),
