@@ -11,6 +11,9 @@ Whether a tensor is computed again is decided each time it is saved, by the auto
 operations in `RULES`, views that keep the order of elements, and casts; and only from sources that are packed at least
 as finely as the tensor itself would be. A source that is too coarse is packed more finely from the next pass on
 (`SiteFacts.dependents`). The first time, the result is compared with the tensor itself.
+
+A result that was modified in place is packed. An activation of torch with `inplace=True` is an exception, since its
+own modification is the only one that the version of its result may count (`made_in_place`).
 """
 
 from __future__ import annotations
