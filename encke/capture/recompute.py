@@ -200,10 +200,10 @@ def recompute(
 def made_in_place(node: Any) -> bool:
     """Return whether an activation in place made its result: it counts as one modification of its input's memory.
 
-    The layer tells. Its node does not: what a function in place saves is a copy, as another one's input may be.
+    The layer tells, and what it has saved is a copy. Its node does not: another one's input may be a copy, too.
     """
     raw = raw_operand(node, "self", getattr(node, "encke_slots", ()))
-    activation = raw.facts.activation if isinstance(raw, Saved) else None
+    activation = raw.facts.activation if isinstance(raw, Saved) and raw.facts.signature[3] == "Clone" else None
     module: Any = None if activation is None else activation()
     return module is not None and bool(module.inplace)
 

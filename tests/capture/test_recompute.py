@@ -279,6 +279,18 @@ def test_classes_of_users_do_not_tell_whether_they_work_in_place() -> None:
     assert "out:Addmm.mat1" not in recomputed(handle)
 
 
+def test_forwards_of_users_do_not_tell_whether_they_work_in_place() -> None:
+    """They do not, if the layer has saved its input, not a copy."""
+    torch.manual_seed(0)
+    plain = InPlace(nn.SiLU(inplace=True))
+    plain.act.forward = F.silu  # type: ignore[method-assign]
+    model = copy.deepcopy(plain)
+    encke.attach(model, FINE)
+    for step in range(6):
+        plain.modifies = model.modifies = step >= 3
+        assert error(gradients(model, batch()), gradients(plain, batch())) < 0.02
+
+
 @dataclass(frozen=True)
 class ByLayer(Policy):
     """Fine where a linear layer reads, coarse elsewhere."""

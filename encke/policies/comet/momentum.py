@@ -29,6 +29,7 @@ def norms_of(tensors: Sequence[Tensor], order: int = 2) -> list[Tensor]:
     if not tensors:
         return []
     parts = [local_part(t.detach()) for t in tensors]
+    parts = [part.abs() if part.is_complex() else part for part in parts]
     wide = any(part.dtype.itemsize == 8 for part in parts)
     return foreach_norm(parts, order, torch.float64 if wide else torch.float32)
 

@@ -185,3 +185,11 @@ def test_gradient_norm_is_that_of_all_weights_together() -> None:
     big.grad = torch.full((4,), 6e4, dtype=torch.float16)
     assert float(gradient_norm([big]) or 0) == pytest.approx(1.2e5, rel=1e-3)
     assert float(mean_abs([(torch.full((70000,), 2.0, dtype=torch.float16), 1.0)])[0]) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_norms_of_complex_weights_are_those_of_their_absolute_values(dtype: torch.dtype) -> None:
+    weights = [nn.Parameter(torch.zeros(5, dtype=dtype)), nn.Parameter(torch.zeros(7))]
+    weights[0].grad, weights[1].grad = torch.full((5,), 3 + 4j, dtype=dtype), torch.ones(7)
+    assert float(gradient_norm(weights) or 0) == pytest.approx((5 * 25 + 7) ** 0.5)
+    assert [*map(float, mean_abs([(w.grad, 0.5) for w in weights]))] == pytest.approx([10, 2])
