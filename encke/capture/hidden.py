@@ -20,6 +20,7 @@ from encke.capture.passes import EnterHook, Frame
 from encke.capture.saved import Pending, Saved
 from encke.capture.sites import Site
 from encke.codecs.exact import Between
+from encke.torch_internals import is_view
 
 LAYERS: dict[type[nn.Module], tuple[str, str]] = {
     nn.ReLU: ("Relu", "result"),
@@ -53,7 +54,7 @@ def operation_of(frame: Frame) -> tuple[str, str] | None:
 def is_result(t: Tensor) -> bool:
     """Return whether a tensor is a view that an operation has just written in place."""
     node = t.grad_fn
-    edges = () if node is None or not t._version else node.next_functions
+    edges = node.next_functions if node is not None and is_view(t) and t._version else ()
     return bool(edges) and edges[0][0] is not None and operation_name(edges[0][0]) == COPY_SLICES
 
 
