@@ -220,7 +220,8 @@ def program_of(module: nn.Module) -> Program | None:
     calls, last = trace.calls, -1
     if type(result) is not Value or result.number != len(calls) or len(calls) > MOST_CALLS:
         return None
-    if calls and calls[-1][0] in RECTIFIERS and (calls[-1][0] is nn.ReLU or calls[-1][2]):
+    follows = bool(calls) and calls[-1][3] == (len(calls) - 1,)  # not a value from before
+    if follows and calls[-1][0] in RECTIFIERS and (calls[-1][0] is nn.ReLU or calls[-1][2]):
         # On its own it releases the gradient of its result, which a function would hold to its end.
         last = calls.pop()[1]
     if not fits(calls) or (last < 0 and calls[-1][0] in INSTANCE_NORMS):

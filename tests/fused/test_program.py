@@ -196,9 +196,18 @@ class Wrapped(Block):
         return Block.forward(self, *args)
 
 
+class UnusedSum(Block):
+    """The activation at the end takes another value than the last one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.norm(self.conv(x))
+        out + x  # noqa: B018
+        return self.relu(out)
+
+
 OTHERS = [
     Random, Training, Scaled, Functional, Remembers, Truth, Pair, Unused, WritesOver, WritesOverItsInput, Thrice,
-    Constant, Calls, Wrapped, Function, Hidden, CallsOtherwise, Method, StaticMethod,
+    Constant, Calls, Wrapped, Function, Hidden, CallsOtherwise, Method, StaticMethod, UnusedSum,
 ]  # fmt: skip
 
 
