@@ -92,7 +92,7 @@ def shared_cell(facts: SiteFacts, t: Tensor, layout: Layout, length: int, forwar
         cell = known[0]()
         if cell is not None:
             return cell
-    origin = cast_origin(t) if facts.signature[3] in PASSED else None
+    origin = cast_origin(t, forward.layer_input()) if facts.signature[3] in PASSED else None
     known = None if origin is None else forward.casts.get(origin)
     if known is not None and not facts.changed:
         cell = known[0]()
@@ -180,7 +180,7 @@ def save_again(
             return None
     storage = t.untyped_storage()
     key = (storage._cdata, t.storage_offset(), steady.length, t.dtype, t._version)
-    origin = cast_origin(t) if facts.signature[3] in PASSED else None
+    origin = cast_origin(t, forward.layer_input()) if facts.signature[3] in PASSED else None
     entry = forward.cells.get(key)
     cell = None if entry is None or entry[1]() is None else entry[0]()
     of_cast = cell is None and origin is not None
@@ -192,7 +192,8 @@ def save_again(
             return None
         again = None
         if steady.recomputed:
-            again = recompute(t, (t.grad_fn, t.output_nr), facts, steady.packed_layout, steady.codec, known)
+            producer, layer_input = (t.grad_fn, t.output_nr), forward.layer_input()
+            again = recompute(t, producer, facts, steady.packed_layout, steady.codec, known, layer_input)
             if again is None:
                 return None
         cell = pack_again(t, steady, forward, deferred, again)
@@ -289,7 +290,8 @@ def encode(
         again, known = None, forward.recomputations
         if known is not None and (deferred is None or deferred.restores):
             if length is not None:
-                again = recompute(t, (t.grad_fn, t.output_nr), record.facts, layout, codec, known)
+                producer, layer_input = (t.grad_fn, t.output_nr), forward.layer_input()
+                again = recompute(t, producer, record.facts, layout, codec, known, layer_input)
             elif cell.producer is not None:
                 node, index, first = cell.producer
                 rows = with_rows(first, cell.rows)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from encke.capture.deferred import DeferredForward
@@ -37,9 +37,9 @@ ACCUMULATE = 0xFFFFFFFFFFFFFFFF
 class Frame:
     """A layer's call in progress."""
 
-    __slots__ = ("index", "layer", "lossy", "number", "sites", "sizes")
+    __slots__ = ("index", "input", "layer", "lossy", "number", "sites", "sizes")
 
-    def __init__(self, layer: Layer, forward: ForwardPass) -> None:
+    def __init__(self, layer: Layer, forward: ForwardPass, inputs: tuple[Any, ...] = ()) -> None:
         calls = layer.calls
         number = forward.calls[layer] = forward.calls.get(layer, -1) + 1
         if len(calls) <= number:
@@ -55,6 +55,8 @@ class Frame:
         """Indices of the inputs of attention that this call has packed lossily."""
         self.index = 0
         """Tensors saved so far in this call."""
+        self.input = weakref.ref(inputs[0]) if inputs and type(inputs[0]) is Tensor else None
+        """First input of the call, if it is a tensor."""
 
     def new_site(self, index: int, operation: str, slot: str, need: Need, dtype: torch.dtype, dimensions: int) -> Site:
         """Return the key of the `index`-th tensor that this call saves."""
@@ -133,9 +135,14 @@ class ForwardPass:
         if deferred is not None:
             deferred.run_unfused()
 
-    def push(self, layer: Layer) -> Frame:
+    def layer_input(self) -> Tensor | None:
+        """Return the first input of the call in progress, if it is a tensor."""
+        reference = self.frames[-1].input if self.frames else None
+        return None if reference is None else reference()
+
+    def push(self, layer: Layer, inputs: tuple[Any, ...] = ()) -> Frame:
         """Begin a call of a layer."""
-        frame = Frame(layer, self)
+        frame = Frame(layer, self, inputs)
         self.frames.append(frame)
         return frame
 
@@ -163,7 +170,7 @@ class Passes:
         self.threads = Threads()
         self.detached = False
 
-    def enter(self, layer: Layer) -> Frame | None:
+    def enter(self, layer: Layer, inputs: tuple[Any, ...] = ()) -> Frame | None:
         """Begin a layer's call, which owns the tensors saved next. The outermost call switches the hooks on if it may.
 
         Called by a module hook: the call of the module itself is two Python frames up.
@@ -172,7 +179,7 @@ class Passes:
         frames = forward.frames
         if frames:
             if layer.parent is frames[-1].layer or not self._stale():
-                return forward.push(layer)
+                return forward.push(layer, inputs)
             self.abandon()
         module = layer.owner()
         if self.detached or (module is not None and not module.training):
@@ -256,14 +263,14 @@ class EnterHook(CallHook):
             forward = self.passes.threads.forward
             frames = forward.frames
             if frames and frames[-1].layer is layer.parent:
-                frames.append(Frame(layer, forward))
+                frames.append(Frame(layer, forward, args))
                 return
         # Below the outermost layer only tracing matters, and a check for tracing alone is faster.
         if inside_compile() if layer.parent is None else is_compiling():
             if module.training and torch.is_grad_enabled():
                 raise RuntimeError(ERROR_ATTACHED_BEFORE_COMPILE)
             return
-        self.passes.enter(layer)
+        self.passes.enter(layer, args)
 
 
 class LeaveHook(CallHook):

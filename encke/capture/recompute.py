@@ -52,7 +52,7 @@ STATE = ("decisions", "sources")
 """Keys of a state."""
 
 
-def cast_origin(t: Tensor) -> tuple[Any, ...] | None:
+def cast_origin(t: Tensor, layer_input: Tensor | None = None) -> tuple[Any, ...] | None:
     """Return a key that is the same for all casts of one tensor; None for what no cast has made.
 
     Autocast casts the input of each layer anew: query, key and value projections save three copies of one tensor. What
@@ -61,7 +61,8 @@ def cast_origin(t: Tensor) -> tuple[Any, ...] | None:
     node, index, dtypes = behind(t.grad_fn, t.output_nr)
     if not dtypes or node is None or hasattr(node, "variable") or t._version or not t.is_contiguous():
         return None
-    return node, index, dtypes, t.numel(), t.device
+    # Between two casts of it, the layers' input may have been modified.
+    return node, index, dtypes, t.numel(), t.device, 0 if layer_input is None else layer_input._version
 
 
 def behind(node: Any, index: int) -> tuple[Any, int, tuple[torch.dtype, ...]]:
@@ -149,8 +150,9 @@ def needs_fixed_rate(facts: SiteFacts) -> bool:
 
 
 def recompute(
-    t: Tensor, producer: tuple[Any, int], facts: SiteFacts, layout: Layout, codec: Codec, known: Recomputations
-) -> Recomputed | None:
+    t: Tensor, producer: tuple[Any, int], facts: SiteFacts, layout: Layout, codec: Codec, known: Recomputations,
+    layer_input: Tensor | None = None,
+) -> Recomputed | None:  # fmt: skip
     """Return what stands for a tensor that backward can compute again; None if it has to be packed.
 
     Args:
@@ -160,6 +162,7 @@ def recompute(
         layout: Its layout.
         codec: Codec that it would be packed with.
         known: Decisions so far.
+        layer_input: First input of the layer that saves it, of which it may be a copy.
     """
     operation = facts.signature[3]
     if facts.recomputed is False or not (operation in RULES or operation in PASSED):
@@ -171,6 +174,9 @@ def recompute(
         return None
     if t._version and not (t._version == 1 and made_in_place(producer[0])):
         return None
+    if operation in PASSED and layer_input is not None and layer_input._version:
+        if is_modified(layer_input, producer):
+            return None
     sources: dict[SiteFacts, bool] = {}
     expression = express(*producer, t.shape, t.device, codec, sources)
     if expression is None:
@@ -195,6 +201,19 @@ def recompute(
         if not good:
             return None
     return found
+
+
+def is_modified(layer_input: Tensor, producer: tuple[Any, int]) -> bool:
+    """Return whether a tensor is a copy of a layer's input that was modified after the operation that made it.
+
+    Args:
+        layer_input: The input, which has been modified.
+        producer: Node and output that made the copy.
+    """
+    node, index, _ = behind(*producer)
+    if behind(layer_input.grad_fn, layer_input.output_nr)[:2] != (node, index):
+        return False
+    return not (layer_input._version == 1 and made_in_place(node))
 
 
 def made_in_place(node: Any) -> bool:

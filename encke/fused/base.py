@@ -97,12 +97,12 @@ class TrackedForward(InstalledForward):
         frames = forward.frames
         # `enter` and `leave` for the usual case: the layer around this one is the innermost call.
         if frames and frames[-1].layer is layer.parent:
-            frame = Frame(layer, forward)
+            frame = Frame(layer, forward, inputs)
             frames.append(frame)
         elif inside_compile() if layer.parent is None else is_compiling():
             return self.traced(*inputs, **named)
         else:
-            entered = capture.passes.enter(layer)
+            entered = capture.passes.enter(layer, inputs)
             if entered is None:
                 return type(module).forward(module, *inputs, **named)
             frame = entered
