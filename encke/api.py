@@ -324,7 +324,8 @@ def attach(
     _handles[model] = handle
     if any(parameter.is_cuda for parameter in model.parameters()):
         # Kernels are compiled while the first batch is being prepared.
-        compile_usual(compiled is not None)
+        images = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+        compile_usual(images, compiled is not None)
     return handle
 
 
@@ -485,6 +486,8 @@ class compress:
         self._capture = Capture(bind_policy(as_policy(policy), None, optimizer), None, min_bytes)
         self._layer = Layer("", None, None, True)
         self._handle = Handle._make(self._capture, None)
+        if torch.cuda.is_initialized():
+            compile_usual(images=True, compiled_model=False)
 
     def __enter__(self) -> Handle:
         if self._capture.threads.forward.frames:

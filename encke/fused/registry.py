@@ -16,7 +16,7 @@ from encke.fused.gelu import GeluForward
 from encke.fused.instancenorm import InstanceNormForward
 from encke.fused.leaky import LeakyReluForward
 from encke.fused.relu import ReluForward
-from encke.fused.rownorm import RowNormForward
+from encke.fused.rownorm import RowNormForward, RowNorms
 from encke.fused.smooth import SmoothForward
 
 FORWARDS: tuple[type[InstalledForward], ...] = (
@@ -34,6 +34,7 @@ def install(layers: Iterable[Layer], capture: Capture) -> list[InstalledForward]
     A layer with a forward of its own in its `__dict__` is left alone.
     """
     installed: list[InstalledForward] = []
+    norms = RowNorms()
     for layer in layers if ENABLED else ():
         module = layer.owner()
         if module is None or not layer.compress:
@@ -45,6 +46,10 @@ def install(layers: Iterable[Layer], capture: Capture) -> list[InstalledForward]
         if "forward" not in module.__dict__:
             installed.append(kind(capture, layer))
             module.__dict__["forward"] = installed[-1]
+    for forward in installed:
+        if isinstance(forward, RowNormForward):
+            forward.norms = norms
+            norms.forwards.append(forward)
     return installed
 
 

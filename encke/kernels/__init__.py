@@ -11,6 +11,7 @@ from encke.kernels.backends import (
     backend_for,
     choose_backend,
     compile_ahead,
+    compile_rows_ahead,
     compile_usual,
     describe_backends,
     wait_for_kernels,
@@ -22,6 +23,7 @@ from encke.kernels.formats import (
     GroupFormat,
     LogFormat,
     PackedUse,
+    RowUse,
     SampledUnits,
     Seed,
     mix,
@@ -31,6 +33,7 @@ from encke.kernels.plans import GroupPlan
 
 __all__ = [
     "FLOATS", "Backend", "BackendChoice", "BoundedFormat", "DualFormat", "GroupFormat",
-    "GroupPlan", "LogFormat", "PackedUse", "SampledUnits", "Seed", "backend_for", "choose_backend", "compile_ahead",
-    "compile_usual", "describe_backends", "dispatched", "mix", "wait_for_kernels",
+    "GroupPlan", "LogFormat", "PackedUse", "RowUse", "SampledUnits", "Seed", "backend_for", "choose_backend",
+    "compile_ahead", "compile_rows_ahead", "compile_usual", "describe_backends", "dispatched", "mix",
+    "wait_for_kernels",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from encke.kernels import reference
-from encke.kernels.formats import BoundedFormat, DualFormat, GroupFormat, LogFormat, PackedUse, Seed
+from encke.kernels.formats import BoundedFormat, DualFormat, GroupFormat, LogFormat, PackedUse, RowUse, Seed
 from encke.kernels.plans import Gate, GroupPlan
 from encke.kernels.reference import slow
 
@@ -103,21 +103,26 @@ def backend_for(device: str) -> GraphBackend:
         return cpu
     if choice.name == "triton":
         from encke.kernels import gpu
-        from encke.kernels.gpu import ahead
 
-        ahead.start()
         return gpu
     if choice.reason in INSTALL.values():
         slow.hints[device] = str(choice)
     return reference
 
 
-def compile_usual(compiled_model: bool) -> None:
-    """Begin to compile the kernels that most models take on a GPU; return at once."""
-    if backend_for("cuda").NAME == "triton" and compiled_model:
+def compile_usual(images: bool, compiled_model: bool) -> None:
+    """Begin to compile the kernels that most models take on a GPU; return at once.
+
+    Args:
+        images: Whether the model has batch norms. Most others are transformers.
+        compiled_model: Whether the model is compiled. Its collection steps are not.
+    """
+    if backend_for("cuda").NAME == "triton":
         from encke.kernels.gpu import ahead
 
-        ahead.start(seed_table=True)
+        ahead.start(images)
+        if compiled_model:
+            ahead.start(images, seed_table=True)
 
 
 def compile_ahead(uses: Iterable[PackedUse]) -> None:
@@ -126,6 +131,14 @@ def compile_ahead(uses: Iterable[PackedUse]) -> None:
         from encke.kernels.gpu import ahead
 
         ahead.request(uses)
+
+
+def compile_rows_ahead(uses: Iterable[RowUse], rates: Iterable[int]) -> None:
+    """Begin to compile the kernels of norms over rows, packed with these numbers of bits; return at once."""
+    if choose_backend("cuda").name == "triton":
+        from encke.kernels.gpu import ahead
+
+        ahead.request_rows(uses, tuple(rates))
 
 
 def wait_for_kernels() -> None:

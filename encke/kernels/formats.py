@@ -237,6 +237,33 @@ class GroupFormat(Format):
         return self.places(numel)[2]
 
 
+@dataclass(frozen=True)
+class RowUse(Format):
+    """A norm over rows whose input is packed at fixed rates: what decides which kernels it takes."""
+
+    width: int
+    """Values of a row."""
+    centred: bool
+    offset: float
+    inner: torch.dtype
+    out: torch.dtype
+    """As in `RowNorm`."""
+    dtype: torch.dtype
+    """Dtype of the input."""
+    weight_dtype: torch.dtype
+    """Dtype of weight and bias."""
+    affine: bool
+    """Whether there is a weight."""
+    bias: bool
+    """Whether there is a bias."""
+    transposed: bool
+    """Whether the rows lie in memory in another order than in the tensor."""
+    group: int
+    """Values of a group."""
+    again: torch.dtype
+    """Dtype in which the layers behind take the result."""
+
+
 class PackedUse(NamedTuple):
     """One use of tensors packed at fixed rates: what decides which kernels it takes."""
 

@@ -3,7 +3,8 @@
 Triton compiles a kernel when it is first launched, and its front end holds the interpreter's lock, so threads do not
 help. `start` runs a few processes that launch the kernels of usual shapes on tensors without memory and only compile
 them: they need no GPU. The training goes on meanwhile; what is compiled by then, it finds on disk. `request` does so
-for the tensors that a training packs, at every number of bits that they may have later.
+for the tensors that a training packs, and `request_rows` for its norms over rows, at every number of bits that they may
+have later.
 """
 
 from __future__ import annotations
@@ -26,8 +27,19 @@ import torch
 import triton
 from torch import Tensor
 
-from encke.kernels.formats import SMOOTH, GroupFormat, PackedUse, SampledUnits
-from encke.kernels.gpu import bits, launch, norm_backward, norm_forward, norm_planes, norm_values, plans
+from encke.kernels.formats import SMOOTH, GroupFormat, PackedUse, RowUse, SampledUnits
+from encke.kernels.gpu import (
+    activations,
+    bits,
+    launch,
+    norm_backward,
+    norm_forward,
+    norm_planes,
+    norm_values,
+    plans,
+    row_norm,
+)
+from encke.kernels.reference.row_norm import RowNorm
 from encke.tools import process
 from encke.tools.provenance import core_count
 
@@ -40,6 +52,8 @@ IMAGES = ((3, 224), (64, 112), (64, 56), (256, 56), (128, 28), (512, 28), (256, 
 BATCH = 128
 WIDTH = 1 << 20
 """Values of a tensor whose groups lie one after the other."""
+ROWS = 1 << 10
+"""Rows of a norm's input."""
 MOST = 1000
 """Uses that can be asked for at once: they are arguments of the worker processes."""
 _started: list[subprocess.Popen[bytes]] = []
@@ -47,30 +61,37 @@ _begun: set[Path] = set()
 """Markers of what was asked for."""
 
 
-def start(seed_table: bool = False) -> None:
+def start(images: bool, seed_table: bool = False) -> None:
     """Start the worker processes if this machine's cache does not have the usual kernels yet; return at once.
 
-    With `seed_table` those of compiled models.
+    Args:
+        images: Take the kernels of a model with batch norms, else those of a transformer.
+        seed_table: Take those of compiled models.
     """
-    begin([], seed_table)
+    begin({"usual": images, "seed_table": seed_table})
 
 
 def request(uses: Iterable[PackedUse]) -> None:
     """Start worker processes for the kernels of these uses, if the cache does not have them yet; return at once."""
     # The number of bits in force does not matter.
     wanted = dict.fromkeys((replace(use.format, bits=use.rates[0]), *use[1:]) for use in uses)
-    begin([(format.numbers(), *rest) for format, *rest in list(wanted)[:MOST]])
+    begin({"uses": [(format.numbers(), *rest) for format, *rest in list(wanted)[:MOST]]})
 
 
-def begin(uses: list[tuple[Any, ...]], seed_table: bool = False) -> None:
-    """Start worker processes for some uses, given as plain data, or for the usual ones, with seeds on the device."""
+def request_rows(uses: Iterable[RowUse], rates: tuple[int, ...]) -> None:
+    """Start worker processes for norms at some numbers of bits, if the cache lacks their kernels; return at once."""
+    begin({"rows": [use.numbers() for use in uses][:MOST], "rates": rates})
+
+
+def begin(wanted: dict[str, Any]) -> None:
+    """Start worker processes for some kernels, given as plain data: keys and values are arguments of `launches`."""
     first_rank = os.environ.get("LOCAL_RANK", "0") == "0"
     if not first_rank or os.environ.get(VARIABLE) == "0" or sys.platform != "linux":
         return
     if os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available():
         return
     target = triton.runtime.driver.active.get_current_target()
-    done = marker(target, [*uses, seed_table])
+    done = marker(target, wanted)
     if done in _begun or done.exists():
         return
     _begun.add(done)
@@ -79,7 +100,7 @@ def begin(uses: list[tuple[Any, ...]], seed_table: bool = False) -> None:
         workers = max(min(WORKERS, core_count() // 2), 1)
         settings = {"backend": target.backend, "arch": target.arch, "warp_size": target.warp_size, "workers": workers}
         for part in range(workers):
-            work = {"part": part, "marker": str(done), "uses": uses, "seed_table": seed_table}
+            work = {"part": part, "marker": str(done), "wanted": wanted}
             arguments = json.dumps(settings | work)
             variables = process.environment() | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
             command = [sys.executable, "-m", __name__, arguments]
@@ -112,7 +133,7 @@ def wait() -> None:
         worker.wait()
 
 
-def marker(target: Any, wanted: list[Any]) -> Path:
+def marker(target: Any, wanted: dict[str, Any]) -> Path:
     """Return the file in Triton's cache that says that these kernels of this version were compiled for this GPU."""
     digest = hashlib.sha256(f"{sources_digest()} {triton.__version__} {target} {json.dumps(wanted)}".encode())
     return Path(triton.knobs.cache.dir) / f"encke-{digest.hexdigest()[:24]}"
@@ -125,14 +146,18 @@ def sources_digest() -> str:
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
-def exercise(dtype: torch.dtype, rate: int, seed_table: bool) -> None:
-    """Launch the kernels of one dtype and number of bits.
+def exercise(dtype: torch.dtype, rate: int, images: bool, seed_table: bool) -> None:
+    """Launch the kernels of one dtype and number of bits; see `start`.
 
     With `seed_table` those of compiled models, and without planes in NCHW memory.
     """
     seed: Any = (torch.empty(64, dtype=torch.int64, device=META), 0) if seed_table else 0
-    exercise_plan(GroupFormat(rate, 128, dtype), (WIDTH,), False, seed, seed_table, norm=False)
-    for channels, side in IMAGES:
+    flat = GroupFormat(rate, 128, dtype)
+    exercise_plan(flat, (WIDTH,), False, seed, seed_table, norm=False, relu=images)
+    if not images and not seed_table:
+        for kind in activations.KINDS:
+            exercise_activation(kind, flat)
+    for channels, side in IMAGES if images else ():
         size = (BATCH, channels, side, side)
         exercise_plan(GroupFormat(rate, 128, dtype, channels), size, True, seed, seed_table, norm=True)
         if not seed_table:
@@ -141,6 +166,36 @@ def exercise(dtype: torch.dtype, rate: int, seed_table: bool) -> None:
     mask = torch.empty(WIDTH, dtype=torch.uint8, device=META)
     for width in (1, 2, 4):
         bits.bits_decode(bits.bits_encode(mask, width), width, WIDTH)
+
+
+def exercise_activation(kind: str, format: GroupFormat) -> None:
+    """Launch the kernels that compute an activation of codes; SiLU with a factor as well, as in a gated MLP."""
+    data = torch.empty(format.nbytes(WIDTH), dtype=torch.uint8, device=META)
+    values = torch.empty(WIDTH, dtype=format.dtype, device=META)
+    for factor in (None, (data, 0), values) if kind == "silu" else (None,):
+        activations.activate(kind, data, 0, format, factor, (WIDTH,), format.dtype)
+
+
+def exercise_rows(use: RowUse, rate: int) -> None:
+    """Launch the kernels of a norm over rows, and those that pack its input."""
+    norm = RowNorm(use.width, use.centred, 1e-5, use.offset, use.inner, use.out)
+    inner = ROWS // 2 if use.transposed else ROWS
+    weight_dtype = use.weight_dtype if use.affine else None
+    plan = row_norm.row_plan(norm, ROWS, inner, use.dtype, weight_dtype, use.bias, 1, META)
+    size = (ROWS, use.width)
+    format = GroupFormat.in_rows(rate, use.group, use.dtype, False, math.prod(size), use.width, 1)
+    exercise_plan(format, (math.prod(size),), False, 0, False, norm=False, relu=False)
+    if plan is None or not row_norm.readable(format, use.width):
+        return
+    x, grad = (torch.empty(size, dtype=dtype, device=META) for dtype in (use.dtype, use.out))
+    row = torch.empty(use.width, dtype=use.weight_dtype, device=META)
+    weight, bias = row if use.affine else None, row if use.bias else None
+    _, mean, rstd = plan.forward(x, weight, bias)
+    data = torch.empty(format.nbytes(x.numel()), dtype=torch.uint8, device=META)
+    stride = x.stride() if use.transposed else None
+    plan.backward(grad, data, 0, format, mean, rstd, weight, (True, use.affine, use.bias), stride)
+    centre = mean if use.centred else None
+    row_norm.normalise_again(data, 0, format, use.dtype, size, centre, rstd, weight, bias, use.offset, use.again, inner)
 
 
 def exercise_use(use: PackedUse, rate: int) -> None:
@@ -236,8 +291,19 @@ def specialisation(function: Any, tensors: Any, numbers: Any, constants: Any, sp
     return function, constants, tuple(t.dtype for t in tensors), sizes
 
 
-def launches(rates: tuple[int, ...], uses: Iterable[PackedUse] = (), seed_table: bool = False) -> list[tuple[Any, ...]]:
-    """Return the arguments of each different launch for some uses, or for the usual ones at some rates."""
+def launches(
+    rates: Iterable[int] = (), uses: Iterable[PackedUse] = (), rows: Iterable[RowUse] = (), usual: bool | None = None,
+    seed_table: bool = False,
+) -> list[tuple[Any, ...]]:  # fmt: skip
+    """Return the arguments of each different launch.
+
+    Args:
+        rates: Numbers of bits of `rows` and `usual`.
+        uses: Uses of packed tensors, with their own numbers of bits.
+        rows: Norms over rows.
+        usual: Whether to take the usual kernels of a model with batch norms (True) or of a transformer (False).
+        seed_table: Whether `usual` means those of compiled models.
+    """
     found: dict[Any, tuple[Any, ...]] = {}
 
     def record(
@@ -255,18 +321,20 @@ def launches(rates: tuple[int, ...], uses: Iterable[PackedUse] = (), seed_table:
         for use in uses:
             for rate in use.rates:
                 exercise_use(use, rate)
-        for rate in () if uses else rates:
-            for dtype in (torch.bfloat16, torch.float32):
-                exercise(dtype, rate, seed_table)
+        for rate in rates:
+            for row_use in rows:
+                exercise_rows(row_use, rate)
+            for dtype in (torch.bfloat16, torch.float32) if usual is not None else ():
+                exercise(dtype, rate, usual is True, seed_table)
     finally:
         for module in modules:
             module.launch_kernel = original
     return list(found.values())
 
 
-def compile_part(part: int, workers: int, uses: list[PackedUse], seed_table: bool) -> Iterator[str]:
-    """Compile every `workers`-th of the launches; yield the name of each kernel."""
-    for function, tensors, numbers, constants, warps, registers in launches(RATES, uses, seed_table)[part::workers]:
+def compile_part(part: int, workers: int, **wanted: Any) -> Iterator[str]:
+    """Compile every `workers`-th of the launches that are wanted; yield the name of each kernel."""
+    for function, tensors, numbers, constants, warps, registers in launches(**wanted)[part::workers]:
         arguments = (*[launch.typed(t) for t in tensors], *numbers, *constants)
         function.warmup(*arguments, grid=(1, 1, 1), **launch.compile_options(warps, registers))
         yield function.fn.__name__
@@ -296,11 +364,13 @@ def work(settings: dict[str, Any]) -> None:
     os.nice(19)
     target = GPUTarget(settings["backend"], settings["arch"], settings["warp_size"])
     triton.runtime.driver.set_active(OtherTarget(target))
-    uses = [
+    wanted = {"rates": RATES} | settings["wanted"]
+    wanted["uses"] = [
         PackedUse(GroupFormat.from_numbers(numbers), tuple(size), last, norm, relu, tuple(smooth), tuple(rates))
-        for numbers, size, last, norm, relu, smooth, rates in settings["uses"]
+        for numbers, size, last, norm, relu, smooth, rates in wanted.get("uses", ())
     ]
-    for _ in compile_part(settings["part"], settings["workers"], uses, settings["seed_table"]):
+    wanted["rows"] = [RowUse.from_numbers(numbers) for numbers in wanted.get("rows", ())]
+    for _ in compile_part(settings["part"], settings["workers"], **wanted):
         pass
     done = Path(settings["marker"])
     done.parent.mkdir(parents=True, exist_ok=True)

@@ -16,20 +16,29 @@ ahead = pytest.importorskip("encke.kernels.gpu.ahead", reason="needs triton")
 
 
 def test_kernels_of_every_rate_are_launched_on_tensors_without_memory():
-    found = ahead.launches((2, 4))
+    found = ahead.launches((2, 4), usual=True)
     names = {function.fn.__name__ if hasattr(function, "fn") else function.__name__ for function, *_ in found}
     assert {"gq_encode_channels_kernel", "gq_decode_kernel", "last_reduce_kernel", "statistics_kernel"} <= names
     assert {"plane_reduce_kernel", "plane_apply_kernel", "gather_kernel", "plane_normalise_kernel"} <= names
-    assert len(found) > len(ahead.launches((2,))) > 20
+    assert len(found) > len(ahead.launches((2,), usual=True)) > 20
     assert {t.device.type for _, tensors, *_ in found for t in tensors} == {"meta"}
 
 
 def test_compiled_models_have_kernels_of_their_own():
     """Seeds are on the device there; apart from that they are fewer."""
     eager, compiled = (
-        {ahead.specialisation(*each[:4]) for each in ahead.launches((4,), (), table)} for table in (False, True)
+        {ahead.specialisation(*each[:4]) for each in ahead.launches((4,), usual=True, seed_table=table)}
+        for table in (False, True)
     )
     assert compiled - eager and len(compiled) < len(eager)
+
+
+def test_transformers_have_no_kernels_of_batch_norm_and_relu():
+    images, others = (
+        {function.fn.__name__ for function, *_ in ahead.launches((4,), usual=usual)} for usual in (True, False)
+    )
+    assert others - images == {"activate_kernel"} and len(images) > 2 * len(others)
+    assert not any(word in name for name in others for word in ("norm", "gate", "plane", "last", "channels"))
 
 
 def test_without_a_relu_its_kernels_are_left_out():
@@ -67,7 +76,7 @@ def test_signs_have_kernels_of_their_own():
 def test_launching_works_again_after_the_record():
     from encke.kernels.gpu import bits
 
-    ahead.launches((2,))
+    ahead.launches((2,), usual=True)
     assert bits.bits_encode(torch.ones(16, dtype=torch.uint8, device=DEVICE), 1).tolist() == [255, 255]
 
 
@@ -81,7 +90,7 @@ def test_nothing_is_started_without_reason(reason, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("LOCAL_RANK", "1" if reason == "another rank" else "0")
     monkeypatch.setenv(ahead.VARIABLE, "0" if reason == "turned off" else "1")
-    ahead.start()
+    ahead.start(images=True)
     ahead.wait()
 
 
@@ -105,7 +114,7 @@ def test_processes_that_cannot_be_started_stop_nothing(monkeypatch, gpu_machine)
         raise BlockingIOError("no more processes")
 
     monkeypatch.setattr(ahead.subprocess, "Popen", fails)
-    ahead.start()
+    ahead.start(images=True)
     assert not ahead._started
 
 
@@ -116,16 +125,16 @@ def test_a_second_program_starts_no_workers_until_those_of_the_first_have_ended(
         return start([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=pass_fds)
 
     monkeypatch.setattr(ahead.subprocess, "Popen", started)
-    ahead.start()
+    ahead.start(images=True)
     first = list(ahead._started)
     assert len(first) == 4
     ahead._begun.clear()  # as in another program
-    ahead.start()
+    ahead.start(images=True)
     assert ahead._started == first
     for worker in first:
         worker.communicate(b"\n")
     ahead._begun.clear()
-    ahead.start()
+    ahead.start(images=True)
     assert len(ahead._started) == 8
     for worker in ahead._started[4:]:
         worker.communicate(b"\n")
@@ -135,7 +144,7 @@ def test_a_cache_that_cannot_be_written_to_stops_nothing(monkeypatch, gpu_machin
     file = tmp_path / "a file"
     file.touch()
     monkeypatch.setattr(ahead, "marker", lambda target, wanted: file / "none")
-    ahead.start()
+    ahead.start(images=True)
     assert not ahead._started
 
 
@@ -144,12 +153,12 @@ import os, tempfile
 os.environ["TRITON_CACHE_DIR"] = folder = tempfile.mkdtemp()
 from encke.kernels.gpu import ahead
 ahead.RATES, ahead.IMAGES, every = (2,), (), ahead.launches
-ahead.launches = lambda rates, uses, seed_table: every(rates)[:2]
+ahead.launches = lambda **wanted: every(**wanted)[:2]
 marker = os.path.join(folder, "done")
 for part in (0, 1):
     assert not os.path.exists(marker)
     target = {"backend": "cuda", "arch": 90, "warp_size": 32}
-    ahead.work({**target, "workers": 2, "part": part, "marker": marker, "uses": [], "seed_table": False})
+    ahead.work({**target, "workers": 2, "part": part, "marker": marker, "wanted": {"usual": True}})
 assert os.path.exists(marker) and len(os.listdir(folder)) > 3
 """
 

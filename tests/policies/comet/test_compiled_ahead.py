@@ -17,17 +17,21 @@ import encke  # noqa: E402
 from encke import kernels  # noqa: E402
 from encke.codecs import GroupQuant  # noqa: E402
 from encke.codecs.layout import flatten, rows_for, with_rows  # noqa: E402
+from encke.fused import rownorm  # noqa: E402
 from encke.fused.base import LayerForward  # noqa: E402
 from encke.fused.conv import ConvForward  # noqa: E402
 from encke.fused.smooth import SMOOTH  # noqa: E402
-from encke.kernels import PackedUse, gpu, reference  # noqa: E402
+from encke.kernels import PackedUse, RowUse, gpu, reference  # noqa: E402
 from encke.kernels.formats import SMOOTH as NUMBERS  # noqa: E402
-from encke.kernels.gpu import ahead, launch, plans, samples  # noqa: E402, samples
+from encke.kernels.gpu import activations, ahead, bits, launch, plans, row_norm, samples  # noqa: E402
 from encke.policies.comet import measure  # noqa: E402
 from encke.policies.comet.allocate import BITS  # noqa: E402
 from encke.train.models.vision import torchvision_models  # noqa: E402
 
-PLANS = (plans.group_plan, gpu.norm_backward.norm_plan, gpu.norm_forward.forward_plan)
+PLANS = (
+    plans.group_plan, gpu.norm_backward.norm_plan, gpu.norm_forward.forward_plan, row_norm.row_plan,
+    row_norm.again_launch, activations.activation_launch,
+)  # fmt: skip
 
 
 class Watch:
@@ -36,6 +40,13 @@ class Watch:
     def __init__(self) -> None:
         self.needed: set[Any] = set()
         self.asked: list[PackedUse] = []
+        self.rows: list[tuple[RowUse, int]] = []
+        """Norms over rows that were asked for, and their numbers of bits."""
+        self.usual: bool | None = None
+        """Whether the kernels that were started with are those of a model with batch norms."""
+
+    def ask_rows(self, uses: list[RowUse], rates: Any) -> None:
+        self.rows += [(use, rate) for rate in rates for use in uses]
 
     def launch(self, function: Any, programs: Any, tensors: Any, numbers: Any, constants: Any, *options: Any) -> None:
         specialised = options[2] if len(options) > 2 else 2
@@ -54,9 +65,15 @@ class Watch:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(launch, "launch_kernel", record)
+            patch.setattr(bits, "launch_kernel", record)
             for use in self.asked:
                 for rate in use.rates:
                     ahead.exercise_use(use, rate)
+            for row_use, rate in self.rows:
+                ahead.exercise_rows(row_use, rate)
+            for rate in BITS if self.usual is not None else ():
+                for dtype in (torch.bfloat16, torch.float32):
+                    ahead.exercise(dtype, rate, self.usual is True, False)
         return found
 
 
@@ -76,6 +93,8 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     monkeypatch.setattr(measure.CometCollector, "compiled_for", "cpu")
     monkeypatch.setattr(measure, "compile_ahead", lambda uses: found.asked.extend(uses))
     monkeypatch.setattr(measure, "PROBE", 1 << 14)
+    monkeypatch.setattr(rownorm.RowNormForward, "device_type", "cpu")
+    monkeypatch.setattr(rownorm, "compile_rows_ahead", found.ask_rows)
     yield found
     for plan in PLANS:
         plan.cache_clear()
@@ -140,6 +159,70 @@ def test_kernels_of_all_settings_are_known_after_the_first_pass(
         number = NUMBERS[SMOOTH[activation].operation]
         gates = {constants[-1] for function, constants, *_ in watch.needed if "last_apply" in str(function.fn)}
         assert number in gates
+
+
+class Mlp(nn.Module):
+    """A gated MLP behind a norm, beside its input."""
+
+    def __init__(self, norm: nn.Module, width: int, activation: nn.Module, gated: bool) -> None:
+        super().__init__()
+        self.norm, self.activation = norm, activation
+        self.gate, self.up = nn.Linear(width, 2 * width), nn.Linear(width, 2 * width) if gated else None
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        gate = self.activation(self.gate(y))
+        return x + self.down(gate if self.up is None else gate * self.up(y))
+
+
+class Transposed(nn.Module):
+    """Swaps batch and sequence, as a transformer does whose batch is not first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(0, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", ["layer norm", "RMS norm", "transposed"])
+def test_kernels_of_a_transformer_are_known_when_its_first_norm_is_called(
+    kind: str, dtype: torch.dtype, watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of norms of other widths are compiled while the pass goes on, at every number of bits."""
+    monkeypatch.setattr("encke.capture.expressions.backend_for", lambda device: gpu)
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Linear(48, 128)]
+    for width, other in ((128, 96), (96, 48)):
+        gated = kind == "RMS norm"
+        norm, activation = (nn.RMSNorm(width), nn.SiLU()) if gated else (nn.LayerNorm(width), nn.GELU())
+        layers += [Transposed()] if kind == "transposed" and width == 128 else []
+        layers += [Mlp(norm, width, activation, gated), nn.Linear(width, other)]
+    model = nn.Sequential(*layers).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
+    handle = encke.attach(model, optimizer=optimizer, min_bytes=512)
+    early: set[Any] = set()
+
+    def note(*_: Any) -> None:
+        watch.usual = False
+        early.update(watch.known())
+        hook.remove()
+
+    gates = [module.gate for module in model if isinstance(module, Mlp)]
+    hook = gates[0].register_forward_pre_hook(note)
+    choose = random.Random(0)
+    for step in range(1, 16):
+        model(torch.randn(4, 64, 48, dtype=dtype)).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 3 == 0:
+            for setting in handle.policy.settings.values():  # type: ignore[attr-defined]
+                setting.codec = GroupQuant(bits=choose.choice(BITS))
+    handle.detach()
+    ours = ("row_", "column_sums", "activate")
+    needed = {each for each in watch.needed if any(name in each[0].fn.__name__ for name in ours)}
+    names = {each[0].fn.__name__ for each in needed}
+    assert {"row_forward_kernel", "row_again_kernel", "row_backward_kernel", "activate_kernel"} <= names
+    assert not needed - early, [(each[0].fn.__name__, *each[1:]) for each in needed - early]
 
 
 def saved_tensors(batch: int, memory: torch.memory_format, dtype: torch.dtype) -> list[tuple[Tensor, bool]]:
