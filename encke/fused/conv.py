@@ -1,7 +1,8 @@
-"""Convolution whose backward releases its restored input early.
+"""Convolution whose backward releases its restored input early, and which takes a large batch in parts.
 
 A convolution has to decode its input to memory. It computes the weight's gradient first and releases the input before
-the input's gradient, which is as large, needs memory.
+the input's gradient, which is as large, needs memory. Of contiguous tensors cuDNN makes copies in its own memory format
+meanwhile: input and result, or two gradients. Where these are large the samples are taken in parts.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from encke.capture.deferred import RestoredInput
 from encke.capture.facts import SiteFacts
 from encke.capture.passes import ForwardPass
 from encke.capture.readers import matches
-from encke.capture.thresholds import SPLIT_CONV_MIN_BYTES
+from encke.capture.sites import Site
+from encke.capture.thresholds import CONV_PART_BYTES, SPLIT_CONV_MIN_BYTES
 from encke.fused.base import LayerForward, in_place_of
+from encke.policies.base import Policy
 from encke.torch_internals import conv_memory_format, storageless
 
 PLAIN = (Tensor, nn.Parameter)
@@ -27,12 +30,11 @@ AUTOCAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Gradients of input, weight and bias."""
 
-convolution = torch.ops.aten.convolution.default
 convolution_backward = torch.ops.aten.convolution_backward.default
 
 
 class ConvFunction(torch.autograd.Function):
-    """A convolution: input, weight, bias, stride, padding, dilation, groups."""
+    """A convolution: input, weight, bias, stride, padding, dilation, groups, and the number of parts."""
 
     @staticmethod
     def forward(
@@ -44,13 +46,15 @@ class ConvFunction(torch.autograd.Function):
         padding: tuple[int, ...],
         dilation: tuple[int, ...],
         groups: int,
+        parts: int,
     ) -> Tensor:
         """Return the plain operation's result."""
         settings = ctx.settings = (stride, padding, dilation, False, (0,) * len(stride), groups)
+        ctx.parts = parts
         ctx.bias_size = None if bias is None else bias.shape
         # In the order of the plain operation.
         ctx.save_for_backward(x, weight)
-        return convolution(x, weight, bias, *settings)
+        return convolve(x, weight, bias, settings, parts)
 
     # Attributes of the plain operation's node that capture and policies read.
     node = {"encke_slots": ("input", "weight")} | {
@@ -65,13 +69,47 @@ class ConvFunction(torch.autograd.Function):
         if torch.is_grad_enabled() or not all(needs[:2]):
             gradients = convolution_backward(grad, *ctx.saved_tensors, sizes, *ctx.settings, needs)
         else:
-            gradients = split_gradients(lambda: ctx.saved_tensors, grad, sizes, ctx.settings, needs)
-        return (*gradients, None, None, None, None)
+            gradients = split_gradients(lambda: ctx.saved_tensors, grad, sizes, ctx.settings, needs, ctx.parts)
+        return (*gradients, None, None, None, None, None)
+
+
+def parts_of(x: Tensor, weight: Tensor, settings: tuple[Any, ...], site: Site, policy: Policy) -> int:
+    """Return the number of parts in which a convolution takes its samples; one where its input is saved exactly.
+
+    The results of parts are those of the whole within rounding, as another algorithm of cuDNN may compute them.
+    """
+    nbytes = x.numel() * x.element_size()
+    if nbytes <= CONV_PART_BYTES or not x.is_contiguous() or policy.choose(site).exact:
+        return 1
+    samples = x.shape[0]
+    parts = next((n for n in range(1, samples) if samples % n == 0 and nbytes <= n * CONV_PART_BYTES), samples)
+    alike = all(copied_by_backend(each, weight, settings) for each in (x, x[: samples // parts]))
+    return parts if alike else 1
+
+
+def copied_by_backend(x: Tensor, weight: Tensor, settings: tuple[Any, ...]) -> bool:
+    """Return whether a backend computes a convolution that copies contiguous tensors: it depends on their size, too."""
+    return conv_memory_format(x, weight, settings) is torch.contiguous_format
+
+
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, settings: tuple[Any, ...], parts: int) -> Tensor:
+    """Return the result of a convolution, computed part by part."""
+    if parts == 1:
+        return torch.convolution(x, weight, bias, *settings)
+    y = None
+    for number, part in enumerate(x.chunk(parts)):
+        result = torch.convolution(part, weight, bias, *settings)
+        if y is None:
+            y = result.new_empty((x.shape[0], *result.shape[1:]))
+        y.chunk(parts)[number].copy_(result)
+        del result
+    assert y is not None
+    return y
 
 
 def split_gradients(
     load: Callable[[], tuple[Tensor, Tensor]], grad: Tensor, sizes: Any, settings: tuple[Any, ...],
-    needs: tuple[bool, ...],
+    needs: tuple[bool, ...], parts: int = 1,
 ) -> Gradients:  # fmt: skip
     """Return the gradients in two calls, and release the restored input between them, where the backend allows it.
 
@@ -81,18 +119,42 @@ def split_gradients(
         sizes: Size of the bias, or None.
         settings: Those of `aten.convolution` from stride on.
         needs: Which gradients are needed; those of input and weight are.
+        parts: Number of parts in which the samples are taken.
     """
     x, weight = load()
     memory_format = conv_memory_format(x, weight, settings)
     if memory_format is None:
         return convolution_backward(grad, x, weight, sizes, *settings, needs)
+    if parts > 1 and not copied_by_backend(x[: len(x) // parts], weight, settings):
+        parts = 1
     grad = grad.contiguous(memory_format=memory_format)
-    _, grad_weight, grad_bias = convolution_backward(grad, x, weight, sizes, *settings, (False, *needs[1:]))
     size, stride = x.shape, x.stride()
+    if parts > 1:
+        found = zip(grad.chunk(parts), x.chunk(parts), strict=True)
+        each = [convolution_backward(g, part, weight, sizes, *settings, (False, *needs[1:]))[1:] for g, part in found]
+        grad_weight, grad_bias = (added(gradients) for gradients in zip(*each, strict=True))
+        del x, found
+        grad_x = grad.new_empty(size)
+        for part, g in zip(grad_x.chunk(parts), grad.chunk(parts), strict=True):
+            like = storageless(part.shape, part.stride(), grad)
+            part.copy_(convolution_backward(g, like, weight, sizes, *settings, (True, False, False))[0])
+        return grad_x, grad_weight, grad_bias
+    _, grad_weight, grad_bias = convolution_backward(grad, x, weight, sizes, *settings, (False, *needs[1:]))
     del x
     like = storageless(size, stride, grad)
     grad_x = convolution_backward(grad, like, weight, sizes, *settings, (True, False, False))[0]
     return grad_x, grad_weight, grad_bias
+
+
+def added(gradients: tuple[Tensor | None, ...]) -> Tensor | None:
+    """Return the sum of a parameter's gradients, rounded once; None if they are not needed."""
+    first, *others = gradients
+    if first is None:
+        return None
+    total = first.float() if first.element_size() == 2 else first
+    for each in others:
+        total.add_(each)
+    return total.to(first.dtype)
 
 
 class ConvForward(LayerForward):
@@ -121,7 +183,11 @@ class ConvForward(LayerForward):
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
         forward.deferred = RestoredInput(facts, None, x)
-        return facts.function(x, weight, bias, module.stride, module.padding, module.dilation, module.groups)
+        geometry = module.stride, module.padding, module.dilation, module.groups
+        settings = (*geometry[:3], False, (0,) * len(module.stride), module.groups)
+        return facts.function(
+            x, weight, bias, *geometry, parts_of(x, weight, settings, facts.site, self.capture.policy)
+        )
 
 
 def operands_of(module: Any, dtype: torch.dtype, dimensions: int, device_type: str) -> tuple[Any, Any] | None:

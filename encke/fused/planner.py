@@ -210,7 +210,8 @@ class Planner:
             cast = sites[1] if len(sites) > 1 else None
             if cast is None or cast.site.need != "weight" or cast.cast is None or cast.cast.geometry is not None:
                 return None
-        return ConvStep(call, saving, module, self.x, size, stride, split, cast, self.capture.keep_casts)
+        facts = sites[0] if sites else None
+        return ConvStep(call, saving, module, self.x, size, stride, split, facts, cast, self.capture)
 
     def product_of(self, call: Call, layer: Layer) -> Step | None:
         """Return the step of a product of a value and a small one."""

@@ -6,7 +6,6 @@ A step has what does not change from pass to pass. Its `forward` computes a valu
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.autograd.graph import increment_version
 from encke.capture.casts import CastWeight
 from encke.capture.expressions import batch_norm
 from encke.capture.facts import SiteFacts
+from encke.capture.hooks import Capture
 from encke.capture.ledger import CAST_AGAIN, CASTS, Record
 from encke.codecs.base import check_version
 from encke.codecs.groupquant import GroupQuantPacked
@@ -31,7 +31,7 @@ from encke.fused.batchnorm import (
     plain_gradients,
     planes_call,
 )
-from encke.fused.conv import PLAIN, convolution_backward, operands_of, split_gradients
+from encke.fused.conv import PLAIN, convolution_backward, convolve, operands_of, parts_of, split_gradients
 from encke.fused.leaky import gradient_from_signs, leaky_relu_, leaky_relu_backward
 from encke.fused.program import Call
 from encke.fused.relu import gradient_from_codes, threshold_backward
@@ -97,10 +97,14 @@ class ConvStep(Step):
 
     def __init__(
         self, call: Call, saving: Saving, module: Any, x: Tensor, size: tuple[int, ...], stride: tuple[int, ...] | None,
-        split: bool, cast: SiteFacts | None, changed: Callable[[], None],
+        split: bool, facts: SiteFacts | None, cast: SiteFacts | None, capture: Capture,
     ) -> None:  # fmt: skip
         super().__init__(call)
         self.saving, self.savings = saving, (saving,)
+        self.facts = facts
+        """Site that saves the input; None for a small one, which has none."""
+        self.parts: int | None = None if split and facts is not None else 1
+        """Number of parts in which samples are taken; found in the first pass."""
         self.dtype, self.dimensions, self.device_type = x.dtype, x.dim(), x.device.type
         self.shape, self.weight_dtype = module.weight.shape, module.weight.dtype
         self.parameters = 1 if module.bias is None else 2
@@ -111,7 +115,7 @@ class ConvStep(Step):
         self.split = split
         self.cast = cast
         """Site of the weight's copy, if that is made again in backward."""
-        self.changed = changed
+        self.changed, self.policy = capture.keep_casts, capture.policy
         copied = 0 if module.weight.dtype is x.dtype else module.weight.numel() * x.element_size()
         if cast is None:
             self.small_bytes = copied
@@ -138,7 +142,11 @@ class ConvStep(Step):
         weight, bias = operands if len(operands) == 2 else (operands[0], None)  # cast already
         x = values[self.inputs[0]]
         kept = self.saving.hold(x, run)
-        values.append(laid_out(torch.convolution(x, weight, bias, *self.settings), self.size, self.stride))
+        if self.parts is None:
+            assert self.facts is not None
+            self.parts = parts_of(x, weight, self.settings, self.facts.site, self.policy)
+        y = convolve(x, weight, bias, self.settings, self.parts)
+        values.append(laid_out(y, self.size, self.stride))
         if self.cast is not None:
             return CastWeight(self.cast.cast.parameter, self.dtype, None, self.changed), 0, kept
         return weight, weight._version, kept
@@ -150,7 +158,8 @@ class ConvStep(Step):
         sizes, needs = (None, (True, True, False)) if self.parameters == 1 else ([self.shape[0]], ALL)
         restore = self.saving.restore
         if self.split:
-            found = split_gradients(lambda: (restore(x, held), weight), grad, sizes, self.settings, needs)
+            parts = self.parts or 1
+            found = split_gradients(lambda: (restore(x, held), weight), grad, sizes, self.settings, needs, parts)
         else:
             found = convolution_backward(grad, restore(x, held), weight, sizes, *self.settings, needs)
         return found[:1], found[1 : 1 + self.parameters]

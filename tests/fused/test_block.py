@@ -174,6 +174,21 @@ def test_without_a_shortcut(ran):
     assert both(ran, lambda: model_of(Plain())) == ["NormStep"] * 3
 
 
+def test_samples_of_large_inputs_are_taken_in_parts(ran, monkeypatch):
+    """In parts of the same sizes as by single layers, and the weights' gradients are added in the same order."""
+    from encke.fused import conv
+
+    seen: list[int] = []
+    plain = torch.convolution
+    monkeypatch.setattr(torch, "convolution", lambda x, *args: seen.append(len(x)) or plain(x, *args))
+    monkeypatch.setattr(conv, "CONV_PART_BYTES", 1 << 13)
+    few = images
+    monkeypatch.setitem(globals(), "images", lambda seed: few(seed, batch=16))
+    model = model_of(Plain())
+    assert both(ran, lambda: copy.deepcopy(model)) == ["NormStep"] * 3
+    assert set(seen) == {4}
+
+
 def test_what_is_behind_a_batch_norm_is_computed_again_from_it(ran):
     """Its input, statistics and parameters are found on the function's node, as on the plain operation's."""
     inner = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8))

@@ -56,7 +56,7 @@ def parted(monkeypatch) -> list[bool]:
 
 
 def volume(conv: nn.Module, last: bool = False, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    size = (3, 8, 6, 14, 14) if isinstance(conv, nn.Conv3d) else (16, 8, 19, 18)
+    size = (8, 8, 6, 12, 12) if isinstance(conv, nn.Conv3d) else (16, 8, 19, 18)
     x = torch.randn(size, generator=torch.Generator().manual_seed(4)).to(DEVICE, dtype)
     x = x.contiguous(memory_format=FORMATS[x.dim()]) if last else x
     return x.requires_grad_()
@@ -147,6 +147,71 @@ def test_convolutions_that_go_the_plain_way(case, parted):
     assert not parted
 
 
+@pytest.fixture
+def calls(monkeypatch) -> list[int]:
+    """Number of samples in each call of a convolution, where the samples of large inputs are taken in parts."""
+    seen: list[int] = []
+    plain = torch.convolution
+
+    def counted(x, *args):
+        seen.append(len(x))
+        return plain(x, *args)
+
+    monkeypatch.setattr(torch, "convolution", counted)
+    monkeypatch.setattr(conv_module, "CONV_PART_BYTES", 1 << 16)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CONVS)
+def test_samples_of_large_inputs_are_taken_in_parts(name, dtype, calls, monkeypatch):
+    model = nn.Sequential(copy.deepcopy(CONVS[name])).to(DEVICE, dtype)
+    other, x = copy.deepcopy(model), volume(model[0], dtype=dtype)
+    attach(other, device="none")
+    expected = conv_gradients(other, x)
+    attach(model)
+    calls.clear()
+    released: list[torch.Size] = []
+    empty = conv_module.storageless
+    monkeypatch.setattr(conv_module, "storageless", lambda size, *args: released.append(size) or empty(size, *args))
+    got = conv_gradients(model, x)
+    if dtype == torch.bfloat16 and DEVICE == "cpu" and not released:
+        pytest.skip("oneDNN computes with bf16 on some CPUs only")
+    nbytes = x.numel() * x.element_size()
+    parts = next(n for n in range(1, len(x) + 1) if len(x) % n == 0 and (nbytes <= n << 16 or n == len(x)))
+    assert parts > 1
+    if name in ("depthwise", "dilated", "grouped") and set(calls) == {len(x)}:
+        pytest.skip("another backend computes the parts")
+    assert calls == [len(x) // parts] * parts * 2
+    assert [size[0] for size in released] == calls  # the input, before each gradient
+    assert near(got, expected, 1e-5 if dtype == torch.float32 else 1e-2)
+    assert all(a.stride() == b.stride() and a.dtype == b.dtype for a, b in zip(got, expected, strict=True))
+
+
+def test_gradients_of_parts_are_added_in_fp32(calls):
+    """Sums that are rounded each time would lose small parts."""
+    small = torch.full((4,), 2.0**-8, dtype=torch.bfloat16)
+    parts = (torch.ones(4, dtype=torch.bfloat16), *[small] * 8)
+    found = conv_module.added(parts)
+    assert found is not None and found.dtype == torch.bfloat16
+    assert found.tolist() == [1 + 2.0**-5] * 4 and parts[0].tolist() == [1.0] * 4
+    assert conv_module.added((None, None)) is None
+
+
+@pytest.mark.parametrize("case", ["exact", "channels_last", "small"])
+def test_these_samples_are_taken_together(case, calls, monkeypatch):
+    # What is computed again from an exact tensor is exact.
+    model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.SiLU(), nn.Conv2d(16, 16, 3)).to(DEVICE)
+    other, x = copy.deepcopy(model), volume(model[0], case == "channels_last")
+    if case == "small":
+        monkeypatch.setattr(conv_module, "CONV_PART_BYTES", x.numel() * 8)
+    expected = conv_gradients(other, x)
+    attach(model, EXACT if case == "exact" else TWO_BITS)
+    got = conv_gradients(model, x)
+    assert set(calls) == {len(x)}
+    assert same(got, expected) or case != "exact"
+
+
 def test_a_weight_frozen_and_unfrozen_between_steps(parted):
     model = nn.Sequential(nn.Conv2d(8, 12, 3)).to(DEVICE)
     other, x = copy.deepcopy(model), volume(model[0])
@@ -222,6 +287,30 @@ def test_convolutions_are_detached_and_copied(parted):
     assert "forward" not in model[0].__dict__ and model[0].forward.__func__ is nn.Conv2d.forward
     loss.backward()
     assert parted == [True]
+
+
+@needs_gpu
+def test_on_a_gpu_parts_need_less_memory(monkeypatch):
+    """cuDNN copies both tensors of a contiguous convolution in three dimensions."""
+    peaks = {}
+    for limit in (1 << 40, 1 << 26):
+        monkeypatch.setattr(conv_module, "CONV_PART_BYTES", limit)
+        model = nn.Sequential(nn.Conv3d(64, 32, 3, padding=1, bias=False)).to("cuda", torch.bfloat16)
+        x = torch.randn(4, 64, 64, 64, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        handle = encke.attach(model, TWO_BITS)
+        conv_gradients(model, x)
+        x.grad = None
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        loss = model(x).float().mean()
+        peaks[limit] = [torch.cuda.max_memory_allocated() - before]
+        torch.cuda.reset_peak_memory_stats()
+        loss.backward()
+        peaks[limit].append(torch.cuda.max_memory_allocated() - before)
+        handle.detach()
+    whole, parts = peaks.values()
+    size = 4 * 64**4 * 2
+    assert all(few < all_ - size // 2 for all_, few in zip(whole, parts, strict=True)), peaks
 
 
 @needs_gpu
