@@ -153,7 +153,7 @@ def added(gradients: tuple[Tensor | None, ...]) -> Tensor | None:
         return None
     total = first.float() if first.element_size() == 2 else first
     for each in others:
-        total.add_(each)
+        total.add_(each)  # type: ignore[arg-type]
     return total.to(first.dtype)
 
 
