@@ -325,7 +325,9 @@ def attach(
     if any(parameter.is_cuda for parameter in model.parameters()):
         # Kernels are compiled while the first batch is being prepared.
         images = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
-        compile_usual(images, compiled is not None)
+        # A transformer's are compiled with those of its norms, of which the first call tells the dtypes.
+        if images or compiled is not None or not any(isinstance(hook, fused.RowNormForward) for hook in handle._hooks):
+            compile_usual(images, compiled is not None)
     return handle
 
 

@@ -134,7 +134,7 @@ def compile_ahead(uses: Iterable[PackedUse]) -> None:
 
 
 def compile_rows_ahead(uses: Iterable[RowUse], rates: Iterable[int]) -> None:
-    """Begin to compile the kernels of norms over rows, packed with these numbers of bits; return at once."""
+    """Begin to compile the kernels of a transformer with these norms and numbers of bits; return at once."""
     if choose_backend("cuda").name == "triton":
         from encke.kernels.gpu import ahead
 

@@ -36,6 +36,8 @@ NORM_GROUP = 128
 """The only group size that batch norm's kernels read packed."""
 SMALLEST_PLANE = 32
 """Values of the smallest plane in NCHW memory that they read packed."""
+RECOMPUTED = {"Gelu": ("gelu", "gelu tanh"), "Silu": ("silu",)}
+"""Operations whose result a kernel may compute again from their packed input, and the kernel's names for them."""
 SMOOTH = {"Silu": 2, "Hardswish": 3}
 """Activations that these compute behind a batch norm, with their gradients: operation and number. 0 stands for none."""
 LOG_KNEE = 8.0
@@ -276,7 +278,8 @@ class PackedUse(NamedTuple):
     relu: bool
     """Whether ReLU reads it; for what batch norm reads, whether ReLU may read what comes of that."""
     smooth: tuple[str, ...]
-    """Smooth activations that may read what batch norm makes of it, of `SMOOTH`."""
+    """Smooth activations that may read what batch norm makes of it, of `SMOOTH`; without a norm the operation that
+    reads it, if that is in `RECOMPUTED`."""
     rates: tuple[int, ...]
     """Numbers of bits that it may have; that of `format` does not count."""
 

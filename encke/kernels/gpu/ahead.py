@@ -27,7 +27,7 @@ import torch
 import triton
 from torch import Tensor
 
-from encke.kernels.formats import SMOOTH, GroupFormat, PackedUse, RowUse, SampledUnits
+from encke.kernels.formats import RECOMPUTED, SMOOTH, GroupFormat, PackedUse, RowUse, SampledUnits
 from encke.kernels.gpu import (
     activations,
     bits,
@@ -43,7 +43,8 @@ from encke.kernels.reference.row_norm import RowNorm
 from encke.tools import process
 from encke.tools.provenance import core_count
 
-WORKERS = 8
+WORKERS = 16
+"""Most processes. They leave a quarter of the cores to the training."""
 VARIABLE = "ENCKE_COMPILE_AHEAD"
 """Environment variable: 0 turns it off."""
 META = torch.device("meta")
@@ -79,8 +80,11 @@ def request(uses: Iterable[PackedUse]) -> None:
 
 
 def request_rows(uses: Iterable[RowUse], rates: tuple[int, ...]) -> None:
-    """Start worker processes for norms at some numbers of bits, if the cache lacks their kernels; return at once."""
-    begin({"rows": [use.numbers() for use in uses][:MOST], "rates": rates})
+    """Start worker processes for the usual kernels of a transformer and for its norms, at some numbers of bits.
+
+    They compile what the first of these numbers needs first.
+    """
+    begin({"rows": [use.numbers() for use in uses][:MOST], "rates": rates, "usual": False})
 
 
 def begin(wanted: dict[str, Any]) -> None:
@@ -97,7 +101,7 @@ def begin(wanted: dict[str, Any]) -> None:
     _begun.add(done)
     # Without a cache that can be written to, or with too many processes, the training compiles what it needs itself.
     with contextlib.suppress(OSError), sole_compiler(done) as lock:
-        workers = max(min(WORKERS, core_count() // 2), 1)
+        workers = max(min(WORKERS, core_count() * 3 // 4), 1)
         settings = {"backend": target.backend, "arch": target.arch, "warp_size": target.warp_size, "workers": workers}
         for part in range(workers):
             work = {"part": part, "marker": str(done), "wanted": wanted}
@@ -154,9 +158,6 @@ def exercise(dtype: torch.dtype, rate: int, images: bool, seed_table: bool) -> N
     seed: Any = (torch.empty(64, dtype=torch.int64, device=META), 0) if seed_table else 0
     flat = GroupFormat(rate, 128, dtype)
     exercise_plan(flat, (WIDTH,), False, seed, seed_table, norm=False, relu=images)
-    if not images and not seed_table:
-        for kind in activations.KINDS:
-            exercise_activation(kind, flat)
     for channels, side in IMAGES if images else ():
         size = (BATCH, channels, side, side)
         exercise_plan(GroupFormat(rate, 128, dtype, channels), size, True, seed, seed_table, norm=True)
@@ -168,12 +169,12 @@ def exercise(dtype: torch.dtype, rate: int, images: bool, seed_table: bool) -> N
         bits.bits_decode(bits.bits_encode(mask, width), width, WIDTH)
 
 
-def exercise_activation(kind: str, format: GroupFormat) -> None:
+def exercise_activation(kind: str, format: GroupFormat, numel: int) -> None:
     """Launch the kernels that compute an activation of codes; SiLU with a factor as well, as in a gated MLP."""
-    data = torch.empty(format.nbytes(WIDTH), dtype=torch.uint8, device=META)
-    values = torch.empty(WIDTH, dtype=format.dtype, device=META)
+    data = torch.empty(format.nbytes(numel), dtype=torch.uint8, device=META)
+    values = torch.empty(numel, dtype=format.dtype, device=META)
     for factor in (None, (data, 0), values) if kind == "silu" else (None,):
-        activations.activate(kind, data, 0, format, factor, (WIDTH,), format.dtype)
+        activations.activate(kind, data, 0, format, factor, (numel,), format.dtype)
 
 
 def exercise_rows(use: RowUse, rate: int) -> None:
@@ -205,7 +206,10 @@ def exercise_use(use: PackedUse, rate: int) -> None:
     size = (*use.size[:2], math.prod(use.size[2:]), 1) if len(use.size) > 2 else (numel,)
     format = replace(use.format, bits=rate)
     norm = use.norm and len(size) > 1
-    exercise_plan(format, size, use.channels_last, 0, False, norm, use.relu and not use.norm, use.relu, use.smooth)
+    smooth = use.smooth if use.norm else ()
+    exercise_plan(format, size, use.channels_last, 0, False, norm, use.relu and not use.norm, use.relu, smooth)
+    for kind in [] if use.norm else [kind for operation in use.smooth for kind in RECOMPUTED.get(operation, ())]:
+        exercise_activation(kind, format, numel)
 
 
 def exercise_plan(

@@ -25,7 +25,7 @@ from encke.capture.sites import Site
 from encke.codecs import GroupQuant, Packed
 from encke.codecs.layout import Layout
 from encke.kernels import GroupFormat, GroupPlan, PackedUse, compile_ahead
-from encke.kernels.formats import SMOOTH
+from encke.kernels.formats import RECOMPUTED, SMOOTH
 from encke.policies.base import PackedMemory, SavedTensor
 from encke.policies.comet.branches import Branch, Graph, ScoresShare, single
 from encke.policies.comet.momentum import gradient_norm
@@ -281,7 +281,8 @@ class CometCollector:
         """Record the kernels that this memory uses at every rate, and those of its probe."""
         norm, last = site.operation.endswith("BatchNorm"), bool(layout.channels_last)
         rates, size = tuple(each.bits for each in self.trials), layout.size if layout.dense else (plan.numel,)
-        self._uses[PackedUse(plan.format, size, last, norm, masked, (), rates)] = None
+        reader = (site.operation,) if site.operation in RECOMPUTED else ()
+        self._uses[PackedUse(plan.format, size, last, norm, masked, reader, rates)] = None
         if not norm:
             errors = GroupFormat(ERRORS.bits, ERRORS.group, torch.float32, plan.format.stride)
             self._uses[PackedUse(errors, (plan.numel,), False, False, False, (), (ERRORS.bits,))] = None

@@ -37,7 +37,7 @@ def test_transformers_have_no_kernels_of_batch_norm_and_relu():
     images, others = (
         {function.fn.__name__ for function, *_ in ahead.launches((4,), usual=usual)} for usual in (True, False)
     )
-    assert others - images == {"activate_kernel"} and len(images) > 2 * len(others)
+    assert others < images and len(images) > 2 * len(others)
     assert not any(word in name for name in others for word in ("norm", "gate", "plane", "last", "channels"))
 
 
@@ -127,7 +127,7 @@ def test_a_second_program_starts_no_workers_until_those_of_the_first_have_ended(
     monkeypatch.setattr(ahead.subprocess, "Popen", started)
     ahead.start(images=True)
     first = list(ahead._started)
-    assert len(first) == 4
+    assert len(first) == 6
     ahead._begun.clear()  # as in another program
     ahead.start(images=True)
     assert ahead._started == first
@@ -135,8 +135,8 @@ def test_a_second_program_starts_no_workers_until_those_of_the_first_have_ended(
         worker.communicate(b"\n")
     ahead._begun.clear()
     ahead.start(images=True)
-    assert len(ahead._started) == 8
-    for worker in ahead._started[4:]:
+    assert len(ahead._started) == 12
+    for worker in ahead._started[6:]:
         worker.communicate(b"\n")
 
 
