@@ -287,7 +287,19 @@ def storageless(size: tuple[int, ...], stride: tuple[int, ...], like: Tensor) ->
 
     A tensor with zero strides would not serve: it is never channels_last. Checked with 2.11 to 2.13.
     """
+    if type(like) is Tensor:
+        return _storageless(tuple(size), tuple(stride), like.dtype, like.device)
     x = like.new_empty_strided(size, stride)
+    x.untyped_storage().resize_(0)
+    return x
+
+
+@functools.lru_cache(maxsize=1024)
+def _storageless(
+    size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:  # fmt: skip
+    # Kept, because making one needs the memory for a moment, which is the peak of a convolution's backward.
+    x = torch.empty_strided(size, stride, dtype=dtype, device=device)
     x.untyped_storage().resize_(0)
     return x
 

@@ -45,7 +45,7 @@ class DeferredForward:
     Derived classes write the layer's result in `encode` and `run_unfused`. One of the two runs, once.
     """
 
-    __slots__ = ("codec", "facts", "t")
+    __slots__ = ("alone", "codec", "facts", "t")
     restores = False
     """Whether the layer reads the restored tensor and no codes: then backward may recompute it."""
 
@@ -55,6 +55,8 @@ class DeferredForward:
         """Codec that the policy has chosen for the site, if it was asked."""
         self.t = t
         """The tensor."""
+        self.alone = False
+        """Whether the layer alone reads its input, which a block has made (`ForwardPass.read_once`)."""
 
     def encode(self, codec: Codec, layout: Layout, length: int, key: int, state: EncoderState) -> Packed:
         """Compute the layer's result and return the tensor packed; the arguments are those of `Codec.encode_run`."""

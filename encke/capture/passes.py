@@ -86,6 +86,7 @@ class ForwardPass:
         "outer",
         "pending",
         "rank",
+        "read_once",
         "recomputations",
         "steady",
         "step",
@@ -122,6 +123,8 @@ class ForwardPass:
         """Python frame of the call that switched the hooks on."""
         self.deferred: DeferredForward | None = None
         """Deferred forward of the fused layer that saves next."""
+        self.read_once: Tensor | None = None
+        """Result of a block that only the layer called now reads."""
         self.step = 0
         self.rank = 0
         self.steady = False

@@ -183,6 +183,30 @@ class LayerForward(TrackedForward):
         return functorch_interpreter() is None and not is_functorch_tensor(x)
 
 
+def hand_over(grad: Tensor) -> Tensor:
+    """Return a stand-in for a gradient, of its size and full of NaN, from which the one node behind takes it.
+
+    Autograd holds what it passes to a node until that node's backward has ended. A block would hold the gradient of its
+    result, which is large, during all of its steps.
+    """
+    if torch.is_anomaly_enabled():
+        return grad
+    stand_in: Any = _nan(grad.dtype, grad.device).expand(grad.shape)
+    stand_in.encke_gradient = grad
+    return stand_in
+
+
+def take_over(grad: Any) -> Tensor:
+    """Return the gradient that a stand-in stands for, and take it from there; any other tensor as it is."""
+    found: Tensor | None = grad.__dict__.pop("encke_gradient", None)
+    return grad if found is None else found
+
+
+@functools.cache
+def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), torch.nan, dtype=dtype, device=device)
+
+
 @functools.cache
 def has_triton() -> bool:
     """Return whether Triton, which the GPU kernels are written in, is installed. Does not import it."""

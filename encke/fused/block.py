@@ -30,7 +30,7 @@ from encke.capture.passes import EnterHook, ForwardPass, Frame, LeaveHook
 from encke.capture.readers import matches
 from encke.capture.saved import Saved, SharedCell
 from encke.codecs import Packed
-from encke.fused.base import Slot, TrackedForward, has_triton, in_place_of
+from encke.fused.base import Slot, TrackedForward, has_triton, in_place_of, take_over
 from encke.fused.batchnorm import slot_of
 from encke.fused.planner import Planner
 from encke.fused.program import program_of
@@ -131,6 +131,7 @@ class BlockFunction(torch.autograd.Function):
                 f"'{held.site.layer}' in it; its gradient cannot be differentiated again. Layers run one by one from "
                 "now on: run this step again."
             )
+        grad = take_over(grad)
         steps, kept = held.plan.steps, held.kept
         if keeps_graph():
             kept = [*kept]
@@ -142,23 +143,29 @@ class BlockFunction(torch.autograd.Function):
             sizes = (held.plan.sums_numel, held.plan.coefficients_numel)
             held.scratch = tuple([torch.empty(size, dtype=torch.float32, device=grad.device) for size in sizes])
         grads: list[Any] = [*[None] * len(steps), grad]
+        del grad  # from here on a gradient is released by the step that reads it last
         found: list[Any] = []
         for step in reversed(steps):
-            taken, parameters = step.backward(kept[-1], grads.pop(), held)
+            found += step_back(step, kept[-1], grads, held)
             del kept[-1]  # what is packed is released as early as by single layers
-            for number, each in zip(step.inputs, taken, strict=True):
-                before = grads[number]
-                if before is None:
-                    grads[number] = each
-                elif type(step) is PoolStep:
-                    # One value for each plane. The other gradient is a product's, made for this sum alone.
-                    before.add_(each)
-                else:
-                    # A sum passes on a gradient that others read; the other steps return new ones.
-                    grads[number] = each + before if type(step) is SumStep else each.add_(before)
-            found += parameters
         held.scratch = (None, None)
         return (grads[0], None, None, None, None, *found)
+
+
+def step_back(step: Step, kept: Any, grads: list[Any], held: BlockSaved) -> tuple[Tensor | None, ...]:
+    """Take the gradient of a step's result from the end of a list, add those of its values, return the parameters'."""
+    taken, parameters = step.backward(kept, grads.pop(), held)
+    for number, each in zip(step.inputs, taken, strict=True):
+        before = grads[number]
+        if before is None:
+            grads[number] = each
+        elif type(step) is PoolStep:
+            # One value for each plane. The other gradient is a product's, made for this sum alone.
+            before.add_(each)
+        else:
+            # A sum passes on a gradient that others read; the other steps return new ones.
+            grads[number] = each + before if type(step) is SumStep else each.add_(before)
+    return parameters
 
 
 class SmoothBlockFunction(BlockFunction):
@@ -356,7 +363,14 @@ class BlockForward(TrackedForward):
             self.plan = None
             return None
         y = plan.run(x, saved, called, operands, forward)
-        return y if program.last < 0 else modules[program.last](y)
+        if program.last < 0:
+            return y
+        forward.read_once = y
+        try:
+            found: Tensor = modules[program.last](y)
+        finally:
+            forward.read_once = None
+        return found
 
     def undisturbed(self, modules: list[Any]) -> bool:
         """Return whether all modules train, and the block's are called without hooks and forwards of others."""

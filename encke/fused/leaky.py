@@ -16,7 +16,7 @@ from encke.capture.facts import SiteFacts
 from encke.capture.passes import ForwardPass
 from encke.codecs import Packed
 from encke.codecs.layout import Layout
-from encke.fused.base import LayerForward, in_place_of, packed_in
+from encke.fused.base import LayerForward, hand_over, in_place_of, packed_in
 from encke.torch_internals import is_view
 
 leaky_relu_ = torch.ops.aten.leaky_relu_.default
@@ -31,7 +31,7 @@ class LeakyReluFunction(torch.autograd.Function):
         """Return the result."""
         ctx.mark_dirty(x)
         deferred.t = leaky_relu_(x, slope)
-        ctx.slope = slope
+        ctx.slope, ctx.alone = slope, deferred.alone
         ctx.save_for_backward(x)
         return x
 
@@ -43,7 +43,7 @@ class LeakyReluFunction(torch.autograd.Function):
             packed = packed_in(saved, grad)
             gradient = None if packed is None else gradient_from_signs(packed, saved.layout, grad, ctx.slope)
             if gradient is not None:
-                return gradient, None, None
+                return hand_over(gradient) if ctx.alone else gradient, None, None
         return leaky_relu_backward(grad, ctx.saved_tensors[0], ctx.slope, True), None, None
 
 
@@ -72,6 +72,7 @@ class LeakyReluForward(LayerForward):
         if x.dtype is not site.dtype or x.dim() != site.dimensions:
             return None
         deferred = forward.deferred = DeferredForward(facts, None, None)
+        deferred.alone = forward.read_once is x
         y: Tensor = facts.function(x, module.negative_slope, deferred)
         if forward.deferred is not None:
             forward.run_deferred()

@@ -19,7 +19,7 @@ from encke.codecs import Codec, Packed
 from encke.codecs.base import EncoderState
 from encke.codecs.groupquant import GroupQuantPacked
 from encke.codecs.layout import Layout
-from encke.fused.base import LayerForward, in_place_of, packed_in
+from encke.fused.base import LayerForward, hand_over, in_place_of, packed_in
 from encke.kernels import mix
 
 threshold_backward = torch.ops.aten.threshold_backward.default
@@ -63,6 +63,7 @@ class ReluFunction(torch.autograd.Function):
         else:
             y = torch.relu_(x) if inplace else torch.relu(x)
         deferred.t = y
+        ctx.alone = deferred.alone
         ctx.save_for_backward(y)
         return y
 
@@ -74,7 +75,7 @@ class ReluFunction(torch.autograd.Function):
             packed = packed_in(saved, grad)
             gradient = None if packed is None else gradient_from_codes(packed, saved.layout, grad)
             if gradient is not None:
-                return gradient, None, None
+                return hand_over(gradient) if ctx.alone else gradient, None, None
         return threshold_backward(grad, ctx.saved_tensors[0], 0), None, None
 
 
@@ -102,6 +103,7 @@ class ReluForward(LayerForward):
             return None
         fused = dtype.itemsize == 2 and dimensions >= 4 and x.stride(1) == 1 and not x.data_ptr() & 3
         deferred = forward.deferred = (DeferredRelu if fused else DeferredForward)(facts, None, None)
+        deferred.alone = forward.read_once is x
         y = facts.function(x, inplace, deferred)
         if forward.deferred is not None:
             forward.run_deferred()

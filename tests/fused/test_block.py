@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import encke
 from encke import kernels
@@ -552,6 +553,62 @@ def test_what_is_packed_is_released_step_by_step(steady, monkeypatch, retain, ex
     monkeypatch.setattr(steps.ConvStep, "backward", watched)
     steady[1].backward(retain_graph=retain)
     assert seen == expected
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.LeakyReLU(0.1, inplace=True)], ids=["ReLU", "leaky ReLU"])
+def test_the_gradient_of_the_result_is_released_by_the_step_that_reads_it_last(ran, activation, monkeypatch):
+    """Autograd would hold it until the block's backward has ended."""
+    released: list[bool] = []
+    taken: list[Any] = []
+    take, backward = block.take_over, steps.ConvStep.backward
+
+    def watched(grad: torch.Tensor) -> torch.Tensor:
+        assert grad.stride() == (0,) * 4 and grad.isnan().all()
+        found = take(grad)
+        taken.append(StorageWeakRef(found.untyped_storage()))
+        return found
+
+    def noted(self: Any, kept: Any, grad: Any, held: Any) -> Any:
+        gc.collect()  # Triton's interpreter leaves cycles
+        released.append(taken[-1].expired())
+        return backward(self, kept, grad, held)
+
+    layers = [nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), activation]
+    model = model_of(nn.Sequential(*layers, *copy.deepcopy(layers)))
+    handle = attach(model)
+    train(model, handle)
+    assert ran
+    monkeypatch.setattr(block, "take_over", watched)
+    monkeypatch.setattr(steps.ConvStep, "backward", noted)
+    for _ in range(2):
+        model(images()).square().mean().backward()
+    assert len(taken) == 2 and released == [True] * 4
+
+
+def test_gradients_that_others_look_at_are_right(ran, monkeypatch):
+    """In anomaly mode autograd looks for NaN; hooks of nodes see a stand-in, and leave it as it is."""
+    model = model_of(Plain(), Plain())
+    with torch.autograd.detect_anomaly():
+        assert both(ran, lambda: copy.deepcopy(model))
+    ran.clear()
+    other = copy.deepcopy(model)
+    expected = train(other, attach(other, blocks=False))
+    handle, seen = attach(model), []
+    forward = model.forward
+
+    def hooked(x: torch.Tensor) -> torch.Tensor:
+        y = forward(x)
+        stack = [y.grad_fn]
+        while stack:
+            node = stack.pop()
+            if node is not None:
+                node.register_prehook(lambda grads: seen.append([g.clone() for g in grads]))
+                stack += [each for each, _ in node.next_functions]
+        return y
+
+    monkeypatch.setattr(model, "forward", hooked)
+    assert same(train(model, handle), expected)
+    assert ran and seen
 
 
 @pytest.mark.parametrize("layer", ["conv2", "bn2"])
