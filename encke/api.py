@@ -29,7 +29,6 @@ _handles: weakref.WeakKeyDictionary[nn.Module, Handle] = weakref.WeakKeyDictiona
 
 STATE_VERSION = 2
 """Version of `Handle.state_dict()`. Release 0.1 wrote version 1, which is still read."""
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class Handle:
@@ -323,12 +322,7 @@ def attach(
             *hook_layers([layer for layer in layers if layer not in told], capture.passes),
         ]
     _handles[model] = handle
-    if any(parameter.is_cuda for parameter in model.parameters()):
-        # Kernels are compiled while the first batch is being prepared.
-        images = any(isinstance(module, BATCH_NORMS) for module in model.modules())
-        # A transformer's are compiled with those of its norms, of which the first call tells the dtypes.
-        if images or compiled is not None or not any(isinstance(hook, fused.RowNormForward) for hook in handle._hooks):
-            compile_usual(images, compiled is not None)
+    fused.compile_kernels(model, compiled is not None)
     return handle
 
 

@@ -6,6 +6,8 @@ import types
 from collections.abc import Iterable
 from typing import Any
 
+from torch import nn
+
 from encke.capture.hooks import Capture
 from encke.capture.modules import Layer
 from encke.fused.base import InstalledForward
@@ -18,11 +20,14 @@ from encke.fused.leaky import LeakyReluForward
 from encke.fused.relu import ReluForward
 from encke.fused.rownorm import RowNormForward, RowNorms
 from encke.fused.smooth import SmoothForward
+from encke.kernels import compile_usual
 
 FORWARDS: tuple[type[InstalledForward], ...] = (
     BatchNormForward, InstanceNormForward, ReluForward, LeakyReluForward, ConvForward, GeluForward, SmoothForward,
     RowNormForward, BlockForward,
 )  # fmt: skip
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 ENABLED = True
 """Whether `install` does anything. Tests and benchmarks set it to False to compare with plain hooks."""
@@ -51,6 +56,22 @@ def install(layers: Iterable[Layer], capture: Capture) -> list[InstalledForward]
             forward.norms = norms
             norms.forwards.append(forward)
     return installed
+
+
+def compile_kernels(model: nn.Module, compiled: bool) -> None:
+    """Begin to compile the kernels of a model on a GPU, while its first batch is being prepared.
+
+    Args:
+        model: The model, with its forwards installed.
+        compiled: Whether it is compiled.
+    """
+    if not any(parameter.is_cuda for parameter in model.parameters()):
+        return
+    images = any(isinstance(module, BATCH_NORMS) for module in model.modules())
+    rows = any(isinstance(module.__dict__.get("forward"), RowNormForward) for module in model.modules())
+    # A transformer's are compiled with those of its norms, of which the first call tells the dtypes.
+    if images or compiled or not rows:
+        compile_usual(images, compiled)
 
 
 def drop_copied_forward(module: Any) -> None:

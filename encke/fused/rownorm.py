@@ -25,7 +25,7 @@ from encke.capture.modules import Layer
 from encke.capture.passes import ForwardPass, Frame
 from encke.capture.sites import Site
 from encke.codecs.base import check_version
-from encke.codecs.groupquant import RATES, GroupQuant
+from encke.codecs.groupquant import RATES
 from encke.codecs.layout import layout_of, rows_inside
 from encke.fused.base import Slot, TrackedForward, has_triton, in_place_of
 from encke.kernels import RowUse, compile_rows_ahead
@@ -118,8 +118,8 @@ class RowNorms:
         if key in self.asked:
             return
         site = Site(forward.layer.name, forward.operation, "input", need="lossy", dtype=use.dtype)
-        codec = capture.policy.choose(site)
-        if not isinstance(codec, GroupQuant) or codec.signs:
+        codec: Any = capture.policy.choose(site)
+        if not codec.reads_packed or codec.signs:
             return
         dtypes = (use.dtype, torch.float32) if kind is nn.LayerNorm and use.again != use.out else (use.dtype,)
         widths = dict.fromkeys(math.prod(each.shape) for each in self.forwards if each.kind is kind)
