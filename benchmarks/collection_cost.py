@@ -156,12 +156,13 @@ def watch_compilation(args: argparse.Namespace) -> None:
     for number in range(1, LATE + 1):
         before = len(launch._compiled)
         took = milliseconds(step)
-        running = sum(worker.poll() is None for worker in ahead._started)
+        child = ahead.compiler.child
+        beside = "a compiler runs beside it" if child is not None and child.poll() is None else "nothing runs beside it"
         loaded = len(launch._compiled) - before
         if loaded or compiled:
             print(
                 f"step {number:3} {took:9.1f} ms: {loaded} kernels for the first time, {len(compiled)} of them "
-                f"compiled ({', '.join(sorted(set(compiled)))}); {running} workers",
+                f"compiled ({', '.join(sorted(set(compiled)))}); {beside}",
                 flush=True,
             )
         compiled.clear()

@@ -19,7 +19,6 @@ from encke.capture.modules import Layer, WatchHook, drop_inert, layer_name, laye
 from encke.capture.passes import hook_layers, may_push
 from encke.capture.readers import is_wrapper
 from encke.fused import registry as fused
-from encke.kernels import compile_usual
 from encke.policies.base import AdaptivePolicy, Policy
 from encke.policies.overrides import Override, resolve, with_overrides
 from encke.policies.presets import as_policy
@@ -322,7 +321,8 @@ def attach(
             *hook_layers([layer for layer in layers if layer not in told], capture.passes),
         ]
     _handles[model] = handle
-    fused.compile_kernels(model, compiled is not None)
+    if compiled is not None:
+        fused.compile_usual(model)
     return handle
 
 
@@ -483,8 +483,6 @@ class compress:
         self._capture = Capture(bind_policy(as_policy(policy), None, optimizer), None, min_bytes)
         self._layer = Layer("", None, None, True)
         self._handle = Handle._make(self._capture, None)
-        if torch.cuda.is_initialized():
-            compile_usual(images=True, compiled_model=False)
 
     def __enter__(self) -> Handle:
         if self._capture.threads.forward.frames:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from encke.capture.hooks import Capture
@@ -18,9 +20,10 @@ from encke.fused.gelu import GeluForward
 from encke.fused.instancenorm import InstanceNormForward
 from encke.fused.leaky import LeakyReluForward
 from encke.fused.relu import ReluForward
-from encke.fused.rownorm import RowNormForward, RowNorms
+from encke.fused.requests import BITS_IN_TURN, KernelRequests
+from encke.fused.rownorm import RowNormForward
 from encke.fused.smooth import SmoothForward
-from encke.kernels import compile_usual
+from encke.kernels import UsualUse, compile_ahead
 
 FORWARDS: tuple[type[InstalledForward], ...] = (
     BatchNormForward, InstanceNormForward, ReluForward, LeakyReluForward, ConvForward, GeluForward, SmoothForward,
@@ -39,7 +42,7 @@ def install(layers: Iterable[Layer], capture: Capture) -> list[InstalledForward]
     A layer with a forward of its own in its `__dict__` is left alone.
     """
     installed: list[InstalledForward] = []
-    norms = RowNorms()
+    requests = KernelRequests(capture)
     for layer in layers if ENABLED else ():
         module = layer.owner()
         if module is None or not layer.compress:
@@ -52,26 +55,19 @@ def install(layers: Iterable[Layer], capture: Capture) -> list[InstalledForward]
             installed.append(kind(capture, layer))
             module.__dict__["forward"] = installed[-1]
     for forward in installed:
+        if isinstance(forward, RowNormForward | BatchNormForward):
+            forward.requests = requests
         if isinstance(forward, RowNormForward):
-            forward.norms = norms
-            norms.forwards.append(forward)
+            requests.norms.append((forward.kind, math.prod(forward.shape)))
     return installed
 
 
-def compile_kernels(model: nn.Module, compiled: bool) -> None:
-    """Begin to compile the kernels of a model on a GPU, while its first batch is being prepared.
-
-    Args:
-        model: The model, with its forwards installed.
-        compiled: Whether it is compiled.
-    """
-    if not any(parameter.is_cuda for parameter in model.parameters()):
-        return
-    images = any(isinstance(module, BATCH_NORMS) for module in model.modules())
-    rows = any(isinstance(module.__dict__.get("forward"), RowNormForward) for module in model.modules())
-    # A transformer's are compiled with those of its norms, of which the first call tells the dtypes.
-    if images or compiled or not rows:
-        compile_usual(images, compiled)
+def compile_usual(model: nn.Module) -> None:
+    """Begin to compile the kernels that most compiled models take on a GPU, while the first batch is being prepared."""
+    if any(parameter.is_cuda for parameter in model.parameters()):
+        images = any(isinstance(module, BATCH_NORMS) for module in model.modules())
+        dtypes = (torch.bfloat16, torch.float32)
+        compile_ahead(usual=[UsualUse(dtype, images, True, True) for dtype in dtypes], rates=BITS_IN_TURN)
 
 
 def drop_copied_forward(module: Any) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,10 +24,10 @@ from encke.capture.modules import Layer
 from encke.capture.passes import ForwardPass, Frame
 from encke.capture.sites import Site
 from encke.codecs.base import check_version
-from encke.codecs.groupquant import RATES
 from encke.codecs.layout import layout_of, rows_inside
 from encke.fused.base import Slot, TrackedForward, has_triton, in_place_of
-from encke.kernels import RowUse, compile_rows_ahead
+from encke.fused.requests import KernelRequests
+from encke.kernels import RowUse
 
 OPERATIONS = {False: "FusedRmsNorm", True: "NativeLayerNorm"}
 """Operation of torch in whose place the function stands: with a mean or without."""
@@ -100,41 +99,6 @@ def differentiable_gradients(
     return tuple(next(found) if want else None for want in wanted)
 
 
-class RowNorms:
-    """The norms of one model, whose kernels are compiled together."""
-
-    def __init__(self) -> None:
-        self.forwards: list[RowNormForward] = []
-        self.asked: set[Any] = set()
-        """Uses of the first norm of each kind, for which kernels were asked."""
-
-    def compile_ahead(self, forward: RowNormForward, use: RowUse) -> None:
-        """Begin to compile the kernels for a use, and for the same kind of norm with the other widths of the model.
-
-        Under autocast a layer norm may also have an fp32 input, the sum of a residual stream.
-        """
-        capture, kind = forward.capture, forward.kind
-        key = kind, replace(use, width=0)
-        if key in self.asked:
-            return
-        site = Site(forward.layer.name, forward.operation, "input", need="lossy", dtype=use.dtype)
-        codec: Any = capture.policy.choose(site)
-        if not codec.reads_packed or codec.signs:
-            return
-        dtypes = (use.dtype, torch.float32) if kind is nn.LayerNorm and use.again != use.out else (use.dtype,)
-        widths = dict.fromkeys(math.prod(each.shape) for each in self.forwards if each.kind is kind)
-        orders = (use.transposed, False)
-        uses = [
-            replace(use, width=width, dtype=dtype, transposed=transposed)
-            for dtype, transposed in dict.fromkeys(itertools.product(dtypes, orders))
-            for width in widths
-        ]
-        self.asked |= {(kind, replace(each, width=0)) for each in uses}
-        # A policy that measures may take another number of bits in the next step.
-        rates = (codec.bits,) if capture.schedule is None else dict.fromkeys((codec.bits, *RATES))
-        compile_rows_ahead([replace(each, group=codec.group) for each in uses], rates)
-
-
 class RowNormForward(TrackedForward):
     """Run `nn.LayerNorm`, `nn.RMSNorm` and RMS norms that are written out.
 
@@ -149,8 +113,8 @@ class RowNormForward(TrackedForward):
         module: Any = layer.owner()
         self.kind = type(module)
         self.shape = shape_of(module)
-        self.norms: RowNorms | None = None
-        """Norms of the model."""
+        self.requests: KernelRequests | None = None
+        """Kernels that the model has asked for."""
         self.epsilon = epsilon_name(module)
         self.operation = OPERATIONS[self.kind is nn.LayerNorm]
         self.formulas: dict[Any, tuple[Any, int]] = {}
@@ -249,13 +213,13 @@ class RowNormForward(TrackedForward):
         plan = row_kernels().row_plan(
             norm, x.numel() // width, inner, x.dtype, weight_dtype, bias is not None, len(shape), x.device
         )
-        if plan is not None and self.norms is not None:
+        if plan is not None and self.requests is not None:
             weights = weight_dtype is not None, bias is not None, plan.transposed
             use = RowUse(
                 width, norm.centred, norm.offset, norm.inner, norm.out, x.dtype, weight_dtype or norm.out, *weights,
                 0, settings[1] or norm.out,
             )  # fmt: skip
-            self.norms.compile_ahead(self, use)
+            self.requests.ask_for_rows(self.layer.name, self.operation, self.kind, use)
         return plan, held
 
 

@@ -11,8 +11,6 @@ from encke.kernels.backends import (
     backend_for,
     choose_backend,
     compile_ahead,
-    compile_rows_ahead,
-    compile_usual,
     describe_backends,
     wait_for_kernels,
 )
@@ -26,6 +24,7 @@ from encke.kernels.formats import (
     RowUse,
     SampledUnits,
     Seed,
+    UsualUse,
     mix,
 )
 from encke.kernels.operators import dispatched
@@ -33,7 +32,6 @@ from encke.kernels.plans import GroupPlan
 
 __all__ = [
     "FLOATS", "Backend", "BackendChoice", "BoundedFormat", "DualFormat", "GroupFormat",
-    "GroupPlan", "LogFormat", "PackedUse", "RowUse", "SampledUnits", "Seed", "backend_for", "choose_backend",
-    "compile_ahead", "compile_rows_ahead", "compile_usual", "describe_backends", "dispatched", "mix",
-    "wait_for_kernels",
+    "GroupPlan", "LogFormat", "PackedUse", "RowUse", "SampledUnits", "Seed", "UsualUse", "backend_for",
+    "choose_backend", "compile_ahead", "describe_backends", "dispatched", "mix", "wait_for_kernels",
 ]  # fmt: skip

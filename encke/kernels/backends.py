@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from encke.kernels import reference
-from encke.kernels.formats import BoundedFormat, DualFormat, GroupFormat, LogFormat, PackedUse, RowUse, Seed
+from encke.kernels.formats import BoundedFormat, DualFormat, GroupFormat, LogFormat, PackedUse, RowUse, Seed, UsualUse
 from encke.kernels.plans import Gate, GroupPlan
 from encke.kernels.reference import slow
 
@@ -110,35 +110,22 @@ def backend_for(device: str) -> GraphBackend:
     return reference
 
 
-def compile_usual(images: bool, compiled_model: bool) -> None:
-    """Begin to compile the kernels that most models take on a GPU; return at once.
+def compile_ahead(
+    uses: Iterable[PackedUse] = (), rows: Iterable[RowUse] = (), usual: Iterable[UsualUse] = (),
+    rates: Iterable[int] = (),
+) -> None:  # fmt: skip
+    """Begin to compile kernels for a GPU, while the training goes on; return at once.
 
     Args:
-        images: Whether the model has batch norms. Most others are transformers.
-        compiled_model: Whether the model is compiled. Its collection steps are not.
+        uses: Uses of packed tensors, with the numbers of bits that they may have.
+        rows: Norms over rows.
+        usual: Usual tensors.
+        rates: Numbers of bits that rows and usual tensors may have, the most urgent first.
     """
-    if backend_for("cuda").NAME == "triton":
-        from encke.kernels.gpu import ahead
-
-        ahead.start(images)
-        if compiled_model:
-            ahead.start(images, seed_table=True)
-
-
-def compile_ahead(uses: Iterable[PackedUse]) -> None:
-    """Begin to compile the kernels for these uses on a GPU, while the training goes on; return at once."""
     if choose_backend("cuda").name == "triton":
         from encke.kernels.gpu import ahead
 
-        ahead.request(uses)
-
-
-def compile_rows_ahead(uses: Iterable[RowUse], rates: Iterable[int]) -> None:
-    """Begin to compile the kernels of a transformer with these norms and numbers of bits; return at once."""
-    if choose_backend("cuda").name == "triton":
-        from encke.kernels.gpu import ahead
-
-        ahead.request_rows(uses, tuple(rates))
+        ahead.request(uses, rows, usual, tuple(rates))
 
 
 def wait_for_kernels() -> None:

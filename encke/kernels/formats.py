@@ -266,6 +266,19 @@ class RowUse(Format):
     """Dtype in which the layers behind take the result."""
 
 
+@dataclass(frozen=True)
+class UsualUse(Format):
+    """Tensors of a usual model: what decides which kernels it takes before its own tensors are known."""
+
+    dtype: torch.dtype
+    images: bool
+    """Whether it has batch norms; else only tensors whose groups lie one after the other count."""
+    channels_last: bool
+    """Whether these are in channels_last memory."""
+    seed_table: bool = False
+    """Whether seeds are on the device, as in compiled models."""
+
+
 class PackedUse(NamedTuple):
     """One use of tensors packed at fixed rates: what decides which kernels it takes."""
 

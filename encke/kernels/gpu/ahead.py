@@ -1,22 +1,18 @@
-"""Compile the usual kernels ahead of the first training step, in worker processes that share Triton's cache on disk.
+"""Which kernels a training will need, and requests for them to a process that compiles ahead (compiler.py).
 
 Triton compiles a kernel when it is first launched, and its front end holds the interpreter's lock, so threads do not
-help. `start` runs a few processes that launch the kernels of usual shapes on tensors without memory and only compile
-them: they need no GPU. The training goes on meanwhile; what is compiled by then, it finds on disk. `request` does so
-for the tensors that a training packs, and `request_rows` for its norms over rows, at every number of bits that they may
-have later.
+help. `request` has another process compile what a training will need: it launches the kernels on tensors without
+memory, needs no GPU, and shares Triton's cache on disk. The training goes on meanwhile; what is compiled by then, it
+finds on disk.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import functools
 import hashlib
 import json
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -27,7 +23,7 @@ import torch
 import triton
 from torch import Tensor
 
-from encke.kernels.formats import RECOMPUTED, SMOOTH, GroupFormat, PackedUse, RowUse, SampledUnits
+from encke.kernels.formats import RECOMPUTED, SMOOTH, GroupFormat, PackedUse, RowUse, SampledUnits, UsualUse
 from encke.kernels.gpu import (
     activations,
     bits,
@@ -39,12 +35,9 @@ from encke.kernels.gpu import (
     plans,
     row_norm,
 )
+from encke.kernels.gpu.compiler import Compiler
 from encke.kernels.reference.row_norm import RowNorm
-from encke.tools import process
-from encke.tools.provenance import core_count
 
-WORKERS = 16
-"""Most processes. They leave a quarter of the cores to the training."""
 VARIABLE = "ENCKE_COMPILE_AHEAD"
 """Environment variable: 0 turns it off."""
 META = torch.device("meta")
@@ -57,38 +50,24 @@ ROWS = 1 << 10
 """Rows of a norm's input."""
 MOST = 1000
 """Uses that can be asked for at once: they are arguments of the worker processes."""
-_started: list[subprocess.Popen[bytes]] = []
-_begun: set[Path] = set()
+_asked: set[Path] = set()
 """Markers of what was asked for."""
+compiler = Compiler()
 
 
-def start(images: bool, seed_table: bool = False) -> None:
-    """Start the worker processes if this machine's cache does not have the usual kernels yet; return at once.
-
-    Args:
-        images: Take the kernels of a model with batch norms, else those of a transformer.
-        seed_table: Take those of compiled models.
-    """
-    begin({"usual": images, "seed_table": seed_table})
-
-
-def request(uses: Iterable[PackedUse]) -> None:
-    """Start worker processes for the kernels of these uses, if the cache does not have them yet; return at once."""
+def request(
+    uses: Iterable[PackedUse] = (), rows: Iterable[RowUse] = (), usual: Iterable[UsualUse] = (),
+    rates: tuple[int, ...] = (),
+) -> None:  # fmt: skip
+    """Have kernels compiled if the cache does not have them yet; return at once. See `backends.compile_ahead`."""
     # The number of bits in force does not matter.
-    wanted = dict.fromkeys((replace(use.format, bits=use.rates[0]), *use[1:]) for use in uses)
-    begin({"uses": [(format.numbers(), *rest) for format, *rest in list(wanted)[:MOST]]})
-
-
-def request_rows(uses: Iterable[RowUse], rates: tuple[int, ...]) -> None:
-    """Start worker processes for the usual kernels of a transformer and for its norms, at some numbers of bits.
-
-    They compile what the first of these numbers needs first.
-    """
-    begin({"rows": [use.numbers() for use in uses][:MOST], "rates": rates, "usual": False})
-
-
-def begin(wanted: dict[str, Any]) -> None:
-    """Start worker processes for some kernels, given as plain data: keys and values are arguments of `launches`."""
+    some = dict.fromkeys((replace(use.format, bits=use.rates[0]), *use[1:]) for use in uses)
+    wanted = {
+        "uses": [(format.numbers(), *rest) for format, *rest in list(some)[:MOST]],
+        "rows": [use.numbers() for use in rows][:MOST],
+        "usual": [use.numbers() for use in usual],
+        "rates": rates,
+    }
     first_rank = os.environ.get("LOCAL_RANK", "0") == "0"
     if not first_rank or os.environ.get(VARIABLE) == "0" or sys.platform != "linux":
         return
@@ -96,45 +75,26 @@ def begin(wanted: dict[str, Any]) -> None:
         return
     target = triton.runtime.driver.active.get_current_target()
     done = marker(target, wanted)
-    if done in _begun or done.exists():
-        return
-    _begun.add(done)
-    # Without a cache that can be written to, or with too many processes, the training compiles what it needs itself.
-    with contextlib.suppress(OSError), sole_compiler(done) as lock:
-        workers = max(min(WORKERS, core_count() * 3 // 4), 1)
-        settings = {"backend": target.backend, "arch": target.arch, "warp_size": target.warp_size, "workers": workers}
-        for part in range(workers):
-            work = {"part": part, "marker": str(done), "wanted": wanted}
-            arguments = json.dumps(settings | work)
-            variables = process.environment() | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-            command = [sys.executable, "-m", __name__, arguments]
-            quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-            _started.append(subprocess.Popen(command, env=variables, pass_fds=(lock,), **quiet))
+    if done not in _asked and not done.exists():
+        _asked.add(done)
+        settings = {"backend": target.backend, "arch": target.arch, "warp_size": target.warp_size}
+        compiler.ask(settings | {"marker": str(done), "wanted": wanted})
 
 
-@contextlib.contextmanager
-def sole_compiler(done: Path) -> Iterator[int]:
-    """Lock what one program on this machine compiles, and return the lock's file descriptor.
-
-    Worker processes inherit the descriptor, so the lock lasts until the last of them has ended, however it ends. A
-    second training of the same model would only slow the first one's workers down.
-
-    Raises:
-        OSError: Another program's workers are at it, or the cache cannot be written to.
-    """
-    done.parent.mkdir(parents=True, exist_ok=True)
-    lock = os.open(done.with_name(f"{done.name}-lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield lock
-    finally:
-        os.close(lock)
+def read_request(wanted: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `launches` for a request that has travelled as plain data."""
+    uses = [
+        PackedUse(GroupFormat.from_numbers(numbers), tuple(size), last, norm, relu, tuple(smooth), tuple(rates))
+        for numbers, size, last, norm, relu, smooth, rates in wanted["uses"]
+    ]
+    rows = [RowUse.from_numbers(numbers) for numbers in wanted["rows"]]
+    usual = [UsualUse.from_numbers(numbers) for numbers in wanted["usual"]]
+    return {"uses": uses, "rows": rows, "usual": usual, "rates": wanted["rates"]}
 
 
 def wait() -> None:
-    """Wait until the worker processes have ended."""
-    for worker in _started:
-        worker.wait()
+    """Wait until everything that was asked for is compiled."""
+    compiler.wait()
 
 
 def marker(target: Any, wanted: dict[str, Any]) -> Path:
@@ -150,20 +110,18 @@ def sources_digest() -> str:
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
-def exercise(dtype: torch.dtype, rate: int, images: bool, seed_table: bool) -> None:
-    """Launch the kernels of one dtype and number of bits; see `start`.
-
-    With `seed_table` those of compiled models, and without planes in NCHW memory.
-    """
-    seed: Any = (torch.empty(64, dtype=torch.int64, device=META), 0) if seed_table else 0
-    flat = GroupFormat(rate, 128, dtype)
-    exercise_plan(flat, (WIDTH,), False, seed, seed_table, norm=False, relu=images)
-    for channels, side in IMAGES if images else ():
+def exercise(use: UsualUse, rate: int) -> None:
+    """Launch the usual kernels at one number of bits; of compiled models none for planes in NCHW memory."""
+    table = use.seed_table
+    seed: Any = (torch.empty(64, dtype=torch.int64, device=META), 0) if table else 0
+    exercise_plan(GroupFormat(rate, 128, use.dtype), (WIDTH,), False, seed, table, norm=False, relu=use.images)
+    for channels, side in IMAGES if use.images else ():
         size = (BATCH, channels, side, side)
-        exercise_plan(GroupFormat(rate, 128, dtype, channels), size, True, seed, seed_table, norm=True)
-        if not seed_table:
-            planes = GroupFormat.in_rows(rate, 128, dtype, False, math.prod(size), side * side, 1)
-            exercise_plan(planes, size, False, seed, seed_table, norm=True)
+        if use.channels_last:
+            exercise_plan(GroupFormat(rate, 128, use.dtype, channels), size, True, seed, table, norm=True)
+        else:
+            planes = GroupFormat.in_rows(rate, 128, use.dtype, False, math.prod(size), side * side, 1)
+            exercise_plan(planes, size, False, seed, table, norm=True)
     mask = torch.empty(WIDTH, dtype=torch.uint8, device=META)
     for width in (1, 2, 4):
         bits.bits_decode(bits.bits_encode(mask, width), width, WIDTH)
@@ -296,17 +254,16 @@ def specialisation(function: Any, tensors: Any, numbers: Any, constants: Any, sp
 
 
 def launches(
-    rates: Iterable[int] = (), uses: Iterable[PackedUse] = (), rows: Iterable[RowUse] = (), usual: bool | None = None,
-    seed_table: bool = False,
+    rates: Iterable[int] = (), uses: Iterable[PackedUse] = (), rows: Iterable[RowUse] = (),
+    usual: Iterable[UsualUse] = (),
 ) -> list[tuple[Any, ...]]:  # fmt: skip
     """Return the arguments of each different launch.
 
     Args:
-        rates: Numbers of bits of `rows` and `usual`.
+        rates: Numbers of bits of `rows` and `usual`, the most urgent first.
         uses: Uses of packed tensors, with their own numbers of bits.
         rows: Norms over rows.
-        usual: Whether to take the usual kernels of a model with batch norms (True) or of a transformer (False).
-        seed_table: Whether `usual` means those of compiled models.
+        usual: Usual tensors.
     """
     found: dict[Any, tuple[Any, ...]] = {}
 
@@ -328,8 +285,8 @@ def launches(
         for rate in rates:
             for row_use in rows:
                 exercise_rows(row_use, rate)
-            for dtype in (torch.bfloat16, torch.float32) if usual is not None else ():
-                exercise(dtype, rate, usual is True, seed_table)
+            for usual_use in usual:
+                exercise(usual_use, rate)
     finally:
         for module in modules:
             module.launch_kernel = original
@@ -358,34 +315,3 @@ class OtherTarget:
 
     def get_current_stream(self, device: int) -> int:
         return 0
-
-
-def work(settings: dict[str, Any]) -> None:
-    """Do one worker's part; the one that ends last leaves the marker."""
-    from triton.backends.compiler import GPUTarget
-
-    process.die_with_parent()
-    os.nice(19)
-    target = GPUTarget(settings["backend"], settings["arch"], settings["warp_size"])
-    triton.runtime.driver.set_active(OtherTarget(target))
-    wanted = {"rates": RATES} | settings["wanted"]
-    wanted["uses"] = [
-        PackedUse(GroupFormat.from_numbers(numbers), tuple(size), last, norm, relu, tuple(smooth), tuple(rates))
-        for numbers, size, last, norm, relu, smooth, rates in wanted.get("uses", ())
-    ]
-    wanted["rows"] = [RowUse.from_numbers(numbers) for numbers in wanted.get("rows", ())]
-    for _ in compile_part(settings["part"], settings["workers"], **wanted):
-        pass
-    done = Path(settings["marker"])
-    done.parent.mkdir(parents=True, exist_ok=True)
-    done.with_name(f"{done.name}-{settings['part']}").touch()
-    parts = [done.with_name(f"{done.name}-{part}") for part in range(settings["workers"])]
-    if all(each.exists() for each in parts):
-        done.touch()
-
-
-RATES = (4, 8, 2, 3)
-"""Numbers of bits, in the order in which a training needs them."""
-
-if __name__ == "__main__":
-    work(json.loads(sys.argv[1]))

@@ -1,41 +1,50 @@
-"""Kernels compiled ahead in worker processes: which ones, for which GPU, and when nothing is started."""
+"""Kernels compiled ahead: which ones, and when nothing is asked for."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import json
 import types
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from encke.kernels import GroupFormat, PackedUse
-from tests.kernels.gpu.common import DEVICE, compile_for_hopper
+from encke.kernels import GroupFormat, PackedUse, RowUse, UsualUse
+from tests.kernels.gpu.common import DEVICE
 
 ahead = pytest.importorskip("encke.kernels.gpu.ahead", reason="needs triton")
 
 
+DTYPES = (torch.bfloat16, torch.float32)
+IMAGES = [UsualUse(dtype, True, last) for dtype in DTYPES for last in (False, True)]
+OTHERS = [UsualUse(dtype, False, False) for dtype in DTYPES]
+
+
 def test_kernels_of_every_rate_are_launched_on_tensors_without_memory():
-    found = ahead.launches((2, 4), usual=True)
+    found = ahead.launches((2, 4), usual=IMAGES)
     names = {function.fn.__name__ if hasattr(function, "fn") else function.__name__ for function, *_ in found}
     assert {"gq_encode_channels_kernel", "gq_decode_kernel", "last_reduce_kernel", "statistics_kernel"} <= names
     assert {"plane_reduce_kernel", "plane_apply_kernel", "gather_kernel", "plane_normalise_kernel"} <= names
-    assert len(found) > len(ahead.launches((2,), usual=True)) > 20
+    assert len(found) > len(ahead.launches((2,), usual=IMAGES)) > 20
     assert {t.device.type for _, tensors, *_ in found for t in tensors} == {"meta"}
 
 
 def test_compiled_models_have_kernels_of_their_own():
-    """Seeds are on the device there; apart from that they are fewer."""
+    """Seeds are on the device there."""
     eager, compiled = (
-        {ahead.specialisation(*each[:4]) for each in ahead.launches((4,), usual=True, seed_table=table)}
+        {
+            ahead.specialisation(*each[:4])
+            for each in ahead.launches((4,), usual=[UsualUse(dtype, True, True, table) for dtype in DTYPES])
+        }
         for table in (False, True)
     )
-    assert compiled - eager and len(compiled) < len(eager)
+    assert compiled - eager and eager - compiled
 
 
 def test_transformers_have_no_kernels_of_batch_norm_and_relu():
     images, others = (
-        {function.fn.__name__ for function, *_ in ahead.launches((4,), usual=usual)} for usual in (True, False)
+        {function.fn.__name__ for function, *_ in ahead.launches((4,), usual=usual)} for usual in (IMAGES, OTHERS)
     )
     assert others < images and len(images) > 2 * len(others)
     assert not any(word in name for name in others for word in ("norm", "gate", "plane", "last", "channels"))
@@ -76,93 +85,51 @@ def test_signs_have_kernels_of_their_own():
 def test_launching_works_again_after_the_record():
     from encke.kernels.gpu import bits
 
-    ahead.launches((2,), usual=True)
+    ahead.launches((2,), usual=IMAGES)
     assert bits.bits_encode(torch.ones(16, dtype=torch.uint8, device=DEVICE), 1).tolist() == [255, 255]
 
 
-@pytest.mark.parametrize("reason", ["no GPU", "another rank", "turned off"])
-def test_nothing_is_started_without_reason(reason, monkeypatch):
-    def started(*arguments, **settings):
-        raise AssertionError("a process was started")
+def test_a_request_travels_as_plain_data():
+    """Worker processes get the same launches."""
+    row = RowUse(96, True, 0.0, *[torch.float32] * 4, True, True, True, 128, torch.bfloat16)
+    format = GroupFormat(4, 128, torch.bfloat16, 64)
+    use = PackedUse(format, (8, 64, 16, 16), True, True, False, ("Silu",), (4, 2))
+    sent: list[dict[str, Any]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        gpu_machine(patch, Path("/nowhere"))
+        patch.setattr(ahead.compiler, "ask", sent.append)
+        for _ in range(2):
+            ahead.request([use], [row], OTHERS, (3, 8))
+    assert len(sent) == 1  # what was asked for is not asked for again
+    wanted = ahead.read_request(json.loads(json.dumps(sent[0]["wanted"])))
+    keys = [{ahead.specialisation(*each[:4]) for each in ahead.launches(**some)} for some in (
+        wanted, {"rates": (3, 8), "uses": [use], "rows": [row], "usual": OTHERS},
+    )]  # fmt: skip
+    assert keys[0] == keys[1] and len(keys[0]) > 20
 
-    monkeypatch.setattr(ahead.subprocess, "Popen", started)
+
+@pytest.mark.parametrize("reason", ["no GPU", "another rank", "turned off", "compiled already"])
+def test_nothing_is_asked_for_without_reason(reason, monkeypatch, tmp_path):
+    gpu_machine(monkeypatch, tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: reason != "no GPU")
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("LOCAL_RANK", "1" if reason == "another rank" else "0")
     monkeypatch.setenv(ahead.VARIABLE, "0" if reason == "turned off" else "1")
-    ahead.start(images=True)
-    ahead.wait()
+    asked: list[Any] = []
+    monkeypatch.setattr(ahead.compiler, "ask", asked.append)
+    if reason == "compiled already":
+        (tmp_path / "done").touch()
+    ahead.request(usual=OTHERS, rates=(4,))
+    assert not asked
+    monkeypatch.undo()
 
 
-@pytest.fixture
-def gpu_machine(monkeypatch, tmp_path):
-    """A machine with a GPU and an empty cache of kernels."""
+def gpu_machine(patch: pytest.MonkeyPatch, cache: Path) -> None:
+    """Pretend that this machine has a GPU, and an empty cache of kernels."""
     target = types.SimpleNamespace(backend="cuda", arch=90, warp_size=32)
     active = types.SimpleNamespace(get_current_target=lambda: target)
-    monkeypatch.setattr(ahead.triton.runtime, "driver", types.SimpleNamespace(active=active))
-    monkeypatch.setattr(ahead, "marker", lambda target, wanted: tmp_path / "none")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(ahead, "core_count", lambda: 8)
-    monkeypatch.setattr(ahead, "_begun", set())
-    monkeypatch.setattr(ahead, "_started", [])
+    patch.setattr(ahead.triton.runtime, "driver", types.SimpleNamespace(active=active))
+    patch.setattr(ahead, "marker", lambda target, wanted: cache / "done")
+    patch.setattr(torch.cuda, "is_available", lambda: True)
+    patch.setattr(ahead, "_asked", set())
     for name in ("TRITON_INTERPRET", "LOCAL_RANK", ahead.VARIABLE):
-        monkeypatch.delenv(name, raising=False)
-
-
-def test_processes_that_cannot_be_started_stop_nothing(monkeypatch, gpu_machine):
-    def fails(*arguments, **settings):
-        raise BlockingIOError("no more processes")
-
-    monkeypatch.setattr(ahead.subprocess, "Popen", fails)
-    ahead.start(images=True)
-    assert not ahead._started
-
-
-def test_a_second_program_starts_no_workers_until_those_of_the_first_have_ended(monkeypatch, gpu_machine):
-    start = subprocess.Popen
-
-    def started(command, pass_fds, **settings):
-        return start([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=pass_fds)
-
-    monkeypatch.setattr(ahead.subprocess, "Popen", started)
-    ahead.start(images=True)
-    first = list(ahead._started)
-    assert len(first) == 6
-    ahead._begun.clear()  # as in another program
-    ahead.start(images=True)
-    assert ahead._started == first
-    for worker in first:
-        worker.communicate(b"\n")
-    ahead._begun.clear()
-    ahead.start(images=True)
-    assert len(ahead._started) == 12
-    for worker in ahead._started[6:]:
-        worker.communicate(b"\n")
-
-
-def test_a_cache_that_cannot_be_written_to_stops_nothing(monkeypatch, gpu_machine, tmp_path):
-    file = tmp_path / "a file"
-    file.touch()
-    monkeypatch.setattr(ahead, "marker", lambda target, wanted: file / "none")
-    ahead.start(images=True)
-    assert not ahead._started
-
-
-WORK = """
-import os, tempfile
-os.environ["TRITON_CACHE_DIR"] = folder = tempfile.mkdtemp()
-from encke.kernels.gpu import ahead
-ahead.RATES, ahead.IMAGES, every = (2,), (), ahead.launches
-ahead.launches = lambda **wanted: every(**wanted)[:2]
-marker = os.path.join(folder, "done")
-for part in (0, 1):
-    assert not os.path.exists(marker)
-    target = {"backend": "cuda", "arch": 90, "warp_size": 32}
-    ahead.work({**target, "workers": 2, "part": part, "marker": marker, "wanted": {"usual": True}})
-assert os.path.exists(marker) and len(os.listdir(folder)) > 3
-"""
-
-
-@pytest.mark.slow
-def test_workers_compile_without_a_gpu_and_the_last_leaves_the_marker():
-    compile_for_hopper(WORK)
+        patch.delenv(name, raising=False)

@@ -17,11 +17,11 @@ import encke  # noqa: E402
 from encke import kernels  # noqa: E402
 from encke.codecs import GroupQuant  # noqa: E402
 from encke.codecs.layout import flatten, rows_for, with_rows  # noqa: E402
-from encke.fused import rownorm  # noqa: E402
+from encke.fused import requests, rownorm  # noqa: E402
 from encke.fused.base import LayerForward  # noqa: E402
 from encke.fused.conv import ConvForward  # noqa: E402
 from encke.fused.smooth import SMOOTH  # noqa: E402
-from encke.kernels import PackedUse, RowUse, gpu, reference  # noqa: E402
+from encke.kernels import PackedUse, RowUse, UsualUse, gpu, reference  # noqa: E402
 from encke.kernels.formats import SMOOTH as NUMBERS  # noqa: E402
 from encke.kernels.gpu import activations, ahead, bits, launch, plans, row_norm, samples  # noqa: E402
 from encke.policies.comet import measure  # noqa: E402
@@ -42,12 +42,12 @@ class Watch:
         self.asked: list[PackedUse] = []
         self.rows: list[tuple[RowUse, int]] = []
         """Norms over rows that were asked for, and their numbers of bits."""
-        self.usual: bool | None = None
-        """Whether the kernels that were started with are those of a model with batch norms."""
+        self.usual: list[tuple[UsualUse, int]] = []
+        """Usual tensors, and their numbers of bits."""
 
-    def ask_rows(self, uses: list[RowUse], rates: Any) -> None:
-        self.rows += [(use, rate) for rate in rates for use in uses]
-        self.usual = False
+    def ask(self, rows: Any = (), usual: Any = (), rates: Any = ()) -> None:
+        self.rows += [(use, rate) for rate in rates for use in rows]
+        self.usual += [(use, rate) for rate in rates for use in usual]
 
     def launch(self, function: Any, programs: Any, tensors: Any, numbers: Any, constants: Any, *options: Any) -> None:
         specialised = options[2] if len(options) > 2 else 2
@@ -72,9 +72,8 @@ class Watch:
                     ahead.exercise_use(use, rate)
             for row_use, rate in self.rows:
                 ahead.exercise_rows(row_use, rate)
-            for rate in BITS if self.usual is not None else ():
-                for dtype in (torch.bfloat16, torch.float32):
-                    ahead.exercise(dtype, rate, self.usual is True, False)
+            for usual_use, rate in self.usual:
+                ahead.exercise(usual_use, rate)
         return found
 
 
@@ -95,7 +94,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     monkeypatch.setattr(measure, "compile_ahead", lambda uses: found.asked.extend(uses))
     monkeypatch.setattr(measure, "PROBE", 1 << 14)
     monkeypatch.setattr(rownorm.RowNormForward, "device_type", "cpu")
-    monkeypatch.setattr(rownorm, "compile_rows_ahead", found.ask_rows)
+    monkeypatch.setattr(requests, "compile_ahead", found.ask)
     yield found
     for plan in PLANS:
         plan.cache_clear()

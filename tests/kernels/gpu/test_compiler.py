@@ -1,0 +1,142 @@
+"""The process that compiles kernels beside a training: real processes, which compile for a GPU that is not there."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from encke.kernels import UsualUse
+from encke.kernels.gpu.compiler import Compiler, sole_compiler
+
+pytest.importorskip("triton")
+
+FEW = [UsualUse(torch.bfloat16, False, False)]
+"""Kernels of tensors whose groups lie one after the other."""
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Compiler]:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    found = Compiler()
+    yield found
+    found.wait()
+
+
+def request(marker: Path, rates: tuple[int, ...] = (2,), usual: Any = FEW) -> dict[str, Any]:
+    wanted = {"uses": [], "rows": [], "usual": [each.numbers() for each in usual], "rates": rates}
+    return {"backend": "cuda", "arch": 90, "warp_size": 32, "marker": str(marker), "wanted": wanted}
+
+
+def compiled(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.glob("cache/*/*.cubin"))
+
+
+def test_one_process_serves_many_requests_and_leaves_a_marker_for_each(compiler, tmp_path):
+    markers = [tmp_path / "markers" / str(number) for number in range(2)]
+    compiler.ask(request(markers[0]))
+    first = compiler.child
+    compiler.ask(request(markers[1], (4,)))
+    assert compiler.child is first
+    compiler.wait()
+    assert all(marker.exists() for marker in markers)
+    names = compiled(tmp_path)
+    assert names.count("gq_decode_kernel.cubin") >= 2 and "gq_encode_pairs_kernel.cubin" in names
+
+
+def test_a_request_that_fails_leaves_no_marker_and_the_next_one_is_served(compiler, tmp_path):
+    bad, good = tmp_path / "bad", tmp_path / "good"
+    compiler.ask(request(bad, ("two",)))  # type: ignore[arg-type]
+    compiler.ask(request(good))
+    compiler.wait()
+    assert good.exists() and not bad.exists()
+
+
+def test_processes_that_the_training_has_forked_do_not_keep_it_alive(compiler, tmp_path):
+    """The workers of a data loader have a copy of the pipe."""
+    compiler.ask(request(tmp_path / "done"))
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(60)
+        os._exit(0)
+    compiler.wait()
+    assert (tmp_path / "done").exists() and os.waitpid(pid, os.WNOHANG) == (0, 0)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def test_after_its_end_it_is_started_again(compiler, tmp_path):
+    compiler.ask(request(tmp_path / "one"))
+    first = compiler.child
+    assert first is not None
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    compiler.ask(request(tmp_path / "two"))
+    assert compiler.child is not first
+    compiler.wait()
+    assert (tmp_path / "two").exists()
+
+
+def test_what_another_program_compiles_is_left_to_it(compiler, tmp_path):
+    marker = tmp_path / "done"
+    lock = os.open(f"{marker}-lock", os.O_CREAT | os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    compiler.ask(request(marker))
+    compiler.wait()
+    os.close(lock)
+    assert not marker.exists() and not compiled(tmp_path)
+    compiler.ask(request(marker))
+    compiler.wait()
+    assert marker.exists() and compiled(tmp_path)
+
+
+def test_it_ends_with_the_training(monkeypatch, tmp_path):
+    """Killed, too: then nobody closes its input in order."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        child = Compiler()
+        child.ask(request(tmp_path / "done", (2, 3, 4, 8)))
+        assert child.child is not None
+        os.write(write, str(child.child.pid).encode())
+        time.sleep(60)
+    server = int(os.read(read, 20))
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    end = time.monotonic() + 10
+    while time.monotonic() < end and is_running(server):
+        time.sleep(0.05)
+    assert not is_running(server)
+    os.close(read)
+    os.close(write)
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process is there and has not ended; its parent may not have asked for its status."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_processes_that_cannot_be_started_and_caches_that_cannot_be_written_stop_nothing(monkeypatch, tmp_path):
+    def fails(*arguments: Any, **settings: Any) -> None:
+        raise BlockingIOError("no more processes")
+
+    compiler = Compiler()
+    monkeypatch.setattr(compiler, "start", fails)
+    compiler.ask(request(tmp_path / "done"))
+    assert compiler.child is None
+    compiler.wait()
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError), sole_compiler(tmp_path / "file" / "done"):
+        pass
