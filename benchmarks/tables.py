@@ -136,6 +136,8 @@ MODEL_NAMES = {
     "efficientnet_b0": "EfficientNet-B0, batch 256",
     "vit_b_16": "ViT-B/16, batch 128",
     "unet3d": "3-D U-Net, 2 volumes of 128 x 128 x 128",
+    "swin_t": "Swin-T, batch 128",
+    "convnext_tiny": "ConvNeXt-T, batch 128",
 }
 
 

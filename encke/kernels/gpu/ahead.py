@@ -49,7 +49,7 @@ WIDTH = 1 << 20
 ROWS = 1 << 10
 """Rows of a norm's input."""
 MOST = 1000
-"""Uses that can be asked for at once: they are arguments of the worker processes."""
+"""Uses that can be asked for at once."""
 _asked: set[Path] = set()
 """Markers of what was asked for."""
 compiler = Compiler()
