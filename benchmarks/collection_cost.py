@@ -143,7 +143,7 @@ def watch_compilation(args: argparse.Namespace) -> None:
     """Print, for each of the first steps, its time and the kernels that Triton compiled in it, not found on disk."""
     import triton
 
-    from encke.kernels.gpu import ahead, launch
+    from encke.kernels.gpu import compiler, launch
 
     compiled: list[str] = []
 
@@ -156,7 +156,7 @@ def watch_compilation(args: argparse.Namespace) -> None:
     for number in range(1, LATE + 1):
         before = len(launch._compiled)
         took = milliseconds(step)
-        child = ahead.compiler.child
+        child = compiler._compiler.child
         beside = "a compiler runs beside it" if child is not None and child.poll() is None else "nothing runs beside it"
         loaded = len(launch._compiled) - before
         if loaded or compiled:

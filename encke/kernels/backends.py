@@ -123,13 +123,13 @@ def compile_ahead(
         rates: Numbers of bits that rows and usual tensors may have, the most urgent first.
     """
     if choose_backend("cuda").name == "triton":
-        from encke.kernels.gpu import ahead
+        from encke.kernels.gpu import compiler
 
-        ahead.request(uses, rows, usual, tuple(rates))
+        compiler.request(uses, rows, usual, tuple(rates))
 
 
 def wait_for_kernels() -> None:
     """Wait until the processes that compile kernels ahead have ended."""
-    ahead = sys.modules.get("encke.kernels.gpu.ahead")
-    if ahead is not None:
-        ahead.wait()
+    compiler = sys.modules.get("encke.kernels.gpu.compiler")
+    if compiler is not None:
+        compiler.wait()

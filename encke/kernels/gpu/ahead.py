@@ -1,26 +1,13 @@
-"""Which kernels a training will need, and requests for them to a process that compiles ahead (compiler.py).
-
-Triton compiles a kernel when it is first launched, and its front end holds the interpreter's lock, so threads do not
-help. `request` has another process compile what a training will need: it launches the kernels on tensors without
-memory, needs no GPU, and shares Triton's cache on disk. The training goes on meanwhile; what is compiled by then, it
-finds on disk.
-"""
+"""Which kernels a training will need: launches on tensors without memory, which compiler.py has compiled ahead."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import json
 import math
-import os
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from encke.kernels.formats import RECOMPUTED, SMOOTH, GroupFormat, PackedUse, RowUse, SampledUnits, UsualUse
@@ -35,11 +22,8 @@ from encke.kernels.gpu import (
     plans,
     row_norm,
 )
-from encke.kernels.gpu.compiler import Compiler
 from encke.kernels.reference.row_norm import RowNorm
 
-VARIABLE = "ENCKE_COMPILE_AHEAD"
-"""Environment variable: 0 turns it off."""
 META = torch.device("meta")
 IMAGES = ((3, 224), (64, 112), (64, 56), (256, 56), (128, 28), (512, 28), (256, 14), (1024, 14), (512, 7), (2048, 7))
 """Channels and sides of the tensors of a usual CNN."""
@@ -48,37 +32,6 @@ WIDTH = 1 << 20
 """Values of a tensor whose groups lie one after the other."""
 ROWS = 1 << 10
 """Rows of a norm's input."""
-MOST = 1000
-"""Uses that can be asked for at once."""
-_asked: set[Path] = set()
-"""Markers of what was asked for."""
-compiler = Compiler()
-
-
-def request(
-    uses: Iterable[PackedUse] = (), rows: Iterable[RowUse] = (), usual: Iterable[UsualUse] = (),
-    rates: tuple[int, ...] = (),
-) -> None:  # fmt: skip
-    """Have kernels compiled if the cache does not have them yet; return at once. See `backends.compile_ahead`."""
-    # The number of bits in force does not matter.
-    some = dict.fromkeys((replace(use.format, bits=use.rates[0]), *use[1:]) for use in uses)
-    wanted = {
-        "uses": [(format.numbers(), *rest) for format, *rest in list(some)[:MOST]],
-        "rows": [use.numbers() for use in rows][:MOST],
-        "usual": [use.numbers() for use in usual],
-        "rates": rates,
-    }
-    first_rank = os.environ.get("LOCAL_RANK", "0") == "0"
-    if not first_rank or os.environ.get(VARIABLE) == "0" or sys.platform != "linux":
-        return
-    if os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available():
-        return
-    target = triton.runtime.driver.active.get_current_target()
-    done = marker(target, wanted)
-    if done not in _asked and not done.exists():
-        _asked.add(done)
-        settings = {"backend": target.backend, "arch": target.arch, "warp_size": target.warp_size}
-        compiler.ask(settings | {"marker": str(done), "wanted": wanted})
 
 
 def read_request(wanted: dict[str, Any]) -> dict[str, Any]:
@@ -90,24 +43,6 @@ def read_request(wanted: dict[str, Any]) -> dict[str, Any]:
     rows = [RowUse.from_numbers(numbers) for numbers in wanted["rows"]]
     usual = [UsualUse.from_numbers(numbers) for numbers in wanted["usual"]]
     return {"uses": uses, "rows": rows, "usual": usual, "rates": wanted["rates"]}
-
-
-def wait() -> None:
-    """Wait until everything that was asked for is compiled."""
-    compiler.wait()
-
-
-def marker(target: Any, wanted: dict[str, Any]) -> Path:
-    """Return the file in Triton's cache that says that these kernels of this version were compiled for this GPU."""
-    digest = hashlib.sha256(f"{sources_digest()} {triton.__version__} {target} {json.dumps(wanted)}".encode())
-    return Path(triton.knobs.cache.dir) / f"encke-{digest.hexdigest()[:24]}"
-
-
-@functools.cache
-def sources_digest() -> str:
-    """Return a digest of the kernels' source files."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
-    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
 def exercise(use: UsualUse, rate: int) -> None:

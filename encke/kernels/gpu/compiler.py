@@ -1,32 +1,99 @@
-"""A process that compiles kernels beside a training, with the lowest priority.
+"""Kernels that are compiled ahead, by a process beside the training with the lowest priority.
 
-It imports torch and Triton once, which takes seconds, and reads requests from its standard input, a JSON line each. For
-each it forks processes that share the kernels, and leaves a marker in Triton's cache when all of them are compiled. It
-ends with the training, when it is told to, and after a while without a request.
+Triton compiles a kernel when it is first launched, and its front end holds the interpreter's lock, so threads do not
+help. The process launches kernels on tensors without memory and only compiles them: it needs no GPU, and shares
+Triton's cache on disk. The training goes on meanwhile; what is compiled by then, it finds there.
+
+The process imports torch and Triton once, which takes seconds, and reads requests from its standard input, a JSON line
+each. For each it forks processes that share the kernels, and leaves a marker in the cache when all of them are
+compiled. It ends with the training, when it is told to, and after a while without a request.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
+import hashlib
 import json
 import os
 import select
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from encke.kernels.formats import PackedUse, RowUse, UsualUse
+from encke.kernels.gpu import ahead
 from encke.tools import process
 from encke.tools.provenance import core_count
 
 WORKERS = 8
 """Most processes for one request. They take half of the cores."""
+PIPE = 1 << 20
+"""Bytes of requests that may wait."""
 END = b"\n"
 """An empty request, the last one."""
 IDLE = 60.0
 """Seconds without a request after which the process ends."""
+
+
+VARIABLE = "ENCKE_COMPILE_AHEAD"
+"""Environment variable: 0 turns it off."""
+MOST = 1000
+"""Uses that can be asked for at once."""
+_asked: set[Path] = set()
+"""Markers of what was asked for."""
+
+
+def request(
+    uses: Iterable[PackedUse] = (), rows: Iterable[RowUse] = (), usual: Iterable[UsualUse] = (),
+    rates: tuple[int, ...] = (),
+) -> None:  # fmt: skip
+    """Have kernels compiled if the cache does not have them yet; return at once. See `backends.compile_ahead`."""
+    # The number of bits in force does not matter.
+    some = dict.fromkeys((replace(use.format, bits=use.rates[0]), *use[1:]) for use in uses)
+    wanted = {
+        "uses": [(format.numbers(), *rest) for format, *rest in list(some)[:MOST]],
+        "rows": [use.numbers() for use in rows][:MOST],
+        "usual": [use.numbers() for use in usual],
+        "rates": rates,
+    }
+    first_rank = os.environ.get("LOCAL_RANK", "0") == "0"
+    if not first_rank or os.environ.get(VARIABLE) == "0" or sys.platform != "linux":
+        return
+    if os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available():
+        return
+    target = triton.runtime.driver.active.get_current_target()
+    done = marker(target, wanted)
+    if done not in _asked and not done.exists():
+        _asked.add(done)
+        settings = {"backend": target.backend, "arch": target.arch, "warp_size": target.warp_size}
+        _compiler.ask(settings | {"marker": str(done), "wanted": wanted})
+
+
+def wait() -> None:
+    """Wait until everything that was asked for is compiled."""
+    _compiler.wait()
+
+
+def marker(target: Any, wanted: dict[str, Any]) -> Path:
+    """Return the file in Triton's cache that says that these kernels of this version were compiled for this GPU."""
+    digest = hashlib.sha256(f"{sources_digest()} {triton.__version__} {target} {json.dumps(wanted)}".encode())
+    return Path(triton.knobs.cache.dir) / f"encke-{digest.hexdigest()[:24]}"
+
+
+@functools.cache
+def sources_digest() -> str:
+    """Return a digest of the kernels' source files."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
 class Compiler:
@@ -53,7 +120,8 @@ class Compiler:
         variables = process.environment() | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         quiet: dict[str, Any] = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
         command = [sys.executable, "-m", __name__]
-        return subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, **quiet)
+        # A request fits into the pipe while the process is still starting, or the training would wait for that.
+        return subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, pipesize=PIPE, **quiet)
 
     def wait(self) -> None:
         """Wait until everything that was asked for is compiled."""
@@ -65,6 +133,9 @@ class Compiler:
                 self.child.stdin.close()
             self.child.wait()
             self.child = None
+
+
+_compiler = Compiler()
 
 
 def serve() -> None:
@@ -134,11 +205,6 @@ def sole_compiler(done: Path) -> Iterator[None]:
 
 def compile_part(part: int, count: int, request: dict[str, Any]) -> None:
     """Compile every `count`-th kernel of a request, for a GPU that this process does not use."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    from encke.kernels.gpu import ahead
-
     target = GPUTarget(request["backend"], request["arch"], request["warp_size"])
     triton.runtime.driver.set_active(ahead.OtherTarget(target))
     for _ in ahead.compile_part(part, count, **ahead.read_request(request["wanted"])):
@@ -146,7 +212,4 @@ def compile_part(part: int, count: int, request: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    # Imported before the first fork: the processes share it.
-    import encke.kernels.gpu.ahead  # noqa: F401
-
     serve()

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import types
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
-from encke.kernels import GroupFormat, PackedUse, RowUse, UsualUse
+from encke.kernels import GroupFormat, PackedUse, UsualUse
 from tests.kernels.gpu.common import DEVICE
 
 ahead = pytest.importorskip("encke.kernels.gpu.ahead", reason="needs triton")
@@ -87,49 +82,3 @@ def test_launching_works_again_after_the_record():
 
     ahead.launches((2,), usual=IMAGES)
     assert bits.bits_encode(torch.ones(16, dtype=torch.uint8, device=DEVICE), 1).tolist() == [255, 255]
-
-
-def test_a_request_travels_as_plain_data():
-    """Worker processes get the same launches."""
-    row = RowUse(96, True, 0.0, *[torch.float32] * 4, True, True, True, 128, torch.bfloat16)
-    format = GroupFormat(4, 128, torch.bfloat16, 64)
-    use = PackedUse(format, (8, 64, 16, 16), True, True, False, ("Silu",), (4, 2))
-    sent: list[dict[str, Any]] = []
-    with pytest.MonkeyPatch.context() as patch:
-        gpu_machine(patch, Path("/nowhere"))
-        patch.setattr(ahead.compiler, "ask", sent.append)
-        for _ in range(2):
-            ahead.request([use], [row], OTHERS, (3, 8))
-    assert len(sent) == 1  # what was asked for is not asked for again
-    wanted = ahead.read_request(json.loads(json.dumps(sent[0]["wanted"])))
-    keys = [{ahead.specialisation(*each[:4]) for each in ahead.launches(**some)} for some in (
-        wanted, {"rates": (3, 8), "uses": [use], "rows": [row], "usual": OTHERS},
-    )]  # fmt: skip
-    assert keys[0] == keys[1] and len(keys[0]) > 20
-
-
-@pytest.mark.parametrize("reason", ["no GPU", "another rank", "turned off", "compiled already"])
-def test_nothing_is_asked_for_without_reason(reason, monkeypatch, tmp_path):
-    gpu_machine(monkeypatch, tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: reason != "no GPU")
-    monkeypatch.setenv("LOCAL_RANK", "1" if reason == "another rank" else "0")
-    monkeypatch.setenv(ahead.VARIABLE, "0" if reason == "turned off" else "1")
-    asked: list[Any] = []
-    monkeypatch.setattr(ahead.compiler, "ask", asked.append)
-    if reason == "compiled already":
-        (tmp_path / "done").touch()
-    ahead.request(usual=OTHERS, rates=(4,))
-    assert not asked
-    monkeypatch.undo()
-
-
-def gpu_machine(patch: pytest.MonkeyPatch, cache: Path) -> None:
-    """Pretend that this machine has a GPU, and an empty cache of kernels."""
-    target = types.SimpleNamespace(backend="cuda", arch=90, warp_size=32)
-    active = types.SimpleNamespace(get_current_target=lambda: target)
-    patch.setattr(ahead.triton.runtime, "driver", types.SimpleNamespace(active=active))
-    patch.setattr(ahead, "marker", lambda target, wanted: cache / "done")
-    patch.setattr(torch.cuda, "is_available", lambda: True)
-    patch.setattr(ahead, "_asked", set())
-    for name in ("TRITON_INTERPRET", "LOCAL_RANK", ahead.VARIABLE):
-        patch.delenv(name, raising=False)

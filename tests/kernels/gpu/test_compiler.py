@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import signal
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from encke.kernels import UsualUse
-from encke.kernels.gpu.compiler import Compiler, sole_compiler
-
 pytest.importorskip("triton")
+
+from encke.kernels import GroupFormat, PackedUse, RowUse, UsualUse
+from encke.kernels.gpu import ahead
+from encke.kernels.gpu import compiler as compiler_module
+from encke.kernels.gpu.compiler import Compiler, sole_compiler
 
 FEW = [UsualUse(torch.bfloat16, False, False)]
 """Kernels of tensors whose groups lie one after the other."""
@@ -50,6 +54,15 @@ def test_one_process_serves_many_requests_and_leaves_a_marker_for_each(compiler,
     assert all(marker.exists() for marker in markers)
     names = compiled(tmp_path)
     assert names.count("gq_decode_kernel.cubin") >= 2 and "gq_encode_pairs_kernel.cubin" in names
+
+
+def test_large_requests_do_not_wait_for_the_process_to_start(compiler, tmp_path):
+    some = request(tmp_path / "done")
+    some["wanted"]["uses"] = [[[0] * 10] * 8] * 1000
+    start = time.monotonic()
+    for _ in range(3):
+        compiler.ask(some)
+    assert time.monotonic() - start < 1  # importing torch takes longer
 
 
 def test_a_request_that_fails_leaves_no_marker_and_the_next_one_is_served(compiler, tmp_path):
@@ -140,3 +153,49 @@ def test_processes_that_cannot_be_started_and_caches_that_cannot_be_written_stop
     (tmp_path / "file").touch()
     with pytest.raises(OSError), sole_compiler(tmp_path / "file" / "done"):
         pass
+
+
+def test_a_request_travels_as_plain_data():
+    """Worker processes get the same launches."""
+    row = RowUse(96, True, 0.0, *[torch.float32] * 4, True, True, True, 128, torch.bfloat16)
+    format = GroupFormat(4, 128, torch.bfloat16, 64)
+    use = PackedUse(format, (8, 64, 16, 16), True, True, False, ("Silu",), (4, 2))
+    sent: list[dict[str, Any]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        gpu_machine(patch, Path("/nowhere"))
+        patch.setattr(compiler_module._compiler, "ask", sent.append)
+        for _ in range(2):
+            compiler_module.request([use], [row], FEW, (3, 8))
+    assert len(sent) == 1  # what was asked for is not asked for again
+    wanted = ahead.read_request(json.loads(json.dumps(sent[0]["wanted"])))
+    keys = [{ahead.specialisation(*each[:4]) for each in ahead.launches(**some)} for some in (
+        wanted, {"rates": (3, 8), "uses": [use], "rows": [row], "usual": FEW},
+    )]  # fmt: skip
+    assert keys[0] == keys[1] and len(keys[0]) > 20
+
+
+@pytest.mark.parametrize("reason", ["no GPU", "another rank", "turned off", "compiled already"])
+def test_nothing_is_asked_for_without_reason(reason, monkeypatch, tmp_path):
+    gpu_machine(monkeypatch, tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: reason != "no GPU")
+    monkeypatch.setenv("LOCAL_RANK", "1" if reason == "another rank" else "0")
+    monkeypatch.setenv(compiler_module.VARIABLE, "0" if reason == "turned off" else "1")
+    asked: list[Any] = []
+    monkeypatch.setattr(compiler_module._compiler, "ask", asked.append)
+    if reason == "compiled already":
+        (tmp_path / "done").touch()
+    compiler_module.request(usual=FEW, rates=(4,))
+    assert not asked
+    monkeypatch.undo()
+
+
+def gpu_machine(patch: pytest.MonkeyPatch, cache: Path) -> None:
+    """Pretend that this machine has a GPU, and an empty cache of kernels."""
+    target = types.SimpleNamespace(backend="cuda", arch=90, warp_size=32)
+    active = types.SimpleNamespace(get_current_target=lambda: target)
+    patch.setattr(compiler_module.triton.runtime, "driver", types.SimpleNamespace(active=active))
+    patch.setattr(compiler_module, "marker", lambda target, wanted: cache / "done")
+    patch.setattr(torch.cuda, "is_available", lambda: True)
+    patch.setattr(compiler_module, "_asked", set())
+    for name in ("TRITON_INTERPRET", "LOCAL_RANK", compiler_module.VARIABLE):
+        patch.delenv(name, raising=False)
