@@ -36,7 +36,7 @@ from encke.tools.provenance import core_count
 
 WORKERS = 8
 """Most processes for one request. They take half of the cores."""
-PIPE = 1 << 20
+PIPE = 1 << 18
 """Bytes of requests that may wait."""
 END = b"\n"
 """An empty request, the last one."""
