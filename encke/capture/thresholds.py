@@ -7,7 +7,8 @@ SPLIT_CONV_MIN_BYTES = 32 << 20
 """Convolutions with smaller inputs compute their gradients in one call: two calls save memory, but no time."""
 
 CONV_PART_BYTES = 128 << 20
-"""Convolutions take larger contiguous inputs in parts of at most so many bytes: cuDNN copies them meanwhile."""
+"""Convolutions of volumes take larger contiguous inputs in parts of at most so many bytes: cuDNN copies them meanwhile.
+"""
 
 CAST_MIN_BYTES = 1 << 20
 """Compiled graphs keep smaller copies of weights: each recomputed cast would take a launch of its own."""

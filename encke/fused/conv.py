@@ -1,8 +1,8 @@
-"""Convolution whose backward releases its restored input early, and which takes a large batch in parts.
+"""Convolution whose backward releases its restored input early, and which takes a batch of large volumes in parts.
 
 A convolution has to decode its input to memory. It computes the weight's gradient first and releases the input before
 the input's gradient, which is as large, needs memory. Of contiguous tensors cuDNN makes copies in its own memory format
-meanwhile: input and result, or two gradients. Where these are large the samples are taken in parts.
+meanwhile: input and result, or two gradients. Where these are large volumes, the samples are taken in parts.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from encke.torch_internals import conv_memory_format, storageless
 PLAIN = (Tensor, nn.Parameter)
 AUTOCAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that autocast casts to its own."""
+
+PARTED = (5,)
+"""Dimensions of tensors whose samples are taken in parts: for images the copies of results take too long."""
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Gradients of input, weight and bias."""
@@ -79,7 +82,7 @@ def parts_of(x: Tensor, weight: Tensor, settings: tuple[Any, ...], site: Site, p
     The results of parts are those of the whole within rounding, as another algorithm of cuDNN may compute them.
     """
     nbytes = x.numel() * x.element_size()
-    if nbytes <= CONV_PART_BYTES or not x.is_contiguous() or policy.choose(site).exact:
+    if nbytes <= CONV_PART_BYTES or x.dim() not in PARTED or not x.is_contiguous() or policy.choose(site).exact:
         return 1
     samples = x.shape[0]
     parts = next((n for n in range(1, samples) if samples % n == 0 and nbytes <= n * CONV_PART_BYTES), samples)

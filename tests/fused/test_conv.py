@@ -159,6 +159,7 @@ def calls(monkeypatch) -> list[int]:
 
     monkeypatch.setattr(torch, "convolution", counted)
     monkeypatch.setattr(conv_module, "CONV_PART_BYTES", 1 << 16)
+    monkeypatch.setattr(conv_module, "PARTED", (4, 5))
     return seen
 
 
@@ -201,11 +202,13 @@ def test_gradients_of_parts_are_added_in_fp32(calls):
     assert conv_module.added((None, None)) is None
 
 
-@pytest.mark.parametrize("case", ["exact", "channels_last", "small"])
+@pytest.mark.parametrize("case", ["exact", "channels_last", "small", "images"])
 def test_these_samples_are_taken_together(case, calls, monkeypatch):
     # What is computed again from an exact tensor is exact.
     model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.SiLU(), nn.Conv2d(16, 16, 3)).to(DEVICE)
     other, x = copy.deepcopy(model), volume(model[0], case == "channels_last")
+    if case == "images":
+        monkeypatch.setattr(conv_module, "PARTED", (5,))
     if case == "small":
         monkeypatch.setattr(conv_module, "CONV_PART_BYTES", x.numel() * 8)
     expected = conv_gradients(other, x)
