@@ -1,1 +1,1 @@
-"""Layers that pack in forward or read packed data in backward; `registry.install` gives a model its own."""
+"""Fused layers, which pack in forward or read packed data in backward; `registry.install` installs them in a model."""

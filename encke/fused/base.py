@@ -1,4 +1,4 @@
-"""Forwards of our own in the place of a layer's: how they are installed, and which way a call goes."""
+"""Base classes of the forwards that replace those of layers, and the choice between these and the plain forward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from encke.torch_internals import apply_as, functorch_interpreter, is_functorch_
 
 
 class Slot:
-    """A tensor with its version, or a saving, kept by a node past the hooks, where capture looks for what was saved."""
+    """Tensor with its version, or a `Saved`, that a node keeps without the hooks. Capture looks for it there."""
 
     __slots__ = ("data",)
 
@@ -33,9 +33,9 @@ class Slot:
 
 
 class InstalledForward:
-    """An object that an attached layer has as its `forward`, in its `__dict__`.
+    """Object that replaces the `forward` of an attached layer, in the layer's `__dict__`.
 
-    It does not travel: copies and pickles of the layer get the class's own method in its place.
+    It is not copied or pickled: copies and pickles of the layer get the method of their class instead.
     """
 
     def __init__(self, capture: Capture, layer: Layer) -> None:
@@ -44,25 +44,25 @@ class InstalledForward:
 
     @classmethod
     def serves(cls, module: nn.Module) -> bool:
-        """Return whether this kind of forward can take the place of the module's."""
+        """Return whether this kind of forward can replace the module's."""
         raise NotImplementedError
 
     def traced(self, *inputs: Any, **named: Any) -> Tensor:
-        """Run the plain forward under a compiler; raise where it would train, since nothing would be packed."""
+        """Run the plain forward under a compiler. Raise an error in training, since nothing would be packed."""
         module: Any = self.layer.owner()
         if module.training and torch.is_grad_enabled():
             raise RuntimeError(ERROR_ATTACHED_BEFORE_COMPILE)
         return type(module).forward(module, *inputs, **named)
 
     def captured(self, x: Tensor) -> bool:
-        """Return whether what is saved now goes to our capture: not to a checkpoint's hooks or to torch.func."""
+        """Return whether tensors saved now go to our capture, and not to the hooks of a checkpoint or to torch.func."""
         top = top_saved_tensors_hooks()
         if top is None or top[0] is not self.capture.passes.hooks[0]:
             return False
         return functorch_interpreter() is None and not is_functorch_tensor(x)
 
     def remove(self) -> None:
-        """Give the layer its class's forward again."""
+        """Restore the forward of the layer's class."""
         module = self.layer.owner()
         if module is not None and module.__dict__.get("forward") is self:
             del module.__dict__["forward"]
@@ -72,12 +72,12 @@ class InstalledForward:
         return types.MethodType(type(module).forward, memo.get(id(module), module))
 
     def __reduce__(self) -> Any:
-        # While the layer is being loaded it has no such attribute of its own yet, so this finds its class's method.
+        # While the layer is being loaded, it does not have this attribute yet, so this finds the method of its class.
         return (getattr, (self.layer.owner(), "forward"))
 
 
 class TrackedForward(InstalledForward):
-    """Forward that tells capture of its calls, and computes them itself where it can."""
+    """Forward that reports its calls to capture, and computes them itself if it can."""
 
     def attempt(self, module: Any, inputs: tuple[Any, ...], frame: Frame, forward: ForwardPass) -> Tensor | None:
         """Return the result of a call in a captured forward pass; None to run the class's own forward."""
@@ -87,15 +87,15 @@ class TrackedForward(InstalledForward):
         capture, layer = self.capture, self.layer
         if is_dynamo_compiling():
             return self.traced(*inputs, **named)
-        # The module whose call this is: the layer, or a replica or shallow copy of it. Those share this object but
-        # bring weights of their own, and an attribute of an instance is called without a `self`. `Module._call_impl`,
-        # the caller of this, has the module as its own `self`.
+        # The called module is the layer, or a replica or shallow copy of it. Those share this object but have their
+        # own weights, and an attribute of an instance is called without `self`. The caller, `Module._call_impl`, has
+        # the module as its own `self`.
         module: Any = sys._getframe(1).f_locals.get("self")
         if not isinstance(module, nn.Module) or module.__dict__.get("forward") is not self:
             module = layer.owner()
         forward = capture.threads.forward
         frames = forward.frames
-        # `enter` and `leave` for the usual case: the layer around this one is the innermost call.
+        # `enter` and `leave`, inlined for the usual case: the parent layer is the innermost call.
         if frames and frames[-1].layer is layer.parent:
             frame = Frame(layer, forward, inputs)
             frames.append(frame)
@@ -122,23 +122,23 @@ class TrackedForward(InstalledForward):
 
 
 class LayerForward(TrackedForward):
-    """Forward of a layer with one input, which runs an autograd function of ours where the kernels take the call.
+    """Forward of a layer with one input, which runs our autograd function if the kernels support the call.
 
-    The function stands in the place of the operation that saves first. It saves the same tensor through the same hooks,
-    so the first forward pass runs the plain layer: capture learns from that which operation it is.
+    The function replaces the operation that saves first, and saves the same tensor through the same hooks. The first
+    forward pass runs the plain layer, from which capture learns which operation that is.
     """
 
     layers: tuple[type[nn.Module], ...]
-    """Classes of layers that this forward serves; derived classes are left alone."""
+    """Classes of layers that this forward serves. Subclasses keep their own forward."""
     min_bytes = FUSE_MIN_BYTES
-    """Smaller inputs go the plain way."""
+    """Smaller inputs use the plain forward."""
     device_type = "cuda"
-    """Kind of device that the kernels run on."""
+    """Type of device that the kernels run on."""
 
     def __init__(self, capture: Capture, layer: Layer) -> None:
         super().__init__(capture, layer)
         self.device_seen: torch.device | None = None
-        """Device of the last call, if of the right kind: quicker to compare than the kind's name."""
+        """Device of the last call, if of the right type. Comparing devices is faster than comparing type names."""
 
     @classmethod
     def serves(cls, module: nn.Module) -> bool:
@@ -146,16 +146,16 @@ class LayerForward(TrackedForward):
         return type(module) in cls.layers and has_triton()
 
     def function(self, facts: SiteFacts) -> Any:
-        """Return what runs in the place of the operation that saves at a site; None if nothing does."""
+        """Return the function that replaces the operation that saves at a site; None if there is none."""
         raise NotImplementedError
 
     def run(self, module: Any, x: Tensor, facts: SiteFacts, forward: ForwardPass) -> Tensor | None:
-        """Run the call through the function, and tell the forward pass what it saves; None to go the plain way."""
+        """Run the call with the function, and tell the forward pass what it saves; None to use the plain forward."""
         raise NotImplementedError
 
     def attempt(self, module: Any, inputs: tuple[Any, ...], frame: Frame, forward: ForwardPass) -> Tensor | None:
         facts = frame.sites[0] if frame.sites else None
-        # The quick questions first: most calls of a small model end here.
+        # The cheap checks come first: most calls of a small model end here.
         if facts is None or len(inputs) != 1:
             return None
         x = inputs[0]
@@ -164,19 +164,19 @@ class LayerForward(TrackedForward):
         return self.run(module, x, facts, forward)
 
     def suits(self, module: Any, x: Tensor, facts: SiteFacts) -> bool:
-        """Return whether this call, which saves first at that site, may go to the kernels."""
+        """Return whether the kernels may run this call, which saves first at the given site."""
         if facts.function is None:
             facts.function = self.function(facts) or False
         if facts.function is False or facts.state is not SiteState.KNOWN:
             return False
-        # A class that was changed since, as parametrizations do, may compute its weight at every look at it.
+        # If the class has changed since, as parametrizations do, each access to the weight may compute it.
         if type(module) not in self.layers or x.layout is not torch.strided or x.is_neg():
             return False
         if x.device != self.device_seen:
             if x.device.type != self.device_type:
                 return False
             self.device_seen = x.device
-        # What `captured` returns, without one more call for each layer.
+        # `captured`, inlined to avoid one more call for each layer.
         top = top_saved_tensors_hooks()
         if top is None or top[0] is not self.capture.passes.hooks[0] or not torch.is_grad_enabled():
             return False
@@ -184,10 +184,10 @@ class LayerForward(TrackedForward):
 
 
 def hand_over(grad: Tensor) -> Tensor:
-    """Return a stand-in for a gradient, of its size and full of NaN, from which the one node behind takes it.
+    """Return a stand-in for a gradient: a tensor of its size, full of NaN, from which the only reading node takes it.
 
-    Autograd holds what it passes to a node until that node's backward has ended. A block would hold the gradient of its
-    result, which is large, during all of its steps.
+    Autograd holds each gradient that it passes to a node until that node's backward has ended. A block would hold the
+    gradient of its result, which is large, during all of its steps.
     """
     if torch.is_anomaly_enabled():
         return grad
@@ -197,7 +197,7 @@ def hand_over(grad: Tensor) -> Tensor:
 
 
 def take_over(grad: Any) -> Tensor:
-    """Return the gradient that a stand-in stands for, and take it from there; any other tensor as it is."""
+    """Return the gradient that a stand-in carries, and remove it there. Return any other tensor as it is."""
     found: Tensor | None = grad.__dict__.pop("encke_gradient", None)
     return grad if found is None else found
 
@@ -215,15 +215,15 @@ def has_triton() -> bool:
 
 @functools.cache
 def in_place_of(operation: str, function: type[torch.autograd.Function]) -> Any:
-    """Return what applies `function` under the name of the operation whose place it takes.
+    """Return a callable that applies `function` under the name of the operation that it replaces.
 
-    Its nodes also have what is read of the plain operation's nodes: the entries of `function.node`.
+    Its nodes also have the attributes that are read from the plain operation's nodes: the entries of `function.node`.
     """
     return apply_as(function, operation, getattr(function, "node", None))
 
 
 def packed_in(saved: Any, grad: Tensor) -> Packed | None:
-    """Return what was packed for a saving of the gradient's dtype; None if it is held as it is."""
+    """Return the packed tensor of a `Saved`, if it has the gradient's dtype; None if the tensor is held unpacked."""
     if not isinstance(saved, Saved):
         return None
     cell = saved.cell
@@ -233,7 +233,7 @@ def packed_in(saved: Any, grad: Tensor) -> Packed | None:
 
 
 def packed_for(saved: Any, grad: Tensor) -> GroupQuantPacked | None:
-    """Return what was packed for a saving, if the kernels can read its codes beside this gradient."""
+    """Return the packed tensor of a `Saved`, if the kernels can read its codes together with this gradient."""
     packed: Any = packed_in(saved, grad)
-    # What is computed again has a codec, but no codes and no plan.
+    # A recomputed tensor has a codec, but no codes and no plan.
     return None if packed is None or packed.plan is None or not packed.codec.reads_packed else packed

@@ -1,11 +1,11 @@
 """Batch norm that reads its packed input in backward, and packs it in forward.
 
-Half of what a convolutional network saves are inputs of batch norms. Plain hooks decode such an input to memory, where
-batch norm's backward reads it twice; here the backward decodes in registers (kernels/gpu/norm_backward.py). What other
-codecs decode to memory is overwritten by its gradient (kernels/gpu/norm_values.py). For 16-bit inputs in channels_last
-memory the forward is computed while its input is packed, in two passes over it instead of four (`DeferredBatchNorm`;
-kernels/gpu/norm_forward.py). In NCHW memory it runs in kernels of ours too, which share a channel among many programs
-(kernels/gpu/norm_planes.py). Elsewhere it computes what plain autograd would.
+Inputs of batch norms make up half of what a convolutional network saves. Plain hooks decode such an input to memory,
+and batch norm's backward reads it twice. Here the backward decodes in registers (kernels/gpu/norm_backward.py). If
+another codec decodes the input to memory, its gradient overwrites it (kernels/gpu/norm_values.py). For 16-bit inputs
+in channels_last memory, the forward is computed while its input is packed, in two passes over the input instead of
+four (`DeferredBatchNorm`; kernels/gpu/norm_forward.py). In NCHW memory, the forward also runs in our kernels, in which
+many programs share a channel (kernels/gpu/norm_planes.py). All other cases use the plain operation.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from encke.torch_internals import batch_norm_forward, cudnn_enabled, verify_batc
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Gradients of input, weight and bias."""
 Kept = tuple[Tensor, Tensor | None, Tensor | None, int, Tensor | None, int, float]
-"""Mean and 1 / standard deviation, or both in the first; weight and its version; reserve, implementation, eps."""
+"""Mean and 1 / standard deviation (or both in the first tensor), weight, its version, reserve, implementation, eps."""
 Settings = tuple[Tensor | None, Tensor | None, float, float, Any]
-"""Running mean and variance, momentum, eps, and what computes the forward: a `DeferredBatchNorm`, a `PlanesCall`, or
-None for what plain autograd computes."""
+"""Running mean and variance, momentum, eps, and the object that computes the forward: a `DeferredBatchNorm`, a
+`PlanesCall`, or None for the plain operation."""
 
 
 class DeferredBatchNorm(DeferredForward):
-    """Batch norm's result and statistics, computed while its input is packed."""
+    """Batch norm that computes its result and statistics while its input is packed."""
 
     __slots__ = ("bias", "eps", "momentum", "out", "plan", "running", "statistics", "weight")
 
@@ -54,12 +54,12 @@ class DeferredBatchNorm(DeferredForward):
         self.plan, self.weight, self.bias = plan, weight, bias
         self.running, self.momentum, self.eps = running, momentum, eps
         self.out = torch.empty_like(x)
-        """The result. Nobody may read it before `encode` or `run_unfused` has run."""
+        """The result. It may not be read before `encode` or `run_unfused` has run."""
         self.statistics = torch.empty(4, plan.channels, dtype=torch.float32, device=plan.device)
-        """Mean and 1 / standard deviation of each channel, and two rows of the kernel's own."""
+        """Mean and 1 / standard deviation of each channel, and two rows that only the kernels use."""
 
     def encode(self, codec: Codec, layout: Layout, length: int, key: int, state: EncoderState) -> Packed:
-        """Compute result and statistics, and return the input packed."""
+        """Compute result and statistics, and return the packed input."""
         x = self.t
         plan = codec.planned(x, layout, length, state)
         if plan is None or not plan.fuses_forward or plan.format.group != NORM_GROUP:
@@ -74,7 +74,7 @@ class DeferredBatchNorm(DeferredForward):
         return GroupQuantPacked(codec, layout, data, seed, plan)
 
     def run_unfused(self) -> None:
-        """Compute result and statistics; nothing is packed."""
+        """Compute result and statistics without packing the input."""
         mean, var, batches = (None, None, None) if self.running is None else self.running
         with torch.no_grad():
             if batches is not None:
@@ -82,14 +82,14 @@ class DeferredBatchNorm(DeferredForward):
             out, mean, invstd = torch.native_batch_norm(
                 self.t, self.weight, self.bias, mean, var, True, self.momentum, self.eps
             )
-            # Past autograd, for which these are results already.
+            # Bypass autograd, which already treats these as results.
             self.out.data.copy_(out)
             self.statistics[0].copy_(mean)
             self.statistics[1].copy_(invstd)
 
 
 class PlanesCall:
-    """A call of the kernels of batch norm's forward in NCHW memory."""
+    """Call of the kernels of batch norm's forward in NCHW memory."""
 
     __slots__ = ("plan", "running")
 
@@ -100,11 +100,11 @@ class PlanesCall:
 
 
 class BatchNormFunction(torch.autograd.Function):
-    """Batch norm in training: input, weight, bias, settings."""
+    """Batch norm in training mode. Arguments: input, weight, bias, settings."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Settings) -> Tensor:
-        """Return the result; a deferred one is written when the input is packed, right after this returns."""
+        """Return the result. A deferred result is written when the input is packed, right after this returns."""
         out, ctx.kept = normalise(x, weight, bias, settings)
         # Only the input goes through the hooks: the rest is small or a parameter, and would not be packed.
         ctx.save_for_backward(x)
@@ -143,12 +143,12 @@ def statistics_of(ctx: Any) -> tuple[Tensor, Tensor]:
 
 
 def slot_of(t: Tensor) -> Slot:
-    """Return a tensor as capture finds it where a node keeps it."""
+    """Wrap a tensor that a node keeps in a `Slot`, where capture looks for it."""
     return Slot((t, t._version))
 
 
 def normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Settings) -> tuple[Tensor, Kept]:
-    """Return the result, written yet or not, and what backward needs beside the input."""
+    """Return the result, and what backward needs besides the input. A deferred result is not written yet."""
     running_mean, running_var, momentum, eps, call = settings
     version = 0 if weight is None else weight._version
     if call is None:
@@ -160,12 +160,12 @@ def normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: S
         out, statistics = call.plan.run(x, weight, bias, call.running, momentum, eps)
     else:
         out, statistics = call.out, call.statistics
-    # The rows of the statistics are taken apart when somebody asks for one.
+    # The rows of the statistics are split only when one of them is needed.
     return out, (statistics, None, weight, version, None, 0, eps)
 
 
 def plain_gradients(x: Tensor, kept: Kept, needs: tuple[bool, ...], grad: Tensor) -> Gradients:
-    """Return what plain autograd computes, from the restored input; differentiable where backward is recorded."""
+    """Return the gradients of plain autograd from the restored input; differentiable if backward is recorded."""
     mean, invstd, weight, version, reserve, implementation, eps = kept
     if invstd is None:
         mean, invstd = mean[0], mean[1]
@@ -184,7 +184,7 @@ def plain_gradients(x: Tensor, kept: Kept, needs: tuple[bool, ...], grad: Tensor
 def gradients_from_codes(
     packed: GroupQuantPacked, layout: Layout, kept: Kept, needs: tuple[bool, ...], grad: Tensor
 ) -> Gradients | None:
-    """Return the gradients from the packed input; None where the kernels do not take it."""
+    """Return the gradients from the packed input; None if the kernels do not support it."""
     kernels = backward_kernels()
     mean, invstd, weight, version = kept[:4]
     channels_last = layout.channels_last
@@ -210,9 +210,9 @@ def gradients_from_codes(
 
 
 def gradients_from_values(saved: Saved, kept: Kept, needs: tuple[bool, ...], grad: Tensor) -> Gradients | None:
-    """Return the gradients from the decoded input; None where the kernels do not take it.
+    """Return the gradients from the decoded input; None if the kernels do not support it.
 
-    The input's gradient takes the place of the decoded input, if nobody else reads that.
+    The input's gradient overwrites the decoded input, if nobody else reads that.
     """
     layout = saved.layout
     mean, invstd, weight, version = kept[:4]
@@ -237,7 +237,7 @@ def gradients_from_values(saved: Saved, kept: Kept, needs: tuple[bool, ...], gra
 
 @functools.cache
 def backward_kernels() -> Any:
-    """Return the kernels of batch norm's backward. Imported when first needed: they need Triton."""
+    """Import and return the kernels of batch norm's backward, which need Triton."""
     from encke.kernels.gpu import norm_backward
 
     return norm_backward
@@ -245,7 +245,7 @@ def backward_kernels() -> Any:
 
 @functools.cache
 def values_kernels() -> Any:
-    """Return the plans of batch norm's backward from values. Imported when first needed: they need Triton."""
+    """Import and return the plans of batch norm's backward from values, which need Triton."""
     from encke.kernels.gpu import norm_values
 
     return norm_values
@@ -253,7 +253,7 @@ def values_kernels() -> Any:
 
 @functools.cache
 def planes_kernels() -> Any:
-    """Return the kernels of batch norm's forward in NCHW memory. Imported when first needed: they need Triton."""
+    """Import and return the kernels of batch norm's forward in NCHW memory, which need Triton."""
     from encke.kernels.gpu import norm_planes
 
     return norm_planes
@@ -261,37 +261,37 @@ def planes_kernels() -> Any:
 
 @functools.cache
 def forward_kernels() -> Any:
-    """Return the kernels of batch norm's forward. Imported when first needed: they need Triton."""
+    """Import and return the kernels of batch norm's forward, which need Triton."""
     from encke.kernels.gpu import norm_forward
 
     return norm_forward
 
 
 class BatchNormForward(LayerForward):
-    """Run `nn.BatchNorm1d` to `3d` in training, and read their packed input in backward."""
+    """Run `nn.BatchNorm1d` to `3d` in training mode, and read their packed input in backward."""
 
     layers = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
     def __init__(self, capture: Capture, layer: Layer) -> None:
         super().__init__(capture, layer)
         self.requests: KernelRequests | None = None
-        """Kernels that the model has asked for."""
+        """Kernels that the model has requested."""
 
     def attempt(self, module: Any, inputs: tuple[Any, ...], frame: Frame, forward: ForwardPass) -> Tensor | None:
-        """Ask for kernels in the first pass; see `LayerForward.attempt`."""
+        """Request kernels in the first pass; see `LayerForward.attempt`."""
         if not frame.sites and self.requests is not None and inputs and type(inputs[0]) is Tensor:
             if inputs[0].device.type == self.device_type:
                 self.requests.ask_for_images(self.layer.name, inputs[0])
         return super().attempt(module, inputs, frame, forward)
 
     def function(self, facts: SiteFacts) -> Any:
-        """Return `BatchNormFunction` where a batch norm's input of three dimensions or more may be lossy."""
+        """Return `BatchNormFunction` for the input of a batch norm, if it has 3 or more dimensions and may be lossy."""
         site = facts.site
         known = site.slot == "input" and site.need == "lossy" and site.operation == "BatchNorm"
         return in_place_of(facts.reader, BatchNormFunction) if known and site.dimensions >= 3 else None
 
     def run(self, module: Any, x: Tensor, facts: SiteFacts, forward: ForwardPass) -> Tensor | None:
-        """Run the call through the function; None in evaluation, and where the policy's codec is exact."""
+        """Run the call with the function; return None in evaluation mode, or if the policy's codec is exact."""
         if not module.training and not (module.running_mean is None and module.running_var is None):
             return None
         if not matches(facts, x):
@@ -307,10 +307,10 @@ class BatchNormForward(LayerForward):
 def training_forward(
     module: Any, x: Tensor, function: Any, facts: Any = None, codec: Any = None, forward: ForwardPass | None = None
 ) -> Tensor:
-    """Do what `forward` of a batch norm in training does, with another function at its end.
+    """Run `forward` of a batch norm in training mode, with another function for the computation itself.
 
-    `forward` is the forward pass that packs the input, and may compute the result while it does; None where nobody
-    packs.
+    The forward pass `forward` packs the input, and may compute the result while it does so. It is None if nothing is
+    packed.
     """
     module._check_input_dim(x)
     packs = forward is not None and (codec is None or codec.reads_packed)
@@ -322,7 +322,7 @@ def apply_function(
     function: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Settings, facts: Any, codec: Any,
     forward: ForwardPass | None,
 ) -> Tensor:  # fmt: skip
-    """Run the function, and tell the forward pass what it saves."""
+    """Run the function, and tell the forward pass which tensor it saves."""
     if forward is None:
         return function(x, weight, bias, settings)
     call = settings[4]
@@ -336,9 +336,9 @@ def apply_function(
 def arguments_of(module: Any, x: Tensor, facts: Any, codec: Any, lossy: bool, packs: bool) -> tuple[Any, Any, Settings]:
     """Return weight, bias and settings of a call in training, and count the batch.
 
-    With `lossy` kernels of ours may compute the forward; with `packs` they may do so while the input is packed.
+    With `lossy`, our kernels may compute the forward. With `packs`, they may do so while the input is packed.
     """
-    # Past Module.__getattr__, which is slow; a replica has its parameters as plain attributes.
+    # Bypass `Module.__getattr__`, which is slow. A replica has its parameters as plain attributes.
     parameters, buffers = module._parameters, module._buffers
     weight = parameters["weight"] if "weight" in parameters else module.weight
     bias = parameters["bias"] if "bias" in parameters else module.bias
@@ -371,7 +371,7 @@ def arguments_of(module: Any, x: Tensor, facts: Any, codec: Any, lossy: bool, pa
 def planes_call(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, running: tuple[Tensor, Tensor, Tensor] | None
 ) -> PlanesCall | None:
-    """Return the call of the kernels for contiguous values; None where they do not take them."""
+    """Return the call of the kernels for a contiguous input; None if the kernels do not support it."""
     if (weight is None) != (bias is None) or (running is not None and not all_fp32(*running[:2])):
         return None
     dtype = None
@@ -384,8 +384,8 @@ def planes_call(
 
 
 def all_fp32(*tensors: Tensor | None) -> bool:
-    """Return whether tensors are as the kernels read and write them."""
-    for t in tensors:  # not `all`: the host resumes a generator for each tensor
+    """Return whether all tensors are contiguous and fp32, as the kernels require."""
+    for t in tensors:  # not `all`, which would resume a generator for each tensor
         if t is None or t.dtype is not torch.float32 or not t.is_contiguous():
             return False
     return True

@@ -1,16 +1,16 @@
 """Blocks: convolutions, norms, activations, sums and squeeze-and-excite that run as one autograd function.
 
-Layer by layer, each tensor that is saved costs a module's call, an autograd function, a node and a hook, all of them
-in Python, and with small batches the GPU waits for that. A container whose forward is a plain program of such layers
-(`program.py`), such as a bottleneck of ResNet or what an `MBConv` of EfficientNet consists of, runs layer by layer
-until all of its sites save as in the pass before. From then on one function runs the same kernels in the same order
-(`steps.py`, `squeeze.py`) and holds what they have packed (`savings.py`). Values, gradients, random numbers and the
-report are the same, bit for bit; but a SiLU or hard swish is computed by the kernels of the batch norm in front of it,
-within rounding. A ReLU or leaky ReLU at the end stays a layer of its own.
+When layers run one by one, each saved tensor costs a module call, an autograd function, a node and a hook. All of this
+is Python code, and with small batches the GPU waits for it. A block is a container whose forward only calls such
+layers (`program.py`), such as a ResNet bottleneck or the contents of EfficientNet's `MBConv`. It runs layer by layer
+until all of its sites save as in the previous pass. From then on, one function runs the same kernels in the same order
+(`steps.py`, `squeeze.py`) and holds the packed tensors (`savings.py`). Values, gradients, random numbers and the report
+are the same, bit for bit. The exceptions are SiLU and hard swish: the kernels of the previous batch norm compute them,
+and the results agree within rounding. A ReLU or leaky ReLU at the end remains a separate layer.
 
-Before anything is computed, the block asks what each layer would have asked: whether modules, hooks, parameters or the
-policy's choices have changed. If so, the call goes layer by layer, and the block is planned again once its sites are
-steady again. Collection steps go layer by layer, too.
+Before it computes anything, the block makes the same checks as its layers: whether modules, hooks, parameters or the
+policy's choices have changed. If so, the call runs layer by layer, and the block is planned again once its sites are
+steady again. Collection steps run layer by layer, too.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from encke.torch_internals import (
 )
 
 ALIGNED = 16
-"""Codes begin at addresses of which this is a divisor."""
+"""Alignment of codes in memory, in bytes."""
 ATTEMPTS, PAUSE = 8, 32
-"""Passes in a row in which a plan is tried to be made, and passes without one if there is none by then."""
+"""Number of consecutive passes that try to make a plan, and number of passes to wait after all of them have failed."""
 OUR_HOOKS = {EnterHook, LeaveHook}
 Operands = list[tuple[Any, ...]]
 """Parameters of each step."""
 
 
 class BlockSaved(Saved):
-    """Everything that a block holds from forward to backward, in the place of its saved input."""
+    """Everything that a block holds from forward to backward, stored in place of its saved input."""
 
     __slots__ = ("kept", "plan", "scratch")
 
@@ -62,19 +62,19 @@ class BlockSaved(Saved):
         super().__init__(saved.owner, saved.facts, x, saved.layout, saved.cell)
         self.plan = plan
         self.kept: list[Any] = []
-        """Packed tensors and other things that the backward of each step needs."""
+        """Packed tensors and other data that the backward of each step needs."""
         self.scratch: Any = (None, None)
-        """Memory for the sums of any batch norm's backward, and for its coefficients."""
+        """Memory for the sums and for the coefficients in backward, shared by all batch norms."""
 
     def hold(self, t: Tensor) -> BlockSaved:
-        """Return itself: the hook that packs the block's input."""
+        """Return this object. Serves as the pack hook for the block's input."""
         return self
 
     def smooth_input(self, smooth: SmoothStep | None = None) -> Saved:
-        """Return what stands for the input of a smooth activation, or of the one at the end, as plain layers save it.
+        """Return a `Saved` for the input of a smooth activation, as the plain layer would save it.
 
-        It is computed again from the codes of the batch norm's input. What is saved behind the block may be computed
-        again from it.
+        The default is the activation at the block's end. Its input is recomputed from the codes of the batch norm's
+        input. Tensors that later layers save may in turn be recomputed from it.
         """
         last: Any = self.plan.steps[-1]
         smooth = smooth or last
@@ -87,12 +87,12 @@ class BlockSaved(Saved):
         return self.saved_by(smooth.saving, stands)
 
     def norm_input(self, number: int) -> tuple[Saved, Any]:
-        """Return what a batch norm has saved, as the plain layer would have, and what else it has kept."""
+        """Return a `Saved` for the input of a batch norm, as the plain layer would save it, and its other data."""
         packed, settings = self.kept[number]
         return self.saved_by(self.plan.steps[number].savings[0], packed), settings
 
     def saved_by(self, saving: Saving, packed: Packed) -> Saved:
-        """Return what a single layer would have saved."""
+        """Return the `Saved` that a single layer would have made."""
         cell = SharedCell(0, saving.records[0])
         cell.packed, cell.wanted = packed, packed.codec
         like: Any = self  # dtype and device
@@ -100,7 +100,10 @@ class BlockSaved(Saved):
 
 
 class BlockFunction(torch.autograd.Function):
-    """A block: input, what it holds, modules, parameters of each step, forward pass, and all parameters."""
+    """Autograd function of a block.
+
+    Arguments: input, `BlockSaved`, modules, parameters of each step, forward pass, and all parameters.
+    """
 
     @staticmethod
     def forward(
@@ -143,41 +146,41 @@ class BlockFunction(torch.autograd.Function):
             sizes = (held.plan.sums_numel, held.plan.coefficients_numel)
             held.scratch = tuple([torch.empty(size, dtype=torch.float32, device=grad.device) for size in sizes])
         grads: list[Any] = [*[None] * len(steps), grad]
-        del grad  # from here on a gradient is released by the step that reads it last
+        del grad  # from here on the last step that reads a gradient releases it
         found: list[Any] = []
         for step in reversed(steps):
             found += step_back(step, kept[-1], grads, held)
-            del kept[-1]  # what is packed is released as early as by single layers
+            del kept[-1]  # releases packed tensors as early as single layers do
         held.scratch = (None, None)
         return (grads[0], None, None, None, None, *found)
 
 
 def step_back(step: Step, kept: Any, grads: list[Any], held: BlockSaved) -> tuple[Tensor | None, ...]:
-    """Take the gradient of a step's result from the end of a list, add those of its values, return the parameters'."""
+    """Pop the gradient of a step's result, add the gradients of its inputs, and return those of its parameters."""
     taken, parameters = step.backward(kept, grads.pop(), held)
     for number, each in zip(step.inputs, taken, strict=True):
         before = grads[number]
         if before is None:
             grads[number] = each
         elif type(step) is PoolStep:
-            # One value for each plane. The other gradient is a product's, made for this sum alone.
+            # One value for each plane. The other gradient comes from a product, and only this sum reads it.
             before.add_(each)
         else:
-            # A sum passes on a gradient that others read; the other steps return new ones.
+            # A sum propagates a gradient that others read as well; the other steps return new tensors.
             grads[number] = each + before if type(step) is SumStep else each.add_(before)
     return parameters
 
 
 class SmoothBlockFunction(BlockFunction):
-    """A block with a smooth activation at its end: capture finds its input where the plain operation's node has it."""
+    """Block that ends with a smooth activation. Capture finds its input on the node, as on the plain operation's."""
 
     node = {"_raw_saved_self": property(lambda ctx: Slot(held_by(ctx).smooth_input()))}
 
 
 class NormBlockFunction(BlockFunction):
-    """A block with a batch norm at its end: capture finds all of it where the plain operation's node has it.
+    """Block that ends with a batch norm. Capture finds its tensors on the node, as on the plain operation's.
 
-    That includes weight and bias: the parameters of the last step are the first behind the block's input.
+    That includes weight and bias: the parameters of the last step come directly after the block's input.
     """
 
     node = {
@@ -190,13 +193,13 @@ class NormBlockFunction(BlockFunction):
 
 
 def held_by(ctx: Any) -> BlockSaved:
-    """Return what a block holds for its function."""
+    """Return the `BlockSaved` of a block's node."""
     held: BlockSaved = ctx._raw_saved_tensors[0].data
     return held
 
 
 def last_norm(ctx: Any) -> tuple[Tensor, Tensor, Tensor, int, float]:
-    """Return mean and 1 / deviation of the batch norm at a block's end, its weight with its version, and eps."""
+    """Return mean, 1 / standard deviation, weight, the weight's version and eps of the batch norm at a block's end."""
     held = held_by(ctx)
     _, (mean, invstd, weight, version, *_, eps) = held.norm_input(len(held.plan.steps) - 1)
     if invstd is None:
@@ -212,32 +215,32 @@ class BlockPlan:
         self.steps: list[Step] = planner.steps
         steps = self.steps
         self.calls = planner.numbers
-        """Layers of the steps, and the number of each one's last call."""
+        """Layers of the steps, with the number of each layer's last call."""
         self.taken = planner.taken
         """Sites that save the block's input."""
         last_reader = {number: step for step in steps for number in step.inputs if number}
         self.ends = [[number for number, reader in last_reader.items() if reader is step] for step in steps]
-        """Values that nobody reads behind each step."""
+        """For each step, the values that it is the last to read."""
         last: Any = steps[-1]
         convolutions = [(number, step) for number, step in enumerate(steps) if isinstance(step, ConvStep)]
         self.copied = [number for number, step in convolutions if step.weight_dtype is not step.dtype]
         """Numbers of the convolutions whose parameters are cast."""
         self.cast_again = [number for number, step in convolutions if step.cast is not None]
-        """Those of which the copies are not kept, but made again in backward."""
+        """Numbers of those convolutions whose weights are cast again in backward."""
         self.savings: list[Saving] = [saving for step in steps for saving in step.savings]
         self.places = planner.capture.negligible.places
-        """Places of negligible tensors, by which the small ones are kept as they are."""
+        """Places of negligible tensors when the plan was made. Small tensors at these places are not packed."""
         reported: list[Any] = [part for step in steps for part in (*step.savings, step)]
         self.records = [record for part in reported for record in part.records]
-        """Records of what is saved inside the block, the same in every pass."""
+        """Records of the tensors saved inside the block. They are the same in every pass."""
         self.small_bytes = sum(part.small_bytes for part in reported)
         sizes = [saving.code_bytes + -saving.code_bytes % ALIGNED for saving in self.savings if saving.code_bytes]
         self.codes_size = sum(sizes)
         self.code_sizes = sizes if self.codes_size <= TOGETHER else []
-        """Bytes of what the steps pack, where they are allocated together."""
+        """Bytes of the codes of each saving, if they are allocated together."""
         norms = [step for step in steps if isinstance(step, NormStep)]
         self.channels = [step.kernels.channels for step in norms if step.kernels is not None]
-        """Channels of the batch norms that kernels compute while their inputs are packed."""
+        """Number of channels of each batch norm that is computed while its input is packed."""
         self.workspace_numel = max((step.kernels.workspace_numel for step in norms if step.kernels), default=0)
         plans = [step.backward_plan for step in norms if step.backward_plan is not None]
         self.sums_numel = max((plan.sums_numel for plan in plans), default=0)
@@ -260,11 +263,11 @@ class BlockPlan:
             if facts.steady is not steady or facts.state is not SiteState.KNOWN or facts.changed:
                 return False
             if steady.first is not facts:
-                continue  # the step that packs is asked
+                continue  # the step that packs is checked instead
             if len(facts.sharers) != steady.sharers:
                 return False
             if facts.dependents or facts.site.place in sources:
-                # What is computed from this one has been asked for its codec, as long as nothing has changed.
+                # As long as nothing has changed, `chosen` includes the codecs of the tensors recomputed from this one.
                 if not saving.gives_sources or steady.changes != changes:
                     return False
             for choose, site, codec in steady.chosen:
@@ -274,7 +277,7 @@ class BlockPlan:
         return True
 
     def operands(self, modules: list[Any]) -> Operands | None:
-        """Return the parameters of each step; None if one of them is not as planned."""
+        """Return the parameters of each step; None if one of them differs from the plan."""
         operands: Operands = []
         for step, module in zip(self.steps, modules, strict=True):
             found = step.operands(module)
@@ -284,7 +287,7 @@ class BlockPlan:
         return operands
 
     def save_input(self, x: Tensor, frame: Frame, forward: ForwardPass, capture: Capture) -> Saved | None:
-        """Pack the block's input, or find it packed, as its readers would; None if one of them would not."""
+        """Pack the block's input, or find it already packed, as its readers would; None if a reader would not."""
         saved = None
         for facts in self.taken:
             steady = facts.steady
@@ -297,7 +300,7 @@ class BlockPlan:
         return saved
 
     def run(self, x: Tensor, saved: Saved, modules: list[Any], operands: Operands, forward: ForwardPass) -> Tensor:
-        """Return the block's result, and tell the forward pass what was saved."""
+        """Run the block, and tell the forward pass which tensors were saved."""
         held = BlockSaved(self, saved, x)
         parameters = [parameter for given in reversed(operands) for parameter in given]
         push_saved_tensors_hooks(held.hold, unpack)
@@ -312,7 +315,7 @@ class BlockPlan:
 
 
 class BlockForward(TrackedForward):
-    """Run a container of layers as one function where nothing but its layers decides what it computes."""
+    """Run a container as one function, if its layers alone determine what it computes."""
 
     def __init__(self, capture: Capture, layer: Layer) -> None:
         super().__init__(capture, layer)
@@ -321,7 +324,7 @@ class BlockForward(TrackedForward):
         self.program = program_of(module)
         self.plan: BlockPlan | None = None
         self.failures = 0
-        """Passes in a row in which no plan could be made; negative during a pause."""
+        """Number of consecutive passes in which no plan could be made; negative during a pause."""
 
     @classmethod
     def serves(cls, module: nn.Module) -> bool:
@@ -373,13 +376,13 @@ class BlockForward(TrackedForward):
         return found
 
     def undisturbed(self, modules: list[Any]) -> bool:
-        """Return whether all modules train, and the block's are called without hooks and forwards of others."""
+        """Return whether all modules are in training mode, and those in the block have only our hooks and forwards."""
         for module in modules:
             state = module.__dict__
             if not state["training"]:
                 return False
             if module is modules[0]:
-                continue  # what is around the block's own call stays there
+                continue  # hooks on the block itself run as usual
             own = state.get("forward")
             if own is not None and not isinstance(own, TrackedForward):
                 return False

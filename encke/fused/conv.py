@@ -1,8 +1,8 @@
-"""Convolution whose backward releases its restored input early, and which takes a batch of large volumes in parts.
+"""Convolution whose backward releases its restored input early, and which splits a batch of large volumes into parts.
 
-A convolution has to decode its input to memory. It computes the weight's gradient first and releases the input before
-the input's gradient, which is as large, needs memory. Of contiguous tensors cuDNN makes copies in its own memory format
-meanwhile: input and result, or two gradients. Where these are large volumes, the samples are taken in parts.
+A convolution has to decode its input to memory. It computes the weight's gradient first, and releases the input before
+it allocates the input's gradient, which is as large. If tensors are contiguous, cuDNN copies them to its own memory
+format meanwhile: input and result, or two gradients. If these are large volumes, the batch is split into parts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ AUTOCAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that autocast casts to its own."""
 
 PARTED = (5,)
-"""Dimensions of tensors whose samples are taken in parts: for images the copies of results take too long."""
+"""Dimensions of tensors whose batch is split into parts. For images, the copies of results take too long."""
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Gradients of input, weight and bias."""
@@ -37,7 +37,7 @@ convolution_backward = torch.ops.aten.convolution_backward.default
 
 
 class ConvFunction(torch.autograd.Function):
-    """A convolution: input, weight, bias, stride, padding, dilation, groups, and the number of parts."""
+    """Convolution. Arguments: input, weight, bias, stride, padding, dilation, groups, and number of parts."""
 
     @staticmethod
     def forward(
@@ -77,9 +77,9 @@ class ConvFunction(torch.autograd.Function):
 
 
 def parts_of(x: Tensor, weight: Tensor, settings: tuple[Any, ...], site: Site, policy: Policy) -> int:
-    """Return the number of parts in which a convolution takes its samples; one where its input is saved exactly.
+    """Return the number of parts into which a convolution splits its batch; 1 if its input is saved exactly.
 
-    The results of parts are those of the whole within rounding, as another algorithm of cuDNN may compute them.
+    Parts and whole have the same results within rounding, since cuDNN may use different algorithms for them.
     """
     nbytes = x.numel() * x.element_size()
     if nbytes <= CONV_PART_BYTES or x.dim() not in PARTED or not x.is_contiguous() or policy.choose(site).exact:
@@ -91,7 +91,7 @@ def parts_of(x: Tensor, weight: Tensor, settings: tuple[Any, ...], site: Site, p
 
 
 def copied_by_backend(x: Tensor, weight: Tensor, settings: tuple[Any, ...]) -> bool:
-    """Return whether a backend computes a convolution that copies contiguous tensors: it depends on their size, too."""
+    """Return whether the backend of a convolution copies contiguous tensors. This depends on their size, too."""
     return conv_memory_format(x, weight, settings) is torch.contiguous_format
 
 
@@ -114,15 +114,15 @@ def split_gradients(
     load: Callable[[], tuple[Tensor, Tensor]], grad: Tensor, sizes: Any, settings: tuple[Any, ...],
     needs: tuple[bool, ...], parts: int = 1,
 ) -> Gradients:  # fmt: skip
-    """Return the gradients in two calls, and release the restored input between them, where the backend allows it.
+    """Compute the gradients in two calls, and release the restored input between them if the backend allows it.
 
     Args:
-        load: Returns input and weight.
+        load: Function that returns input and weight.
         grad: Gradient of the result.
         sizes: Size of the bias, or None.
-        settings: Those of `aten.convolution` from stride on.
-        needs: Which gradients are needed; those of input and weight are.
-        parts: Number of parts in which the samples are taken.
+        settings: Arguments of `aten.convolution` from stride on.
+        needs: Which gradients are needed; those of input and weight always are.
+        parts: Number of parts into which the batch is split.
     """
     x, weight = load()
     memory_format = conv_memory_format(x, weight, settings)
@@ -167,13 +167,13 @@ class ConvForward(LayerForward):
     min_bytes = SPLIT_CONV_MIN_BYTES
 
     def function(self, facts: SiteFacts) -> Any:
-        """Return `ConvFunction` where a convolution's input is saved and may be lossy."""
+        """Return `ConvFunction` if the site saves the input of a convolution and may be lossy."""
         site = facts.site
         known = site.slot == "input" and site.need == "lossy" and site.operation == "Convolution"
         return in_place_of(facts.reader, ConvFunction) if known else None
 
     def run(self, module: Any, x: Tensor, facts: SiteFacts, forward: ForwardPass) -> Tensor | None:
-        """Run the call through the function; None for what it does not compute, or where it would gain nothing."""
+        """Run the call with the function; None if the function does not support the call or would gain nothing."""
         if not x.requires_grad or not matches(facts, x):
             return None
         operands = operands_of(module, x.dtype, x.dim(), self.device_type)
@@ -194,9 +194,9 @@ class ConvForward(LayerForward):
 
 
 def operands_of(module: Any, dtype: torch.dtype, dimensions: int, device_type: str) -> tuple[Any, Any] | None:
-    """Return weight and bias of a convolution of inputs of that dtype; None for what the function does not compute.
+    """Return weight and bias of a convolution; None if the function does not support the call.
 
-    Both have to be plain tensors of the input's dtype, or to become that under autocast.
+    Both must be plain tensors, of the input's dtype or of a dtype that autocast casts to it.
     """
     parameters = module._parameters
     weight = parameters["weight"] if "weight" in parameters else module.weight

@@ -1,7 +1,7 @@
-"""GELU written out as a formula: it saves four tensors as large as its input, where the input alone would do.
+"""GELU written as a formula in Python, which saves four tensors as large as its input where the input alone suffices.
 
-transformers' GPT-2 has such a layer (`0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3)))`). An attached layer
-of that kind runs its own forward, but saves only its input, as `torch.nn.GELU` does, and has that one's backward.
+transformers' GPT-2 has such a layer (`0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3)))`). Once attached, it
+runs its own forward, but saves only its input and uses the backward of `torch.nn.GELU`.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from encke.capture.sites import Site
 from encke.fused.base import TrackedForward
 
 NAMES = {"NewGELUActivation", "NewGELU"}
-"""Classes that may have this formula; whether they do is tried."""
+"""Names of classes that may have this formula. A trial tells whether they do."""
 PROBE = torch.linspace(-8, 8, 129)
 
 
 class Gelu(torch.autograd.Function):
-    """The layer's own forward, and the backward of torch's operation of this name."""
+    """GELU with the layer's own forward and the backward of PyTorch's operation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, plain: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the layer's result; only the input is saved."""
+        """Return the layer's result, and save only its input."""
         ctx.encke_slots = ("self",)
-        ctx._saved_approximate = "tanh"  # as the nodes of torch's operation tell it
+        ctx._saved_approximate = "tanh"  # as on the nodes of PyTorch's operation
         ctx.save_for_backward(x)
         return plain(x)
 
@@ -46,17 +46,17 @@ class Gelu(torch.autograd.Function):
 
 
 class GeluForward(TrackedForward):
-    """Run a GELU that is written out, and save nothing but its input.
+    """Run a GELU that is written as a formula, and save only its input.
 
-    Inputs of all sizes go the same way: the formula and the function save different tensors, and a site is learnt for
-    one of them.
+    Inputs of all sizes use the function: the formula and the function save different tensors, and a site is learnt for
+    one of the two.
     """
 
     def __init__(self, capture: Capture, layer: Layer) -> None:
         super().__init__(capture, layer)
         self.kind = type(layer.owner())
         self.recomputed = SiteFacts(Site(layer.name, "Gelu", "(formula)"))
-        """Stands in the report for what the formula would have saved."""
+        """Site in the report for the tensors that the formula would have saved."""
         self.bytes_saved: dict[tuple[Any, ...], int] = {}
         """Bytes that the formula saves for each value, by dtypes."""
 
@@ -72,9 +72,10 @@ class GeluForward(TrackedForward):
         return self.save_input_only(type(module).forward.__get__(module), inputs[0])
 
     def suits(self, module: Any, x: Any, facts: SiteFacts | None) -> bool:
-        """Return whether what this call saves goes to our capture, and has not gone there the plain way before.
+        """Return whether this call's saved tensors go to our capture, and the site was not learnt from the formula.
 
-        Where what is saved comes back exactly, so must the gradient: the function's differs in the last bits.
+        If the saved input is restored exactly, the gradient must be exact as well, but the function's gradient differs
+        in the last bits.
         """
         if (
             type(module) is not self.kind
@@ -88,7 +89,7 @@ class GeluForward(TrackedForward):
         return codec.takes(x.dtype) and not codec.exact and torch.is_grad_enabled() and self.captured(x)
 
     def save_input_only(self, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Return the layer's result; nothing but its input is saved, and the report says so."""
+        """Return the layer's result, save only its input, and add a record for the report."""
         if x.requires_grad:
             record = Record(self.recomputed, x.numel() * (self.formula_bytes(plain, x) - x.element_size()))
             record.codec = "recomputed"
@@ -96,7 +97,7 @@ class GeluForward(TrackedForward):
         return Gelu.apply(x, plain)
 
     def formula_bytes(self, plain: Callable[[Tensor], Tensor], x: Tensor) -> int:
-        """Return the bytes that plain autograd would hold for each value, for the report."""
+        """Return the bytes that plain autograd would save for each value, for the report."""
         kind = x.device.type
         cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
         key = (x.dtype, kind, torch.get_autocast_dtype(kind) if cast else None)
@@ -122,7 +123,7 @@ def saved_bytes_per_value(function: Callable[[Tensor], Tensor], dtype: torch.dty
 
 
 def is_tanh_gelu(module: nn.Module) -> bool:
-    """Return whether a layer computes GELU by its tanh formula, as far as some values tell."""
+    """Return whether a layer computes GELU by its tanh formula, tested on a few values."""
     try:
         with torch.no_grad():
             result = type(module).forward(module, PROBE)

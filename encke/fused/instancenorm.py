@@ -1,8 +1,8 @@
-"""Instance norm that reads its packed input in backward: torch computes it as a batch norm of one sample.
+"""Instance norm that reads its packed input in backward. PyTorch computes it as a batch norm of one sample.
 
-The result is a view of that batch norm's. Where an activation in place is next, autograd makes it a part of a
-`CopySlices` node, whose backward copies the gradient three times and hides the operation (capture/hidden.py). So the
-layer returns a tensor of its own in the memory of the view.
+Its result is a view of the batch norm's result. If an in-place activation follows, autograd makes it part of a
+`CopySlices` node, whose backward copies the gradient three times and hides the operation (capture/hidden.py).
+Therefore, the layer returns a separate tensor in the memory of the view.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from encke.torch_internals import is_view
 
 
 class AliasFunction(torch.autograd.Function):
-    """A view as a tensor that is none for autograd, in the same memory."""
+    """Alias of a view: a tensor in the same memory that is not a view for autograd."""
 
     @staticmethod
     def forward(ctx: Any, view: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class InstanceNormForward(LayerForward):
     function = BatchNormForward.function
 
     def attempt(self, module: Any, inputs: tuple[Any, ...], frame: Frame, forward: ForwardPass) -> Tensor | None:
-        """Return a result that is no view, of the class's own forward too: what is next saves alike in each pass."""
+        """Return a result that is never a view, even from the plain forward: the next layer then always saves alike."""
         y = super().attempt(module, inputs, frame, forward)
         if y is None:
             x = inputs[0] if len(inputs) == 1 else None
@@ -53,7 +53,7 @@ class InstanceNormForward(LayerForward):
         return in_place_of("Alias", AliasFunction)(y) if y.requires_grad and is_view(y) else y
 
     def run(self, module: Any, x: Tensor, facts: SiteFacts, forward: ForwardPass) -> Tensor | None:
-        """Run the call through batch norm's function; None where the layer may raise, and where the codec is exact."""
+        """Run the call with batch norm's function; None if the layer may raise an error, or if the codec is exact."""
         size = x.shape
         dimensions = next(n for n, layer in enumerate(self.layers, 3) if isinstance(module, layer))
         if len(size) != dimensions:

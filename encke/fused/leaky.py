@@ -1,6 +1,6 @@
-"""Leaky ReLU in place that reads the signs of its result from what is packed.
+"""In-place leaky ReLU that reads the signs of its result from the packed tensor.
 
-The signs are exact in the codes that serve the layer behind it, too, and where nobody else reads the result a bit for
+The signs are exact in the codes, which also serve the next layer. If no other layer reads the result, only one bit for
 each value is kept. Plain hooks would decode values to memory for leaky ReLU's backward.
 """
 
@@ -24,7 +24,7 @@ leaky_relu_backward = torch.ops.aten.leaky_relu_backward.default
 
 
 class LeakyReluFunction(torch.autograd.Function):
-    """Leaky ReLU in place: input, negative slope, and the announcement of its result."""
+    """In-place leaky ReLU. Arguments: input, negative slope, and the announcement of its result."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slope: float, deferred: DeferredForward) -> Tensor:
@@ -48,24 +48,24 @@ class LeakyReluFunction(torch.autograd.Function):
 
 
 def gradient_from_signs(packed: Packed, layout: Layout, grad: Tensor, slope: float) -> Tensor | None:
-    """Return the gradient where the packed result is positive, else `slope` times that; None if no kernel reads it."""
-    # For other slopes torch raises an error: the result does not have the signs of the input.
+    """Return `grad` where the packed result is positive, else `slope * grad`; None if no kernel reads the result."""
+    # For negative slopes PyTorch raises an error, since the result does not have the signs of the input.
     return packed.gate(grad, slope) if slope >= 0 and layout.dense and grad.stride() == layout.stride else None
 
 
 class LeakyReluForward(LayerForward):
-    """Run `nn.LeakyReLU` in place and read signs from what is packed in backward."""
+    """Run in-place `nn.LeakyReLU` and read its signs from the packed result in backward."""
 
     layers = (nn.LeakyReLU,)
 
     def function(self, facts: SiteFacts) -> Any:
-        """Return `LeakyReluFunction` where the result is saved for its signs."""
+        """Return `LeakyReluFunction` if the result is saved for its signs."""
         site = facts.site
         known = site.slot == "result" and site.need == "sign" and facts.reader == site.operation == "LeakyRelu"
         return in_place_of(facts.reader, LeakyReluFunction) if known else None
 
     def run(self, module: Any, x: Tensor, facts: SiteFacts, forward: ForwardPass) -> Tensor | None:
-        """Run the call through the function; None where the input is not the one that the site was learnt for."""
+        """Run the call with the function; None if the input differs from the one that the site was learnt for."""
         site = facts.site
         if not module.inplace or not x.requires_grad or x.is_leaf or is_view(x):
             return None

@@ -1,4 +1,4 @@
-"""Plans of blocks, made from what their layers have decided in the pass before."""
+"""Plans of blocks, made from the decisions of their layers in the previous pass."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SLOTS = ("self", "other")
 
 
 class Planner:
-    """Plans the steps of a block. `modules` are those of the program's calls."""
+    """Planner of a block's steps. `modules` has the module of each call in the program."""
 
     def __init__(self, program: Program, modules: list[Any], x: Tensor, capture: Capture) -> None:
         self.calls = [*zip(program.calls, modules, strict=True)]
@@ -43,14 +43,14 @@ class Planner:
         self.sizes: list[tuple[int, ...]] = [tuple(x.shape)]
         """Sizes of the values so far."""
         self.small: set[int] = set()
-        """Values that a pool has made small."""
+        """Numbers of the small values: results of a pool, and values computed from them."""
         self.taken: list[SiteFacts] = []
         """Sites that save the block's input."""
         self.numbers: dict[Layer, int] = {}
         """Number of the last call of each layer."""
 
     def plan(self) -> bool:
-        """Plan all steps; return False if a layer does not run as a fused one, or has a site that is not steady."""
+        """Plan all steps; return False if a layer does not run fused, or has a site that is not steady."""
         for call, module in self.calls:
             step = self.step_of(call, module)
             if step is None:
@@ -61,15 +61,16 @@ class Planner:
                 behind: Any = step.relu or step.smooth
                 result = number if behind is None else self.steps.index(behind) + 1
                 readers = [call.kind for call, _ in self.calls if result in call.inputs]
-                # These make their input's gradient; a sum passes on its own, as does whoever calls the block.
+                # These return a new gradient for their input. A sum propagates its own, as does the block's caller.
                 step.grad_is_own = bool(readers) and {*CONVOLUTIONS, POOL, PRODUCT}.issuperset(readers)
                 step.plan_backward(self.x.device)
         return self.sources_are_known()
 
     def sources_are_known(self) -> bool:
-        """Return whether all that is computed again from what the block holds is inside of it or finds it there.
+        """Return whether every tensor recomputed from a saving of the block is in the block or can find its source.
 
-        What is behind the block finds the input of a batch norm at its end, or of one and a smooth activation.
+        Later layers can find the input of a batch norm at the block's end, or the inputs of a batch norm and a smooth
+        activation there.
         """
         savings = [saving for step in self.steps for saving in step.savings if saving.facts is not None]
         inside = {saving.facts for saving in savings}
@@ -94,12 +95,12 @@ class Planner:
         return sites if facts.site.dtype is x.dtype and own.device_type == x.device.type else []
 
     def readers_of(self, number: int) -> list[tuple[Any, SiteFacts | None]]:
-        """Return the layers that take a value, and the sites that they save first; None for a sum."""
+        """Return the layers that read a value, and the site that each of them saves first; None for a sum."""
         readers = [(call, module) for call, module in self.calls if number in call.inputs]
         return [(module, next(iter(self.sites_of(call, module)), None)) for call, module in readers]
 
     def savers_of(self, number: int) -> set[Any]:
-        """Return the sites at which convolutions and products save a value that they take."""
+        """Return the sites at which convolutions and products save a value that they read."""
         found = {site for module, site in self.readers_of(number) if type(module) in CONVOLUTIONS}
         products = [(call, module) for call, module in self.calls if call.kind is PRODUCT and number in call.inputs]
         for call, module in products:
@@ -122,13 +123,13 @@ class Planner:
         return self.small_step_of(call, module, sites) if small else self.layer_step_of(call, module)
 
     def sum_of(self, call: Call) -> Step | None:
-        """Return the step of a sum of two values of one size."""
+        """Return the step of a sum; None if its two values differ in size."""
         first, second = (self.sizes[number] for number in call.inputs)
         self.sizes.append(first)
         return SumStep(call) if first == second else None
 
     def layer_step_of(self, call: Call, module: Any) -> Step | None:
-        """Return the step of a layer of a value that is not small."""
+        """Return the step of a layer whose input is not small."""
         sites, own = self.sites_of(call, module), module.__dict__.get("forward")
         if not sites:
             return None
@@ -174,7 +175,7 @@ class Planner:
         return self.convolution(call, module, sites, saving, size, stride, split)
 
     def small_step_of(self, call: Call, module: Any, sites: list[Any]) -> Step | None:
-        """Return the step of a pool that makes planes small, or of an activation or convolution of small values."""
+        """Return the step of a pool, or of an activation or convolution of small values."""
         size = self.sizes[call.inputs[0]]
         self.small.add(len(self.steps) + 1)
         if call.kind is POOL:
@@ -197,13 +198,13 @@ class Planner:
         self, call: Call, module: Any, sites: list[Any], saving: Saving, size: tuple[int, ...],
         stride: tuple[int, ...] | None, split: bool,
     ) -> Step | None:  # fmt: skip
-        """Return the step of a convolution whose result has that size."""
+        """Return the step of a convolution whose result has the given size."""
         self.sizes.append(size)
         if (call.kind is nn.Conv2d) != (len(size) == 4):
             return None
         if module.bias is not None and module.bias.dtype is not module.weight.dtype:
             return None
-        # The copy that autocast makes of the weight: kept if it is small, else made again in backward.
+        # Autocast's copy of the weight is kept if it is small; otherwise backward makes it again.
         copied = 0 if module.weight.dtype is self.x.dtype else module.weight.numel() * self.x.element_size()
         cast = None
         if copied >= max(self.capture.min_bytes, self.capture.negligible.weight_bytes):
@@ -214,7 +215,7 @@ class Planner:
         return ConvStep(call, saving, module, self.x, size, stride, split, facts, cast, self.capture)
 
     def product_of(self, call: Call, layer: Layer) -> Step | None:
-        """Return the step of a product of a value and a small one."""
+        """Return the step of a product of a value and a small value."""
         known, savings = factors_of(call, layer), list[Saving]()
         for value, slot in zip(call.inputs, SLOTS, strict=True):
             facts = known.get(slot)
@@ -235,13 +236,13 @@ class Planner:
         return step
 
     def small_saving(self, size: tuple[int, ...], facts: SiteFacts | None) -> SmallSaving | None:
-        """Return how a small tensor is held; None if it is not kept as it is."""
+        """Return the saving of a small tensor; None if the tensor would not be kept as it is."""
         nbytes = torch.Size(size).numel() * self.x.element_size()
         negligible = facts is not None and facts.site.place in self.capture.negligible.places
         return SmallSaving(nbytes) if negligible or nbytes < self.capture.min_bytes else None
 
     def saving_of(self, facts: SiteFacts, value: int, reader: tuple[str, str]) -> Saving | None:
-        """Return how a value of the block is held for a reader's operation and slot; None if the block cannot."""
+        """Return the saving of a value for a reader's operation and slot; None if the block cannot hold the value."""
         steady, maker = facts.steady, self.steps[value - 1]
         if steady is None or facts.state is not SiteState.KNOWN or steady.size != self.sizes[value]:
             return None
@@ -259,7 +260,7 @@ class Planner:
 
 
 def layer_of(module: Any, capture: Capture) -> Layer | None:
-    """Return the layer that a module is in a model, by its forward of ours or our hook; None if it is none."""
+    """Return the `Layer` of a module, found through its fused forward or our hook; None if it has neither."""
     own: Any = module.__dict__.get("forward")
     if isinstance(own, InstalledForward):
         return own.layer if own.capture is capture else None
@@ -268,8 +269,8 @@ def layer_of(module: Any, capture: Capture) -> Layer | None:
 
 
 def smooth_of(call: Call, module: Any, facts: SiteFacts, before: Step) -> Step | None:
-    """Return the step of a smooth activation; None if the step before it does not compute it."""
-    # What a layer in place saves is a copy. Decisions of the other kind of layer do not hold for it.
+    """Return the step of a smooth activation; None if the previous step does not compute it."""
+    # An in-place layer saves a copy. Decisions learnt with the other value of `inplace` do not apply.
     own = facts.steady.recomputed and facts.steady.first is facts and not facts.sharers  # type: ignore[union-attr]
     learnt = (facts.signature[3] == "Clone") is module.inplace
     if not (reads(facts, SMOOTH[call.kind].operation, "self", "lossy") and own and learnt):
@@ -280,7 +281,7 @@ def smooth_of(call: Call, module: Any, facts: SiteFacts, before: Step) -> Step |
 
 
 def norm_of(call: Call, module: Any, facts: SiteFacts, size: tuple[int, ...]) -> Step | None:
-    """Return the step of a norm whose input is packed, of values of that size."""
+    """Return the step of a norm with a packed input of the given size."""
     if not facts.function or facts.sharers or facts.steady.codec.signs:  # type: ignore[union-attr]
         return None
     if call.kind in INSTANCE_NORMS:
@@ -289,13 +290,13 @@ def norm_of(call: Call, module: Any, facts: SiteFacts, size: tuple[int, ...]) ->
 
 
 def reads(facts: SiteFacts, operation: str, slot: str, need: str) -> bool:
-    """Return whether a site is that of an operation and a slot with that need."""
+    """Return whether a site has the given operation, slot and need."""
     site = facts.site
     return (site.operation, site.slot, site.need) == (operation, slot, need)
 
 
 def planes_of(size: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the size in which an instance norm saves its input: a single sample with a channel for each plane."""
+    """Return the size with which an instance norm saves its input: one sample with a channel for each plane."""
     return (1, size[0] * size[1], *size[2:])
 
 
@@ -306,7 +307,7 @@ def factors_of(call: Call, layer: Layer) -> dict[str, SiteFacts]:
 
 
 def packs_as_planned(facts: SiteFacts) -> bool:
-    """Return whether a site packs with a plan, in codes that the fused layers read."""
+    """Return whether a site packs with a plan, and its codes can be read by the fused layers."""
     steady, known = facts.steady, facts.encoder_state.plan
     if steady is None or known is None or not steady.codec.reads_packed:
         return False

@@ -1,9 +1,9 @@
-"""Programs: the layers that a container's forward calls, where its code shows that it does nothing else.
+"""Programs: the layers that a container's forward calls, if its code does nothing else.
 
-The forward runs once, with stand-ins for the module and its input that note the calls of layers, sums and products.
-That tells what every later call does only if nothing else can decide about it: the code may name no global, and of the
-module only children, attributes that are None (`downsample`), and methods whose code is alike. A test on `training` or
-a random number ends it.
+The forward runs once with stand-ins for the module and its input, which record the calls of layers, sums and products.
+The record is valid for later calls only if nothing else affects them. Therefore the code may name no global. Of the
+module, it may name only children, attributes that are None (`downsample`), and methods that obey the same rules. A test
+on `training` or a random number rules the container out.
 """
 
 from __future__ import annotations
@@ -25,57 +25,58 @@ CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.Conv2d, nn.Conv3d)
 INSTANCE_NORMS: tuple[type[nn.Module], ...] = (nn.InstanceNorm2d, nn.InstanceNorm3d)
 NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm2d, nn.BatchNorm3d, *INSTANCE_NORMS)
 RECTIFIERS: tuple[type[nn.Module], ...] = (nn.ReLU, nn.LeakyReLU)
-"""Activations whose result is packed: backward reads which values are zero, or their signs."""
+"""Activations whose result is packed. Backward reads which values are zero, or their signs."""
 POOL, SUM, PRODUCT = nn.AdaptiveAvgPool2d, operator.add, operator.mul
 ACTIVATIONS: tuple[type[nn.Module], ...] = (nn.ReLU, *SMOOTH, nn.Sigmoid, nn.Hardsigmoid)
-"""Activations of what a pool makes small."""
+"""Activations of small values, which are computed from a pool's result."""
 LEAVES = (*CONVOLUTIONS, *NORMS, POOL, *ACTIVATIONS, *RECTIFIERS)
 FORBIDDEN = {
     "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "STORE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "IMPORT_NAME",
     "MAKE_FUNCTION",
 }  # fmt: skip
-"""Instructions by which code reads or changes something else than its arguments and the module's children."""
+"""Bytecode instructions that read or change anything but the arguments and the module's children."""
 MOST_CALLS = 14
-"""A longer program holds what it has packed for too long. A bottleneck has up to 12 calls, an `MBConv` 14."""
+"""Largest number of calls in a program. A longer one would hold its packed tensors for too long. A bottleneck has up to
+12 calls, an `MBConv` 14."""
 
 Children = tuple[int, list[int], tuple[str, ...], dict[str, Any]]
-"""Number of a container, the ids of its children, those attributes that are None, and the methods that are called."""
+"""Number of a container, ids of its children, attributes that are None, and methods that are called."""
 
 
 class UnknownError(Exception):
-    """A forward does something that no program has."""
+    """Raised if a forward does something that a program cannot represent."""
 
 
 class Call(NamedTuple):
-    """A call of a layer, a sum or a product. Its result is the value with the next number; the input is value 0."""
+    """Call of a layer, a sum or a product. Its result is the value with the next number; the input is value 0."""
 
     kind: Any
     """Class of the layer, SUM or PRODUCT."""
     layer: int
-    """Number of the layer among the program's modules; for a sum or a product that of the container."""
+    """Number of the layer among the program's modules. For a sum or a product, the number of the container."""
     number: int
     """Number of this call among the layer's calls in the program."""
     inputs: tuple[int, ...]
-    """Values that it takes."""
+    """Numbers of the input values."""
     in_place: bool
-    """Whether the result may take the place of the first value: nobody else reads that."""
+    """Whether the result may overwrite the first input, because nobody else reads that."""
 
 
 class Program(NamedTuple):
-    """Calls of a container, and all that they depend on. It keeps no module alive."""
+    """Calls of a container, and everything that they depend on. References to modules are weak."""
 
     calls: tuple[Call, ...]
     modules: tuple[weakref.ref[nn.Module], ...]
     """The container itself and every module that is called."""
     kinds: list[type[nn.Module]]
-    """Their classes."""
+    """Classes of these modules."""
     children: tuple[Children, ...]
-    """Containers with all that their forwards name."""
+    """Containers, with everything that their forwards name."""
     last: int
-    """Number of a rectifier that is called with the result; -1 if there is none."""
+    """Number of the rectifier that is called with the block's result; -1 if there is none."""
 
     def current(self) -> list[Any] | None:
-        """Return the modules, if all of them are there and the containers have the children that they had."""
+        """Return the modules; None if one of them, or anything that a container's forward names, has changed."""
         modules: list[Any] = [module() for module in self.modules]
         # A parametrization changes the class of its module.
         if [*map(type, modules)] != self.kinds:
@@ -94,7 +95,7 @@ class Program(NamedTuple):
 
 
 class Value:
-    """Stands for a tensor. Whatever else is asked of it is a TypeError or an AttributeError."""
+    """Stand-in for a tensor. Any other use of it is a TypeError or an AttributeError."""
 
     __slots__ = ("number", "trace")
     __bool__ = __eq__ = __hash__ = __imul__ = None  # type: ignore[assignment]
@@ -114,7 +115,7 @@ class Value:
 
 
 class Child:
-    """Stands for a child of the module that is followed."""
+    """Stand-in for a child of the module that is traced."""
 
     __slots__ = ("module", "trace")
     __bool__ = __eq__ = __hash__ = None  # type: ignore[assignment]
@@ -128,7 +129,7 @@ class Child:
 
 
 class StandIn:
-    """Stands for the module that is followed: has its children, its methods, and those attributes that are None."""
+    """Stand-in for the module that is traced, with its children, its methods, and its attributes that are None."""
 
     def __init__(self, module: nn.Module, methods: dict[str, Any], trace: Trace) -> None:
         for name, child in module._modules.items():
@@ -136,25 +137,25 @@ class StandIn:
         self._methods = methods
 
     def __getattr__(self, name: str) -> Any:
-        """Return a method, else None: `names_nothing_else` has seen that there are no other names."""
+        """Return a method, else None. `names_nothing_else` has checked that there are no other names."""
         method = self._methods.get(name)
         return None if method is None else functools.partial(method, self)
 
 
 class Trace:
-    """Calls that are noted while a forward is followed."""
+    """Record of the calls in a forward."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, int, bool, tuple[int, ...]]] = []
-        """Kind, number of the module, whether in place, and values of each call."""
+        """Kind, number of the module, whether in-place, and numbers of the input values, for each call."""
         self.modules: dict[nn.Module, int] = {}
-        """Modules that were called, with their numbers."""
+        """Modules that are called, with their numbers."""
         self.children: list[Children] = []
         self.inside: list[int] = []
-        """Numbers of the containers that are followed, the innermost one last."""
+        """Numbers of the containers that are being traced, the innermost one last."""
 
     def add(self, kind: Any, layer: int | None, in_place: bool, *values: Any) -> Value:
-        """Note a call and return its result. Without a layer it is the innermost container's own."""
+        """Record a call and return its result. Without a layer, the call belongs to the innermost container."""
         if not all(type(value) is Value for value in values):
             raise UnknownError
         layer = self.inside[-1] if layer is None else layer
@@ -162,7 +163,7 @@ class Trace:
         return Value(len(self.calls), self)
 
     def follow(self, module: nn.Module, value: Value) -> Value:
-        """Note the calls that a call of a module makes, and return its result."""
+        """Record all calls within a call of a module, and return its result."""
         number, kind = self.modules.setdefault(module, len(self.modules)), type(module)
         if kind in LEAVES:
             return self.add(kind, number, bool(getattr(module, "inplace", False)), value)
@@ -186,9 +187,9 @@ class Trace:
 
 
 def names_nothing_else(module: nn.Module) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Return the names in a forward's code that are None, and methods by name; raise if there are others but children.
+    """Return the attributes named by a forward's code that are None, and its methods by name.
 
-    The code of methods may name no more than that of the forward.
+    Children may be named as well. Methods obey the same rules as the forward. Any other name is an error.
     """
     kind, missing, methods, names = type(module), set(), {}, ["forward"]
     while names:
@@ -211,7 +212,7 @@ def names_nothing_else(module: nn.Module) -> tuple[tuple[str, ...], dict[str, An
 
 
 def program_of(module: nn.Module) -> Program | None:
-    """Return the program of a container's forward; None if it may do anything but call layers that are known here."""
+    """Return the program of a container's forward; None if it may do anything but call supported layers."""
     trace = Trace()
     try:
         result: Any = trace.follow(module, Value(0, trace))
@@ -220,21 +221,21 @@ def program_of(module: nn.Module) -> Program | None:
     calls, last = trace.calls, -1
     if type(result) is not Value or result.number != len(calls) or len(calls) > MOST_CALLS:
         return None
-    follows = bool(calls) and calls[-1][3] == (len(calls) - 1,)  # not a value from before
+    follows = bool(calls) and calls[-1][3] == (len(calls) - 1,)  # not an earlier value
     if follows and calls[-1][0] in RECTIFIERS and (calls[-1][0] is nn.ReLU or calls[-1][2]):
-        # On its own it releases the gradient of its result, which a function would hold to its end.
+        # As a separate layer it releases the gradient of its result early; a block's function would hold it to its end.
         last = calls.pop()[1]
     if not fits(calls) or (last < 0 and calls[-1][0] in INSTANCE_NORMS):
-        return None  # nothing behind an instance norm is to be computed again from its result, which has another size
+        return None  # later layers must not recompute from an instance norm's result, which has another size
     uses = Counter(value for *_, inputs in calls for value in inputs)
     found: list[Call] = []
     numbers: Counter[int] = Counter()
     for kind, layer, in_place, inputs in calls:
         alone = inputs[0] > 0 and uses[inputs[0]] == 1
         if in_place and not alone:
-            return None  # what is written over is read elsewhere
+            return None  # another call reads the value that would be overwritten
         if kind is PRODUCT and numbers[layer]:
-            return None  # what it saves is not the first product's
+            return None  # it does not save at the sites of the first product
         found.append(Call(kind, layer, numbers[layer], inputs, alone))
         numbers[layer] += kind is not SUM
     modules = tuple(map(weakref.ref, trace.modules))
@@ -242,13 +243,14 @@ def program_of(module: nn.Module) -> Program | None:
 
 
 def fits(calls: list[tuple[Any, int, bool, tuple[int, ...]]]) -> bool:
-    """Return whether a block runs these calls.
+    """Return whether a block can run these calls.
 
-    Convolutions take the block's input or the result of an activation or product; a norm or a rectifier alone takes
-    theirs. A smooth activation takes the result of a batch norm alone, and one convolution takes its result. Instead a
-    pool may take the result of any activation, and then the product with what is made of the pool's result: small
-    values, each of which is read once, by convolutions and activations. Every other value is read at most twice: the
-    order in which two gradients are added does not matter. The last one is the result.
+    Convolutions read the block's input, or the result of an activation or product. The only reader of a convolution's
+    result is a norm or a rectifier. A smooth activation is the only reader of a batch norm's result, and one
+    convolution reads its own result. Alternatively, two calls may read the result of any activation: a pool, and then
+    the product with a value computed from the pool's result. The values in between are small. Each of them is read
+    once, by a convolution, an activation or the product. Every other value is read at most twice, because the order in
+    which two gradients are added does not matter. The last value is the result.
     """
     kinds: list[Any] = [Value, *(kind for kind, *_ in calls)]
     readers: list[list[Any]] = [[] for _ in kinds]
@@ -267,7 +269,7 @@ def fits(calls: list[tuple[Any, int, bool, tuple[int, ...]]]) -> bool:
 
 
 def may_read(kind: Any, small: bool, readers: list[Any]) -> bool:
-    """Return whether a value of that kind may be read by calls of these kinds, in that order."""
+    """Return whether calls of the given kinds may read a value of that kind, in the given order."""
     one = readers[0] if len(readers) == 1 else None
     if small:
         return one in (*CONVOLUTIONS, *ACTIVATIONS, PRODUCT)

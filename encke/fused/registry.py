@@ -1,4 +1,4 @@
-"""Which forward serves which layer. A new fused layer is a file beside this one and a line here."""
+"""Registry of the forwards that serve layers. A new fused layer needs a file in this folder and a line here."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ ENABLED = True
 
 
 def install(layers: Iterable[Layer], capture: Capture) -> list[InstalledForward]:
-    """Give those of a model's layers that are served a forward of ours; each has `remove()`.
+    """Install and return forwards for all layers of a model that one of `FORWARDS` serves; undo each with `remove()`.
 
-    A layer with a forward of its own in its `__dict__` is left alone.
+    A layer that has a `forward` in its `__dict__` keeps it.
     """
     installed: list[InstalledForward] = []
     requests = KernelRequests(capture)
@@ -63,7 +63,7 @@ def install(layers: Iterable[Layer], capture: Capture) -> list[InstalledForward]
 
 
 def compile_usual(model: nn.Module) -> None:
-    """Begin to compile the kernels that most compiled models take on a GPU, while the first batch is being prepared."""
+    """Start to compile the kernels that most compiled models use on a GPU, while the first batch is being prepared."""
     if any(parameter.is_cuda for parameter in model.parameters()):
         images = any(isinstance(module, BATCH_NORMS) for module in model.modules())
         dtypes = (torch.bfloat16, torch.float32)
@@ -71,7 +71,7 @@ def compile_usual(model: nn.Module) -> None:
 
 
 def drop_copied_forward(module: Any) -> None:
-    """Remove what a copied layer has left of another one's forward: its own method, as an attribute."""
+    """Remove the `forward` attribute that a copy of an attached layer has: the bound method of its own class."""
     own, kind = module.__dict__.get("forward"), type(module)
     if isinstance(own, types.MethodType) and own.__self__ is module and own.__func__ is kind.forward:
         del module.__dict__["forward"]

@@ -1,8 +1,8 @@
 """ReLU that reads its mask from the codes of its result.
 
-The layer behind a ReLU mostly saves the same tensor. Plain hooks would write a mask to memory for ReLU's backward; here
-it reads the codes that were packed for that layer, and zeros are exact in them. For 16-bit values in channels_last
-memory the result itself is computed while it is packed (`DeferredRelu`).
+The layer after a ReLU usually saves the same tensor. Plain hooks would write a mask to memory for ReLU's backward. Here
+backward reads the codes that were packed for that layer, in which zeros are exact. For 16-bit values in channels_last
+memory, the result is computed while it is packed (`DeferredRelu`).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ threshold_backward = torch.ops.aten.threshold_backward.default
 
 
 class DeferredRelu(DeferredForward):
-    """ReLU's result, written to `t` in the pass that packs it."""
+    """ReLU that writes its result to `t` while it packs it."""
 
     __slots__ = ("x",)
     x: Tensor
     """ReLU's input."""
 
     def encode(self, codec: Codec, layout: Layout, length: int, key: int, state: EncoderState) -> Packed:
-        """Write the result and return it packed."""
+        """Write the result to `t`, and return the packed result."""
         y = self.t
         plan = codec.planned(y, layout, length, state)
         if plan is None or not plan.fuses_forward:
@@ -44,17 +44,17 @@ class DeferredRelu(DeferredForward):
         return GroupQuantPacked(codec, layout, data, seed, plan)
 
     def run_unfused(self) -> None:
-        """Write the result; nothing is packed."""
+        """Write the result to `t` without packing it."""
         with torch.no_grad():
             torch.clamp_min(self.x.data, 0, out=self.t.data)
 
 
 class ReluFunction(torch.autograd.Function):
-    """ReLU with a packed result: input, whether in place, and the saving, deferred or not."""
+    """ReLU with a packed result. Arguments: input, whether in-place, and the announcement of the result."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, inplace: bool, deferred: DeferredForward) -> Tensor:
-        """Return the result; with a `DeferredRelu` it is written when it is packed, right after this returns."""
+        """Return the result. With a `DeferredRelu`, it is written when it is packed, right after this returns."""
         if inplace:
             ctx.mark_dirty(x)
         if type(deferred) is DeferredRelu:
@@ -80,7 +80,7 @@ class ReluFunction(torch.autograd.Function):
 
 
 def gradient_from_codes(packed: Packed, layout: Layout, grad: Tensor) -> Tensor | None:
-    """Return the gradient where the packed result is not zero, else zero; None where no kernel reads it."""
+    """Return `grad` where the packed result is not zero, else zero; None if no kernel reads the result."""
     return packed.gate(grad) if layout.dense and grad.stride() == layout.stride else None
 
 
@@ -90,13 +90,13 @@ class ReluForward(LayerForward):
     layers = (nn.ReLU,)
 
     def function(self, facts: SiteFacts) -> Any:
-        """Return `ReluFunction` where ReLU's result is saved for its mask."""
+        """Return `ReluFunction` if ReLU's result is saved for its mask."""
         site = facts.site
         known = site.slot == "result" and site.need == "mask" and facts.reader == site.operation
         return in_place_of(facts.reader, ReluFunction) if known else None
 
     def run(self, module: Any, x: Tensor, facts: SiteFacts, forward: ForwardPass) -> Tensor | None:
-        """Run the call through the function; None where the input is not the one that the site was learnt for."""
+        """Run the call with the function; None if the input differs from the one that the site was learnt for."""
         dtype, dimensions = facts.site.dtype, facts.site.dimensions
         inplace = module.inplace
         if not x.requires_grad or x.dtype is not dtype or x.dim() != dimensions or (inplace and x.is_leaf):

@@ -1,7 +1,7 @@
 """Requests for the kernels that a model will need, made when its first norms are called.
 
-Their inputs tell dtype and memory format. The process that compiles kernels takes seconds to start, and a model meets
-most of its kernels later in the first step.
+The inputs of these norms show dtype and memory format. The process that compiles kernels takes seconds to start, and a
+model needs most of its kernels later in the first step.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from encke.codecs.layout import FORMATS
 from encke.kernels import RowUse, UsualUse, compile_ahead
 
 BITS_IN_TURN = (4, 8, 2, 3)
-"""Numbers of bits, in the order in which a training needs them."""
+"""Numbers of bits, in the order in which training needs them."""
 
 
 class KernelRequests:
-    """Kernels that one model has asked for."""
+    """Requests of one model for kernels."""
 
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
@@ -32,16 +32,16 @@ class KernelRequests:
         self.asked: set[Any] = set()
 
     def codec_for(self, layer: str, operation: str, dtype: torch.dtype) -> tuple[Any, tuple[int, ...]]:
-        """Return the codec of a norm's input, and the numbers of bits that it may have; none if no kernel reads it."""
+        """Return the codec of a norm's input, and the numbers of bits that it may have; empty if no kernel reads it."""
         codec: Any = self.capture.policy.choose(Site(layer, operation, "input", need="lossy", dtype=dtype))
         if not codec.reads_packed or codec.signs:
             return codec, ()
-        # A policy that measures may take another number of bits in the next step.
+        # An adaptive policy may use another number of bits in the next step.
         others = () if self.capture.schedule is None else BITS_IN_TURN
         return codec, tuple(dict.fromkeys((codec.bits, *others)))
 
     def ask_for_images(self, layer: str, x: Tensor) -> None:
-        """Ask for the usual kernels of a model with batch norms, of which `x` is the input of one."""
+        """Request the usual kernels of a model with batch norms; `x` is the input of one of them."""
         last = x.dim() in FORMATS and not x.is_contiguous() and x.is_contiguous(memory_format=FORMATS[x.dim()])
         use = UsualUse(x.dtype, True, last)
         if use not in self.asked:
@@ -51,7 +51,7 @@ class KernelRequests:
                 compile_ahead(usual=[use], rates=rates)
 
     def ask_for_rows(self, layer: str, operation: str, kind: type[nn.Module], use: RowUse) -> None:
-        """Ask for the kernels of a norm over rows, and of norms of the same kind with the other widths of the model.
+        """Request the kernels of a norm over rows, and of norms of the same kind with the other widths of the model.
 
         Under autocast a layer norm may also have an fp32 input, the sum of a residual stream.
         """

@@ -1,9 +1,9 @@
-"""Layer norm and RMS norm in one kernel forward and one backward, which reads the packed input.
+"""Layer norm and RMS norm with one forward kernel and one backward kernel, which reads the packed input.
 
-transformers writes RMS norm out in Python: seven operations over fp32 values, which save two tensors or three. Here an
-RMS norm, whoever wrote it, saves its input alone, packed, and one number for each row (kernels/gpu/row_norm.py). Which
-formula a layer computes, with which roundings, is found by trying it: once when the model is attached, and again for
-each combination of dtypes it meets. Layers behind the norm get their input from the codes of the norm's own
+transformers writes RMS norm in Python, as seven operations over fp32 values that save two or three tensors. Here any
+RMS norm, whoever wrote it, saves only its packed input and one number for each row (kernels/gpu/row_norm.py). A trial
+finds out which formula a layer computes, with which roundings: once when the model is attached, and again for each
+combination of dtypes. The input of the next layers is recomputed from the codes of the norm's input
 (encke/capture/expressions.py).
 """
 
@@ -30,19 +30,22 @@ from encke.fused.requests import KernelRequests
 from encke.kernels import RowUse
 
 OPERATIONS = {False: "FusedRmsNorm", True: "NativeLayerNorm"}
-"""Operation of torch in whose place the function stands: with a mean or without."""
+"""PyTorch operation that the function replaces; the key is True for a norm that subtracts the mean."""
 TORCH = (nn.LayerNorm, nn.RMSNorm)
 PLAIN = (Tensor, nn.Parameter)
 EPSILONS = ("variance_epsilon", "eps")
-"""Attributes in which layers keep the number that is added to the variance."""
+"""Attributes in which layers keep their epsilon, which is added to the variance."""
 SCALES = (1.0, 2.0**-10, 2.0**-4, 16.0, 2.0**-12, 2.0)
-"""Rows of a trial: in small ones epsilon shows."""
+"""Scales of the rows in a trial. In small rows, epsilon affects the result."""
 SAME_BITS = 0.97
-"""Share of 16-bit values that must agree bit for bit with a formula; another order of roundings changes a quarter."""
+"""Share of 16-bit values that must equal a formula's bit for bit. Another order of roundings changes a quarter."""
 
 
 class RowNormFunction(torch.autograd.Function):
-    """A norm over rows: input, weight, bias, plan. In RMS norms the first statistic is 1 / deviation."""
+    """Norm over rows. Arguments: input, weight, bias, plan.
+
+    The first statistic of an RMS norm is 1 / standard deviation.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, plan: Any) -> Tensor:
@@ -52,7 +55,7 @@ class RowNormFunction(torch.autograd.Function):
         ctx.plan, ctx.shape = plan, x.shape[outer:]
         one_a_row = x.shape[:outer] + (1,) * plan.dimensions
         mean, rstd = mean.view(one_a_row), rstd.view(one_a_row)
-        # Attributes of the plain operations' nodes, where capture looks for what was saved.
+        # Attributes of the plain operations' nodes, where capture looks for saved tensors.
         ctx._raw_saved_result1, ctx._raw_saved_result2 = Slot((mean, mean._version)), Slot((rstd, rstd._version))
         ctx._raw_saved_weight = None if weight is None else Slot((weight, weight._version))
         ctx._raw_saved_bias = None if bias is None else Slot((bias, bias._version))
@@ -90,7 +93,7 @@ class RowNormFunction(torch.autograd.Function):
 def differentiable_gradients(
     ctx: Any, grad: Tensor, weight: Tensor | None, bias: Tensor | None, wanted: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients in plain torch, from the restored input, where backward itself is recorded."""
+    """Return the gradients from the restored input with plain operations, for a backward that is itself recorded."""
     (x,) = ctx.saved_tensors
     inputs = [t for t, want in zip((x, weight, bias), wanted, strict=True) if want]
     flat = [None if t is None else t.reshape(-1) for t in (weight, bias)]
@@ -100,13 +103,13 @@ def differentiable_gradients(
 
 
 class RowNormForward(TrackedForward):
-    """Run `nn.LayerNorm`, `nn.RMSNorm` and RMS norms that are written out.
+    """Run `nn.LayerNorm`, `nn.RMSNorm` and RMS norms written in Python.
 
-    A layer goes this way from its first call on: the formula and the function save different tensors.
+    A layer uses the function from its first call on, because formula and function save different tensors.
     """
 
     device_type = "cuda"
-    """Kind of device that the kernels run on."""
+    """Type of device that the kernels run on."""
 
     def __init__(self, capture: Capture, layer: Layer) -> None:
         super().__init__(capture, layer)
@@ -114,29 +117,29 @@ class RowNormForward(TrackedForward):
         self.kind = type(module)
         self.shape = shape_of(module)
         self.requests: KernelRequests | None = None
-        """Kernels that the model has asked for."""
+        """Kernels that the model has requested."""
         self.epsilon = epsilon_name(module)
         self.operation = OPERATIONS[self.kind is nn.LayerNorm]
         self.formulas: dict[Any, tuple[Any, int]] = {}
-        """Formula that the layer computes, None if none that is known, and bytes that plain autograd holds of it for
-        each value; by dtypes and settings."""
+        """Formula that the layer computes (None if unknown) and bytes that plain autograd saves for each value; by
+        dtypes and settings."""
         self.ways: dict[int, bool] = {}
-        """Whether a call of the layer, by its number, went to the kernels last time."""
+        """Whether each call of the layer, by its number, used the kernels last time."""
         self.last: tuple[Any, tuple[Any, int]] = (None, (None, 0))
-        """Everything that the plan of a call goes by, of the last call, and what `plan_for` returned."""
+        """Key of the last call, with everything that its plan depends on, and the result of `plan_for`."""
         self.recomputed = SiteFacts(Site(layer.name, self.operation, "(formula)"))
-        """Stands in the report for what the formula would have saved."""
+        """Site in the report for the tensors that the formula would have saved."""
 
     @classmethod
     def serves(cls, module: nn.Module) -> bool:
-        """Return whether a module is a norm of torch, or an RMS norm as far as a trial tells."""
+        """Return whether a module is a norm of PyTorch, or computes an RMS norm in a trial."""
         return has_triton() and (type(module) in TORCH or is_rms_norm(module))
 
     def attempt(self, module: Any, inputs: tuple[Any, ...], frame: Frame, forward: ForwardPass) -> Tensor | None:
         x = inputs[0] if len(inputs) == 1 else None
         if type(x) is not Tensor or unusual(x) or not torch.is_grad_enabled():
             return None
-        # Of smaller inputs nothing is packed, not even an fp32 copy.
+        # Smaller inputs are not packed, not even an fp32 copy of them.
         if 4 * x.numel() < self.capture.min_bytes or not self.captured(x):
             return None
         parameters = module._parameters
@@ -148,7 +151,7 @@ class RowNormForward(TrackedForward):
         plan, held = self.plan_for(module, x, weight, bias, trained)
         fused = plan is not None and self.lossy(x, frame)
         if self.ways.setdefault(frame.number, fused) is not fused:
-            # The other way saves other tensors: what was learnt of this call does not hold.
+            # The other forward saves different tensors, so the facts learnt about this call do not apply.
             self.ways[frame.number] = fused
             frame.sites.clear()
         if not fused:
@@ -161,7 +164,7 @@ class RowNormForward(TrackedForward):
         return result
 
     def lossy(self, x: Tensor, frame: Frame) -> bool:
-        """Return whether the policy packs the input with a loss. Where it comes back exactly, so must the gradient."""
+        """Return whether the policy packs the input lossily. If it is restored exactly, the gradient must be exact."""
         sites = frame.sites
         if sites and sites[0] is not None and self.ways.get(frame.number):
             site = sites[0].site
@@ -171,7 +174,7 @@ class RowNormForward(TrackedForward):
         return codec.takes(x.dtype) and not codec.exact
 
     def plan_for(self, module: Any, x: Tensor, weight: Any, bias: Any, trained: bool) -> tuple[Any, int]:
-        """Return the plan for a call, None if the kernels do not take it, and the bytes that the formula would hold."""
+        """Return the plan for a call, or None if the kernels do not support it, and the formula's bytes per value."""
         device = self.device_type
         if x.device.type != device:
             return None, 0
@@ -186,7 +189,7 @@ class RowNormForward(TrackedForward):
         return found
 
     def make_plan(self, module: Any, x: Tensor, weight: Any, bias: Any, settings: tuple[Any, ...]) -> tuple[Any, int]:
-        """Return what `plan_for` does, for calls that are not like the last one."""
+        """Make the plan for a call that differs from the last one; see `plan_for`."""
         shape, outer = self.shape, x.dim() - len(self.shape)
         if type(module) is not self.kind or outer < 1 or x.shape[outer:] != shape:
             return None, 0
@@ -200,7 +203,7 @@ class RowNormForward(TrackedForward):
         inner = rows_inside(layout_of(x.shape, x.stride())[0], width)
         if inner is None or (bias is not None and bias.dtype != weight_dtype):
             return None, 0
-        # Layer norm alone has a contiguous result whatever its input; others have their input's strides.
+        # Only layer norm has a contiguous result for any input; the results of others have their input's strides.
         if self.kind is not nn.LayerNorm and not x.is_contiguous():
             return None, 0
         key = (x.dtype, weight_dtype, bias is None, *settings)
@@ -224,23 +227,23 @@ class RowNormForward(TrackedForward):
 
 
 def shape_of(module: Any) -> tuple[int, ...]:
-    """Return the shape of what a norm takes together."""
+    """Return the shape of the dimensions that a norm normalises over."""
     return tuple(module.normalized_shape) if type(module) in TORCH else tuple(module.weight.shape)
 
 
 def epsilon_name(module: Any) -> str | None:
-    """Return the attribute in which a norm keeps the number that it adds to the variance; None if it has none."""
+    """Return the name of the attribute with a norm's epsilon; None if it has none."""
     return next((name for name in EPSILONS if hasattr(module, name)), None)
 
 
 def epsilon_of(module: Any) -> Any:
-    """Return the number that a norm adds to the variance; None if it has none."""
+    """Return a norm's epsilon; None if it has none."""
     name = epsilon_name(module)
     return None if name is None else getattr(module, name)
 
 
 def is_rms_norm(module: nn.Module) -> bool:
-    """Return whether a layer is an RMS norm over the last dimension: its parts, and the values and gradients of it."""
+    """Return whether a layer is an RMS norm over the last dimension: check its attributes, values and gradients."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 1 or len(module._parameters) > 1 or module._buffers or module._modules:
         return False
@@ -250,9 +253,9 @@ def is_rms_norm(module: nn.Module) -> bool:
 
 
 def trial_copy(module: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """Return a copy of a norm with other weights, which tell formulas apart. The module itself is not touched.
+    """Return a copy of a norm with weights that distinguish formulas. The module itself does not change.
 
-    The weights have a dtype that is given, or their own.
+    The weights have the given dtype, or keep their own.
     """
     copy = object.__new__(type(module))
     copy.__dict__.update(module.__dict__)
@@ -267,17 +270,17 @@ def trial_copy(module: Any, device: torch.device, dtype: torch.dtype | None) -> 
 
 
 def try_layer(module: Any, dtype: torch.dtype, device: torch.device, at_first: bool = False) -> tuple[Any, int]:
-    """Return the formula that a layer computes, None if none that is known, and the bytes it holds for each value.
+    """Return the formula that a layer computes (None if unknown) and the bytes that it saves for each value.
 
     Args:
         module: The layer.
         dtype: Dtype of its input.
         device: Device of its input.
-        at_first: Weights have the dtype of the input, and gradients are compared as well.
+        at_first: Whether the weights get the dtype of the input, and gradients are compared as well.
     """
     shape, layer = shape_of(module), trial_copy(module, device, dtype if at_first else None)
     size = (2, 3, *shape)
-    # Sums of squares are exact in any order.
+    # With these values, sums of squares are exact in any order.
     values = ((torch.arange(math.prod(size)) * 7919 + 13) % 20 - 8).view(6, -1) * torch.tensor(SCALES)[:, None]
     x = values.view(size).to(device, dtype).requires_grad_()
     storages: dict[int, torch.UntypedStorage] = {}
@@ -304,7 +307,7 @@ def candidates(module: Any, x: Tensor, y: Any, weight: Tensor | None) -> list[An
     if not isinstance(y, Tensor) or y.shape != x.shape or not y.requires_grad:
         return []
     row_norm, eps = row_kernels(), epsilon_of(module)
-    # Left to itself, torch takes the distance of numbers next to one, under autocast in fp32.
+    # If epsilon is None, PyTorch uses the machine epsilon of the dtype, under autocast that of fp32.
     epsilons = dict.fromkeys(torch.finfo(kind).eps for kind in (x.dtype, torch.float32)) if eps is None else (eps,)
     width = math.prod(shape_of(module))
     inners = dict.fromkeys((torch.float32, x.dtype, x.dtype if weight is None else weight.dtype))
@@ -317,7 +320,7 @@ def candidates(module: Any, x: Tensor, y: Any, weight: Tensor | None) -> list[An
 
 
 def agrees(norm: Any, x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Return whether a formula has given `y`, but for the order of sums."""
+    """Return whether a formula gives `y`, up to the order of summation."""
     with torch.no_grad():
         flat = [None if t is None else t.reshape(-1) for t in (weight, bias)]
         wanted = norm.compute(x.reshape(-1, norm.width), *flat).view(x.shape)
@@ -328,7 +331,7 @@ def agrees(norm: Any, x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor 
 
 
 def same_gradients(norm: Any, x: Tensor, y: Tensor, weight: Tensor | None) -> bool:
-    """Return whether the gradients of `y` are those of a formula: a layer may stop some on their way."""
+    """Return whether the gradients of `y` are those of a formula. A layer may stop some gradients."""
     inputs = [x] if weight is None or not weight.requires_grad else [x, weight]
     grad = torch.linspace(-1, 2, y.numel(), device=y.device).view(y.shape).sin()
     found = torch.autograd.grad(y, inputs, grad, allow_unused=True)

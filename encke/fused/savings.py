@@ -1,7 +1,7 @@
 """Savings of a block: how its steps hold values from forward to backward, as single layers would.
 
-Each has the site that would save, with its decisions, and what the report counts. `hold` returns what is kept of a
-value, and `restore` the value that backward reads.
+Each saving has the site at which a single layer would save, the site's decisions, and the entries of the report. `hold`
+returns the data kept for a value, and `restore` returns the value for backward.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from encke.kernels import GroupPlan, mix
 
 
 class Run:
-    """Forward of a block: the forward pass, and the memory that its steps write to.
+    """One forward of a block: the forward pass, and the memory that the steps write to.
 
-    One allocation serves many steps: with small batches the time to allocate counts.
+    Many steps share one allocation, because the time to allocate matters with small batches.
     """
 
     __slots__ = ("codes", "forward", "statistics", "workspace")
@@ -34,14 +34,14 @@ class Run:
     def __init__(self, plan: Any, forward: ForwardPass, device: torch.device) -> None:
         self.forward = forward
         self.codes: Iterator[Tensor | None] = itertools.repeat(None)
-        """Memory for the codes of each saving in turn; None: the saving allocates it."""
+        """Memory for the codes of each saving in turn; None if the saving allocates it."""
         if plan.code_sizes:
             codes = torch.empty(plan.codes_size, dtype=torch.uint8, device=device)
             self.codes = iter(codes.split_with_sizes(plan.code_sizes))
         self.statistics: Any = None
         """Memory for the statistics of each batch norm in turn."""
         self.workspace: Any = None
-        """Memory for the moments of any batch norm's groups."""
+        """Memory for the moments of groups, shared by all batch norms."""
         if plan.channels:
             statistics = torch.empty(4 * sum(plan.channels), dtype=torch.float32, device=device)
             self.statistics = iter(statistics.split_with_sizes([4 * each for each in plan.channels]))
@@ -49,14 +49,14 @@ class Run:
 
 
 class Saving:
-    """A value that a step needs in backward. This one is the block's input, which the block holds."""
+    """Value that a step needs in backward. The base class stands for the block's input, which the block holds."""
 
     code_bytes = 0
-    """Bytes of codes for which memory is taken from the run."""
+    """Bytes of codes that are stored in memory of the run."""
     small_bytes = 0
-    """Bytes that the report counts among small tensors."""
+    """Bytes that the report counts as small tensors."""
     gives_sources = False
-    """Whether all that is computed again from this value is inside the block, or finds it on the function's node."""
+    """Whether every tensor recomputed from this value is in the block, or can find the value on the block's node."""
 
     def __init__(self, facts: SiteFacts | None = None) -> None:
         self.facts: Any = facts
@@ -66,15 +66,15 @@ class Saving:
         self.records: list[Record] = []
 
     def hold(self, value: Tensor, run: Run) -> Any:
-        """Return what is kept of a value."""
+        """Return the data to keep for a value."""
 
     def restore(self, kept: Any, held: Any) -> Tensor:
-        """Return the value for backward. `held` is what the block holds."""
+        """Return the value for backward. `held` is the block's `BlockSaved`."""
         return held.restore()
 
 
 class SmallSaving(Saving):
-    """A small tensor, kept as it is."""
+    """Small tensor, kept as it is."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class SmallSaving(Saving):
 
 
 class PackedSaving(Saving):
-    """A value that is packed."""
+    """Packed value."""
 
     def __init__(self, facts: SiteFacts) -> None:
         super().__init__(facts)
@@ -103,11 +103,11 @@ class PackedSaving(Saving):
         self.records.append(record)
 
     def seed(self, forward: ForwardPass) -> int:
-        """Return the seed of what is packed in this pass."""
+        """Return the seed for packing in this pass."""
         return mix(self.steady.codec.seed, mix(forward.step, self.facts.site.number, forward.rank))
 
     def packed(self, data: Tensor, seed: int) -> GroupQuantPacked:
-        """Return codes with all that is needed to decode them."""
+        """Return the packed tensor: codes with everything needed to decode them."""
         return GroupQuantPacked(self.steady.codec, self.steady.packed_layout, data, seed, self.plan)
 
     def hold(self, value: Tensor, run: Run) -> GroupQuantPacked:
@@ -124,7 +124,7 @@ class PackedSaving(Saving):
 
 
 class SharedSaving(Saving):
-    """A value that the step which made it has packed."""
+    """Value that the step that computed it has packed."""
 
     def __init__(self, facts: SiteFacts, maker: int) -> None:
         super().__init__(facts)
@@ -137,12 +137,12 @@ class SharedSaving(Saving):
 
 
 class ComputedSaving(Saving):
-    """A value that backward computes again."""
+    """Value that backward recomputes."""
 
     def __init__(self, facts: SiteFacts, compute: Callable[[Any], Tensor]) -> None:
         super().__init__(facts)
         self.compute = compute
-        """Returns the value, given what the block holds."""
+        """Function that returns the value, given the block's `BlockSaved`."""
         record = Record(facts, self.steady.length * facts.site.dtype.itemsize)
         record.codec = RECOMPUTED
         self.records.append(record)

@@ -1,6 +1,6 @@
-"""Smooth activations, which blocks compute together with the batch norm in front of them (block.py).
+"""Smooth activations, which blocks compute together with the previous batch norm (block.py).
 
-Backward reads their input, not their result, so the norm can compute it again. Another one is a line in `SMOOTH`, a
+Backward reads their input, not their result, so the norm can recompute it. A new activation needs a line in `SMOOTH`, a
 number in kernels/formats.py, and a formula with its derivative in kernels/gpu/smooth.py.
 """
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 class Smooth(NamedTuple):
-    """An activation as plain operations compute it."""
+    """Plain operations of an activation."""
 
     operation: str
     """Name of the operation, in the reader table and in `kernels.formats.SMOOTH`."""
@@ -27,7 +27,7 @@ class Smooth(NamedTuple):
     function_: Callable[[Tensor], Tensor]
     """In-place form."""
     gradient: Callable[[Tensor, Tensor], Tensor]
-    """Gradient of the input, from that of the result and the input."""
+    """Gradient of the input, computed from the gradient of the result and the input."""
 
 
 SMOOTH: dict[type[nn.Module], Smooth] = {
@@ -39,10 +39,10 @@ SMOOTH: dict[type[nn.Module], Smooth] = {
 
 
 class SmoothForward(LayerForward):
-    """Run the layer as it is. On its own it reads packed values as the plain hooks restore them."""
+    """Run the layer as it is. Outside a block, backward reads the values that the plain hooks restore."""
 
     layers = tuple(SMOOTH)
 
     def function(self, facts: SiteFacts) -> Any:
-        """Return None: no function runs in its place."""
+        """Return None: no function replaces the operation."""
         return None

@@ -1,4 +1,4 @@
-"""Steps of squeeze-and-excite: a pool, activations of what it makes small, and the product with what it was made of."""
+"""Steps of squeeze-and-excite: a pool, activations of small values, and the product with the pool's input."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPERATIONS: dict[Any, tuple[Callable[..., Tensor], Callable[..., Tensor], bool]]
     nn.Hardsigmoid: (aten.hardsigmoid.default, aten.hardsigmoid_backward.default, False),
     **{kind: (each.function, each.gradient, False) for kind, each in SMOOTH.items()},
 }
-"""Activation, its gradient, and whether that reads the result, not the input."""
+"""Activation, its gradient, and whether the gradient reads the result instead of the input."""
 
 
 class PoolStep(Step):
@@ -33,7 +33,7 @@ class PoolStep(Step):
 
     @staticmethod
     def serves(module: Any) -> bool:
-        """Return whether a pool makes one value of each plane."""
+        """Return whether a pool reduces each plane to one value."""
         return type(module) is POOL and module.output_size in (1, (1, 1))
 
     def operands(self, module: Any) -> tuple[Any, ...] | None:
@@ -65,7 +65,7 @@ class ActivationStep(Step):
 
 
 class ProductStep(Step):
-    """Product of a value and a small one for each of its planes."""
+    """Product of a value and a small value, which has one element for each plane."""
 
     makes = "Mul"
 
@@ -73,7 +73,7 @@ class ProductStep(Step):
         super().__init__(call)
         self.savings = savings
         self.small = int(isinstance(savings[1], SmallSaving))
-        """Number of the small factor."""
+        """Index of the small factor."""
         self.stride = stride
         """Stride of the result."""
         self.number = 0
@@ -86,7 +86,7 @@ class ProductStep(Step):
         return self.savings[0].hold(first, run), self.savings[1].hold(second, run)
 
     def factors(self, kept: Any, held: Any) -> tuple[Tensor, Tensor]:
-        """Return the small factor, and a copy of the other one that nobody else reads."""
+        """Return the small factor, and a copy of the other factor that nobody else reads."""
         small, other = self.small, 1 - self.small
         return self.savings[small].restore(kept[small], held), self.savings[other].restore(kept[other], held)
 
@@ -95,9 +95,9 @@ class ProductStep(Step):
         return x.mul_(scale)
 
     def backward(self, kept: Any, grad: Tensor, held: Any) -> Gradients:
-        # The convolution behind has made the gradient for this step alone.
+        # The next convolution has computed the gradient for this step alone, so it may be overwritten.
         scale, x = self.factors(kept, held)
-        grad_scale = x.mul_(grad).sum((2, 3), True, dtype=scale.dtype)  # autocast, if any, is to change nothing
+        grad_scale = x.mul_(grad).sum((2, 3), True, dtype=scale.dtype)  # keeps the dtype under autocast
         del x
         found = (grad_scale, grad.mul_(scale))
         return found if self.small == 0 else found[::-1], ()

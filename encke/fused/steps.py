@@ -1,7 +1,7 @@
-"""Steps of a block: convolution, batch norm, activations and sum, computed as the fused layers compute them.
+"""Steps of a block: convolution, norms, activations and sum, computed as the fused layers compute them.
 
-A step has what does not change from pass to pass. Its `forward` computes a value and returns what backward needs; its
-`backward` returns the gradients of the values that it took and of its parameters.
+A step stores what does not change between forward passes. Its `forward` computes a value and returns the data that
+backward needs. Its `backward` returns the gradients of the step's inputs and parameters.
 """
 
 from __future__ import annotations
@@ -42,52 +42,52 @@ from encke.kernels.formats import SMOOTH as ACTS
 from encke.torch_internals import copy_together
 
 Values = list[Any]
-"""Values of a pass by number."""
+"""Values of a forward pass, by number."""
 Gradients = tuple[tuple[Any, ...], tuple[Tensor | None, ...]]
-"""Gradients of the values that a step took, and of its parameters."""
+"""Gradients of a step's inputs, and of its parameters."""
 ALL = (True, True, True)
 TOGETHER = 1 << 26
-"""Bytes up to which a block allocates all that it packs at once. More is released step by step in backward."""
+"""Packed bytes up to which a block makes one allocation. Larger blocks release memory step by step in backward."""
 
 
 class Step:
-    """A call of a block's program."""
+    """Computation of one call of a block's program."""
 
     makes = ""
-    """Operation whose result backward may compute again: what `restore` returns."""
+    """Operation whose result backward may recompute with `restore`."""
     parameters = 0
-    """Number of parameters that it takes."""
+    """Number of parameters."""
     savings: tuple[Saving, ...] = ()
-    """Values that it needs in backward."""
+    """Values that backward needs."""
 
     def __init__(self, call: Call) -> None:
         self.inputs = call.inputs
         self.in_place = call.in_place
-        """Whether the result may take the place of the first value."""
+        """Whether the result may overwrite the first input."""
         self.records: list[Record] = []
         self.small_bytes = 0
-        """Records, and bytes of small tensors, for the report, beside those of the savings."""
+        """Records and bytes of small tensors for the report, in addition to those of the savings."""
 
     def operands(self, module: Any) -> tuple[Any, ...] | None:
-        """Return the parameters of a call now; None where it is not the one that was planned."""
+        """Return the current parameters of the call; None if the call differs from the plan."""
         return ()
 
     def restore(self, held: Any) -> Tensor:
-        """Return the result, computed again from what the block holds."""
+        """Return the result, recomputed from what the block holds."""
         raise NotImplementedError
 
     def forward(self, module: Any, values: Values, operands: tuple[Any, ...], run: Run) -> Any:
-        """Append the result to the values, and return what backward needs."""
+        """Append the result to the values, and return the data that backward needs."""
         raise NotImplementedError
 
     def backward(self, kept: Any, grad: Any, held: Any) -> Gradients:
-        """Return the gradients of the values and of the parameters.
+        """Return the gradients of the inputs and of the parameters.
 
         Args:
-            kept: What `forward` returned.
-            grad: Gradient of the result. For a batch norm behind which a ReLU is left to it, the ReLU's gradient and
-                its packed result.
-            held: What the block holds.
+            kept: Data returned by `forward`.
+            grad: Gradient of the result. A batch norm that also computes the gradient of the next ReLU gets a pair:
+                the gradient of the ReLU's result, and that result packed.
+            held: Everything that the block holds (`BlockSaved`).
         """
         raise NotImplementedError
 
@@ -102,19 +102,19 @@ class ConvStep(Step):
         super().__init__(call)
         self.saving, self.savings = saving, (saving,)
         self.facts = facts
-        """Site that saves the input; None for a small one, which has none."""
+        """Site that saves the input; None for a small input, which has no site."""
         self.parts: int | None = None if split and facts is not None else 1
-        """Number of parts in which samples are taken; found in the first pass."""
+        """Number of parts into which the batch is split; determined in the first pass."""
         self.dtype, self.dimensions, self.device_type = x.dtype, x.dim(), x.device.type
         self.shape, self.weight_dtype = module.weight.shape, module.weight.dtype
         self.parameters = 1 if module.bias is None else 2
         self.geometry = (module.stride, module.padding, module.dilation, module.groups)
         self.settings = (*self.geometry[:3], False, (0,) * len(module.stride), module.groups)
         self.size, self.stride = size, stride
-        """Those of the result; the stride of a small one does not matter."""
+        """Size and stride of the result. The stride is None where it does not matter."""
         self.split = split
         self.cast = cast
-        """Site of the weight's copy, if that is made again in backward."""
+        """Site of the weight's cast copy, if backward makes that copy again."""
         self.changed, self.policy = capture.keep_casts, capture.policy
         copied = 0 if module.weight.dtype is x.dtype else module.weight.numel() * x.element_size()
         if cast is None:
@@ -139,7 +139,7 @@ class ConvStep(Step):
         return found if bias.requires_grad else None
 
     def forward(self, module: Any, values: Values, operands: tuple[Any, ...], run: Run) -> Any:
-        weight, bias = operands if len(operands) == 2 else (operands[0], None)  # cast already
+        weight, bias = operands if len(operands) == 2 else (operands[0], None)  # the block has already cast them
         x = values[self.inputs[0]]
         kept = self.saving.hold(x, run)
         if self.parts is None:
@@ -166,21 +166,21 @@ class ConvStep(Step):
 
 
 def laid_out(y: Tensor, size: tuple[int, ...], stride: tuple[int, ...] | None) -> Tensor:
-    """Return a result as it lay in memory in the pass before: another backend may have computed it."""
+    """Return a result with the strides of the previous pass; another backend may have returned other strides."""
     if stride is None or y.stride() == stride:
         return y
     return torch.empty_strided(size, stride, dtype=y.dtype, device=y.device).copy_(y)
 
 
 def cast_together(weights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Return copies of weights in another dtype, made in one launch."""
+    """Cast weights to another dtype in one launch."""
     copies = [torch.empty_like(weight, dtype=dtype) for weight in weights]
     copy_together(copies, weights)
     return copies
 
 
 class NormStep(Step):
-    """Batch norm in training, whose input is packed."""
+    """Batch norm in training mode with a packed input."""
 
     parameters = 2
 
@@ -191,23 +191,23 @@ class NormStep(Step):
         self.plan, self.layout = plan, layout = saving.plan, saving.layout
         self.channels, self.dtype = layout.size[1:2], module.weight.dtype
         self.relu: ReluStep | None = None
-        """ReLU that writes the result of both, and leaves its gradient to this step."""
+        """Next ReLU, if its step writes the result of both layers and this step computes the gradient of both."""
         self.smooth: SmoothStep | None = None
-        """Smooth activation that this step computes too."""
+        """Smooth activation that this step also computes."""
         self.act = 0
-        """Its number, for the kernels."""
+        """Number of that activation in the kernels; 0 for none."""
         self.kernels = None
-        """Plan of kernels that compute the forward while the input is packed."""
+        """Plan of the kernels that compute the forward while the input is packed."""
         if plan.fuses_forward and plan.format.group == NORM_GROUP and running_of(module) is not None:
             size = tuple(layout.size)
             self.kernels = forward_kernels().forward_plan(size, layout.stride, plan.format.dtype, plan.device)
         self.backward_plan: Any = None
-        """Plan of kernels that read codes in backward."""
+        """Plan of the kernels that read codes in backward."""
         self.grad_is_own = False
-        """Whether the gradient of the result was made for this step alone, so that it may be written over."""
+        """Whether only this step reads the gradient of the result, and may overwrite it."""
 
     def plan_backward(self, device: torch.device) -> None:
-        """Plan the kernels of backward, when it is known what comes behind."""
+        """Plan the kernels of backward, once the next steps are known."""
         layout, gate = self.layout, None if self.relu is None else self.relu.plan.format
         if layout.channels_last is not None:
             size, last = tuple(layout.size), layout.channels_last
@@ -274,14 +274,14 @@ class NormStep(Step):
         return (grad_x,), (grad_weight, grad_bias)
 
     def restore_result(self, packed: GroupQuantPacked, settings: Any) -> Tensor:
-        """Return the result before the activation, by plain operations."""
+        """Return the result before the activation, recomputed with plain operations."""
         rows, _, weight, *_, eps = settings
         mean, invstd, _, bias = rows.view(4, -1)
         return batch_norm(packed.decode_in(self.layout), mean, invstd, bias, weight, eps).to(packed.dtype)
 
 
 def running_of(module: Any) -> tuple[Tensor, ...] | None:
-    """Return running mean, running variance and number of batches, which kernels update; None if they cannot."""
+    """Return running mean, running variance and number of batches for the kernels to update; None if they cannot."""
     buffers, parameters = module._buffers, module._parameters
     mean, var, batches = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
     if not module.track_running_stats or mean is None or batches is None or module.momentum is None:
@@ -292,7 +292,7 @@ def running_of(module: Any) -> tuple[Tensor, ...] | None:
 
 
 class InstanceNormStep(Step):
-    """Instance norm, whose input is packed: the batch norm of a single sample with a channel for each plane."""
+    """Instance norm with a packed input, computed as a batch norm of one sample with a channel for each plane."""
 
     def __init__(self, call: Call, facts: SiteFacts, module: Any, size: tuple[int, ...]) -> None:
         super().__init__(call)
@@ -304,7 +304,7 @@ class InstanceNormStep(Step):
 
     @staticmethod
     def serves(module: Any) -> bool:
-        """Return whether statistics are those of the input alone."""
+        """Return whether the statistics are computed from the input alone."""
         return not module.track_running_stats and module.running_mean is None
 
     def operands(self, module: Any) -> tuple[Any, ...] | None:
@@ -325,7 +325,7 @@ class InstanceNormStep(Step):
         out, kept = normalise(x, weight, bias, settings)
         values.append(
             torch.ops.aten._unsafe_view.default(out, self.size)
-        )  # no view: an activation in place may be next
+        )  # not a view: the next activation may be in-place
         return self.saving.hold(x, run), kept
 
     def backward(self, kept: Any, grad: Tensor, held: Any) -> Gradients:
@@ -343,7 +343,7 @@ class InstanceNormStep(Step):
 
 
 class ReluStep(Step):
-    """ReLU, whose result is packed."""
+    """ReLU with a packed result."""
 
     def __init__(self, call: Call, facts: SiteFacts) -> None:
         super().__init__(call)
@@ -353,10 +353,10 @@ class ReluStep(Step):
         last = self.layout.stride[1] == 1 and len(self.layout.size) >= 4
         self.fused = self.plan.fuses_forward and last and self.plan.format.dtype.itemsize == 2
         self.norm: NormStep | None = None
-        """Batch norm whose last step is computed here."""
+        """Previous batch norm, if this step computes its normalisation."""
 
     def join(self, norm: Step) -> None:
-        """Compute the last step of a batch norm too, if there is a kernel for it and nobody else reads its result."""
+        """Compute the normalisation of a batch norm too, if there is a kernel and no other step reads its result."""
         if not (self.in_place and self.fused and self.plan.fuses_norm_relu):
             return
         if isinstance(norm, NormStep) and norm.kernels is not None:
@@ -385,7 +385,7 @@ class ReluStep(Step):
 
 
 class LeakyReluStep(Step):
-    """Leaky ReLU in place, whose result is packed with its signs."""
+    """In-place leaky ReLU with a packed result; the codes keep its signs."""
 
     def __init__(self, call: Call, facts: SiteFacts, module: Any) -> None:
         super().__init__(call)
@@ -410,9 +410,9 @@ class LeakyReluStep(Step):
 
 
 class SmoothStep(Step):
-    """Smooth activation of a batch norm's result, computed by that step.
+    """Smooth activation of a batch norm's result, computed by the batch norm's step.
 
-    Its input is computed again from what that step has packed.
+    Backward recomputes its input from the batch norm's packed input.
     """
 
     def __init__(self, call: Call, facts: SiteFacts, module: Any) -> None:
@@ -422,12 +422,12 @@ class SmoothStep(Step):
         self.saving = ComputedSaving(facts, self.restore_input)
         self.savings = (self.saving,)
         self.norm: NormStep | None = None
-        """Batch norm that computes it."""
+        """Batch norm whose step computes the activation."""
         self.inplace: bool = module.inplace
-        """Whether the layer works in place."""
+        """Whether the layer is in-place."""
 
     def join(self, norm: Step) -> None:
-        """Leave the step to a batch norm, if its kernels compute both and this input is made of its input."""
+        """Let a batch norm compute this step, if its kernels can and its input is the source of this step's input."""
         if isinstance(norm, NormStep) and norm.kernels is not None:
             if norm.saving.facts.dependents >= {self.saving.facts}:
                 self.norm, norm.smooth, norm.act = norm, self, self.act
@@ -438,11 +438,11 @@ class SmoothStep(Step):
     def forward(self, module: Any, values: Values, operands: tuple[Any, ...], run: Run) -> Any:
         y = values[self.inputs[0]]
         if self.inplace:
-            increment_version(y)  # as the operation in place does
+            increment_version(y)  # as the in-place operation does
         values.append(y)
 
     def restore_input(self, held: Any) -> Tensor:
-        """Return the value that was taken: the batch norm's result, decoded and normalised by one kernel."""
+        """Return the input: the batch norm's result, decoded and normalised in one kernel."""
         assert self.norm is not None
         packed, (rows, _, weight, version, *_) = held.kept[self.inputs[0] - 1]
         if weight._version != version:
@@ -467,7 +467,7 @@ def relu_gradient(packed: GroupQuantPacked, layout: Layout, grad: Tensor) -> Ten
 
 
 class SumStep(Step):
-    """Sum of two values of one size and dtype."""
+    """Sum of two values of the same size and dtype."""
 
     def forward(self, module: Any, values: Values, operands: tuple[Any, ...], run: Run) -> Any:
         first, second = self.inputs
