@@ -1,6 +1,6 @@
-"""The kernels under the codecs: three backends with the same functions, which decode to identical values.
+"""Kernels of the codecs, in three backends with the same functions and identical decoded values.
 
-`backend_for` returns `cpu` (numba) for CPU tensors and `gpu` (Triton) for CUDA tensors where these are installed, and
+`backend_for` returns `cpu` (numba) for CPU tensors and `gpu` (Triton) for CUDA tensors if these are installed, and
 `reference` (plain torch) otherwise. `torch.ops.encke.*` are the same functions for traced code (operators.py). The
 formats are in formats.py; docs/design.md explains them.
 """

@@ -1,4 +1,4 @@
-"""The choice of a backend for each type of device."""
+"""Choice of a backend for each type of device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from encke.kernels.plans import Gate, GroupPlan
 from encke.kernels.reference import slow
 
 COMPILERS = {"cpu": "numba", "cuda": "triton"}
-"""The package that compiles the kernels for a type of device."""
+"""Package that compiles the kernels, by type of device."""
 INSTALL = {"cpu": "install encke[cpu] for speed", "cuda": "install triton for speed"}
 
 
@@ -62,7 +62,7 @@ class GraphBackend(Backend, Protocol):
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """Which backend serves a type of device, and why."""
+    """Choice of the backend for a type of device, with the reason."""
 
     device: str
     name: str
@@ -73,7 +73,7 @@ class BackendChoice:
 
 
 def choose_backend(device: str) -> BackendChoice:
-    """Choose the backend for a type of device ("cpu", "cuda"): the fast one where its compiler is installed."""
+    """Choose the backend for a type of device ("cpu", "cuda"): the fast one if its compiler is installed."""
     if os.environ.get("ENCKE_KERNELS") == "reference":
         return BackendChoice(device, reference.NAME, "as ENCKE_KERNELS asks")
     compiler = COMPILERS.get(device)
@@ -85,7 +85,7 @@ def choose_backend(device: str) -> BackendChoice:
 
 
 def describe_backends() -> list[BackendChoice]:
-    """Return which backend serves CPU and CUDA tensors, and why.
+    """Return the backends that serve CPU and CUDA tensors, with the reasons.
 
     >>> [choice.device for choice in describe_backends()]
     ['cpu', 'cuda']
@@ -95,7 +95,7 @@ def describe_backends() -> list[BackendChoice]:
 
 @functools.cache
 def backend_for(device: str) -> GraphBackend:
-    """Return the backend that serves tensors on a type of device; it is imported when it is first asked for."""
+    """Return the backend for tensors on a type of device. It is imported on the first call."""
     choice = choose_backend(device)
     if choice.name == "numba":
         from encke.kernels import cpu
@@ -114,13 +114,13 @@ def compile_ahead(
     uses: Iterable[PackedUse] = (), rows: Iterable[RowUse] = (), usual: Iterable[UsualUse] = (),
     rates: Iterable[int] = (),
 ) -> None:  # fmt: skip
-    """Begin to compile kernels for a GPU, while the training goes on; return at once.
+    """Start to compile kernels for a GPU in the background and return at once.
 
     Args:
         uses: Uses of packed tensors, with the numbers of bits that they may have.
         rows: Norms over rows.
-        usual: Usual tensors.
-        rates: Numbers of bits that rows and usual tensors may have, the most urgent first.
+        usual: Uses of tensors by typical models.
+        rates: Numbers of bits to compile `rows` and `usual` for, the most urgent first.
     """
     if choose_backend("cuda").name == "triton":
         from encke.kernels.gpu import compiler
@@ -129,7 +129,7 @@ def compile_ahead(
 
 
 def wait_for_kernels() -> None:
-    """Wait until the processes that compile kernels ahead have ended."""
+    """Wait until the background processes have compiled all requested kernels."""
     compiler = sys.modules.get("encke.kernels.gpu.compiler")
     if compiler is not None:
         compiler.wait()

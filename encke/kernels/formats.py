@@ -14,34 +14,34 @@ from torch import Tensor
 MASK32 = (1 << 32) - 1
 MASK64 = (1 << 64) - 1
 START = 0x9E3779B97F4A7C15 * (0xD1342543DE82EF95 + 1) & MASK64
-"""First term of the hash `mix`."""
+"""Initial term of the hash `mix`."""
 
 PLANE_WORD = 64
-"""Values whose bits share a word in the error-bounded format."""
+"""Number of values whose bits share a word in the error-bounded format."""
 PLANE_BLOCK = 256
-"""Values that share a form there."""
+"""Number of values in a block of the error-bounded format. A block has one form (base, order, low bits)."""
 PLANE_GROUP = 4096
-"""Values that share a step there."""
+"""Number of values in a group of the error-bounded format. A group has one step."""
 PLANE_HEADER = 16
-"""Bytes at the beginning of its metadata."""
+"""Bytes of the header of the error-bounded format's metadata."""
 ROUNDS = 4
-"""Largest number of bits of a unary code there."""
+"""Largest number of bits of a unary code in the error-bounded format."""
 ALL_ZERO, AS_IS, REPEATED = 0x60, 0x61, 0x62
-"""Flags of blocks there that are all zero, stored as they are, or one value repeated."""
+"""Flags of blocks in the error-bounded format that are all zero, stored verbatim, or one repeated value."""
 NEAREST, STOCHASTIC, DITHERED, SIGNED = 0, 1, 2, 3
-"""Kinds of rounding there; SIGNED is dithered with exact signs."""
+"""Rounding modes of the error-bounded format; SIGNED is dithered with exact signs."""
 COIN = 0x5851F42D4C957F2C
-"""Changes the seed to that of the second random number of SIGNED."""
+"""Constant that turns the seed into the seed of SIGNED's second random number (XOR)."""
 NORM_GROUP = 128
-"""The only group size that batch norm's kernels read packed."""
+"""The only group size that the kernels of batch norm's backward can read packed."""
 SMALLEST_PLANE = 32
-"""Values of the smallest plane in NCHW memory that they read packed."""
+"""Number of values of the smallest plane in NCHW memory that these kernels can read packed."""
 RECOMPUTED = {"Gelu": ("gelu", "gelu tanh"), "Silu": ("silu",)}
-"""Operations whose result a kernel may compute again from their packed input, and the kernel's names for them."""
+"""Operations whose result a kernel can recompute from their packed input, and the kernel's names for them."""
 SMOOTH = {"Silu": 2, "Hardswish": 3}
-"""Activations that these compute behind a batch norm, with their gradients: operation and number. 0 stands for none."""
+"""Activations after a batch norm that its kernels compute, with their gradients: operation -> number. 0 means none."""
 LOG_KNEE = 8.0
-"""Distance below zero from which log-probabilities have another step."""
+"""Distance below zero at which the step of log-probabilities changes."""
 
 FLOATS = {
     torch.float16: (10, -14, 0),
@@ -57,16 +57,16 @@ SMALLEST_BOUND = {
     torch.float32: 2.0**-100,
     torch.float64: 2.0**-900,
 }
-"""Smaller bounds count as zero: below them a level could be a denormal, which not every processor keeps."""
+"""Smaller bounds count as zero: a level could be a denormal, which some processors flush to zero."""
 
 Seed = int | tuple[Tensor, int]
-"""A seed as a number, or a tensor of seeds on the device and the row to read, which a CUDA graph reads at replay."""
+"""Seed as a number, or as a tensor of seeds on the device and the row to read. A CUDA graph reads it at replay."""
 
 
 def mix(first: int, second: int, third: int | None = None) -> int:
     """Hash two or three integers to 64 bits, as a signed number that fits an operator's int argument.
 
-    A polynomial in the words, then the finishing steps of splitmix64.
+    The hash is a polynomial in the integers, followed by the final steps of splitmix64.
     """
     h = first * 0xD1342543DE82EF95 + second + START
     if third is not None:
@@ -84,7 +84,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def run_length(size: Sequence[int], stride: Sequence[int]) -> int | None:
-    """Return the length of the gapless run that a tensor covers, repeated dimensions aside; None if it has gaps."""
+    """Return the number of elements that a tensor covers in memory, without expanded ones; None if it has gaps."""
     expected = 1
     for step, extent in sorted((st, sz) for sz, st in zip(size, stride, strict=True) if sz != 1 and st != 0):
         if step != expected:
@@ -95,10 +95,10 @@ def run_length(size: Sequence[int], stride: Sequence[int]) -> int | None:
 
 @functools.lru_cache(maxsize=4096)
 def rows_of(size: tuple[int, ...], stride: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, int]:
-    """Return (row, step): the most values of the dimensions `dims` that lie evenly in memory, and their distance.
+    """Return (row, step): the length of the longest evenly spaced rows along `dims`, and the distance of their values.
 
-    Memory without gaps is rows of `row` values, `step` apart, and `step` rows lie interleaved. A row never leaves the
-    dimensions `dims`. (1, 1) where these have no extent.
+    Dense memory consists of rows of `row` values that are `step` elements apart; `step` rows are interleaved. A row
+    stays within the dimensions `dims`. Return (1, 1) if all of these have size 1.
     """
     best, row, first = (1, 1), 1, 1
     inner = 1
@@ -117,20 +117,20 @@ def rows_of(size: tuple[int, ...], stride: tuple[int, ...], dims: tuple[int, ...
 
 
 def channel_dims(dimensions: int) -> tuple[int, ...]:
-    """Return all dimensions but that of the channels: the ones that batch norm normalises over."""
+    """Return all dimensions except the channels: those that batch norm reduces over."""
     return (0, *range(2, dimensions))
 
 
 def fills_groups(row: int, group: int) -> bool:
-    """Return whether so many values fill groups with less than 2 % left over."""
+    """Return whether `row` values fill groups with at most 2 % padding."""
     return -row % group <= row // 50
 
 
 @functools.lru_cache(maxsize=4096)
 def channel_stride(size: tuple[int, ...], stride: tuple[int, ...], numel: int, group: int) -> int:
-    """Return the distance of the values of one channel: in channels_last memory all channels of a pixel lie together.
+    """Return the distance between the values of one channel in channels_last memory: the number of channels.
 
-    One where memory is not like that, and where there are too few pixels to fill groups with.
+    Return 1 for other memory formats, and if there are too few pixels to fill groups.
     """
     if len(size) < 4 or stride[1] != 1 or size[1] == 1 or numel % size[1]:
         return 1
@@ -138,9 +138,9 @@ def channel_stride(size: tuple[int, ...], stride: tuple[int, ...], numel: int, g
 
 
 class Format:
-    """Base of the formats: frozen dataclasses that travel through operators as a list of numbers.
+    """Base class of the formats: frozen dataclasses that operators take as a list of numbers.
 
-    A new field is written once, in the dataclass: schemas, fakes and lowerings pass the list on.
+    A new field is declared once, in the dataclass: schemas, fakes and lowerings pass the list on.
     """
 
     def numbers(self) -> list[Any]:
@@ -171,19 +171,20 @@ def _from_numbers(cls: Any, numbers: tuple[float, ...]) -> Any:
 
 @dataclass(frozen=True)
 class GroupFormat(Format):
-    """Fixed-rate codes with a lo and a step for each group, in one buffer: codes, los, steps."""
+    """Format of fixed-rate codes with a lo and a step for each group, in one buffer: codes, los, steps."""
 
     bits: int
     group: int
-    """Values of a group."""
+    """Number of values in a group."""
     dtype: torch.dtype
     stride: int = 1
-    """Distance of the values of a group: with the channels of channels_last memory, each group has one channel."""
+    """Distance between the values of a group. The number of channels in channels_last memory: a group has one channel.
+    """
     signs: bool = False
-    """Keep zeros and signs exactly in groups with negative values too (4 or 8 bits)."""
+    """Whether zeros and signs are exact in groups with negative values too (4 or 8 bits)."""
     row: int = 0
-    """Values, `stride` apart, that groups stay within, each row cut into equal groups; 0: all of them are one row, cut
-    into groups of `group` values and a rest."""
+    """Number of values, `stride` apart, in a row. Groups stay within rows, and each row is cut into equal groups. 0:
+    all values are one row, cut into groups of `group` values and a remainder."""
 
     @classmethod
     def in_rows(
@@ -200,7 +201,7 @@ class GroupFormat(Format):
 
     @property
     def field(self) -> int:
-        """Bits of each code in the group's field; the third bits of 3-bit codes follow it."""
+        """Bits of each code in the group's field. The third bits of 3-bit codes follow the field."""
         return 2 if self.bits == 3 else self.bits
 
     @property
@@ -211,45 +212,45 @@ class GroupFormat(Format):
 
     @property
     def length(self) -> int:
-        """Code bytes of a group: the field, and for 3-bit codes four bits for each of its bytes."""
+        """Bytes of a group's codes: the field and, for 3-bit codes, four bits for each of its bytes."""
         return self.field_length + (-(-self.field_length // 2) if self.bits == 3 else 0)
 
     @property
     def extent(self) -> int:
-        """Values that a group has room for; the last group of a row may have fewer."""
+        """Number of values that a group has room for; the last group of a row may have fewer."""
         return self.field_length * 8 // self.field
 
     def groups_in_row(self, numel: int) -> int:
-        """Number of groups of a row."""
+        """Return the number of groups in a row of a tensor with `numel` values."""
         return -(-(self.row or numel // self.stride) // self.group)
 
     def groups(self, numel: int) -> int:
-        """Number of groups."""
+        """Return the number of groups of `numel` values."""
         rows = numel // (self.row * self.stride) if self.row else 1
         return rows * self.groups_in_row(numel) * self.stride
 
     def places(self, numel: int) -> tuple[int, int, int]:
-        """Bytes at which the los, aligned for any of their types, and the steps start, and size of the buffer."""
+        """Return the offsets in bytes of the los (aligned for any dtype) and the steps, and the size of the buffer."""
         groups = self.groups(numel)
         codes, each = -(-groups * self.length // 8) * 8, self.scale_dtype.itemsize
         return codes, codes + groups * each, codes + groups * 2 * each
 
     def nbytes(self, numel: int) -> int:
-        """Size of the buffer for so many values."""
+        """Return the size in bytes of the buffer for `numel` values."""
         return self.places(numel)[2]
 
 
 @dataclass(frozen=True)
 class RowUse(Format):
-    """A norm over rows whose input is packed at fixed rates: what decides which kernels it takes."""
+    """Use of a norm over rows whose input is packed at fixed rates: everything that decides which kernels it needs."""
 
     width: int
-    """Values of a row."""
+    """Number of values in a row."""
     centred: bool
     offset: float
     inner: torch.dtype
     out: torch.dtype
-    """As in `RowNorm`."""
+    """`centred`, `offset`, `inner` and `out` are as in `RowNorm`."""
     dtype: torch.dtype
     """Dtype of the input."""
     weight_dtype: torch.dtype
@@ -259,28 +260,28 @@ class RowUse(Format):
     bias: bool
     """Whether there is a bias."""
     transposed: bool
-    """Whether the rows lie in memory in another order than in the tensor."""
+    """Whether the order of rows in memory differs from that in the tensor."""
     group: int
-    """Values of a group."""
+    """Number of values in a group."""
     again: torch.dtype
-    """Dtype in which the layers behind take the result."""
+    """Dtype in which the next layers read the result when it is recomputed."""
 
 
 @dataclass(frozen=True)
 class UsualUse(Format):
-    """Tensors of a usual model: what decides which kernels it takes before its own tensors are known."""
+    """Use of tensors by a typical model: decides which kernels to compile before the model's own tensors are known."""
 
     dtype: torch.dtype
     images: bool
-    """Whether it has batch norms; else only tensors whose groups lie one after the other count."""
+    """Whether the model has batch norms. If not, only tensors whose groups are contiguous are considered."""
     channels_last: bool
-    """Whether these are in channels_last memory."""
+    """Whether the inputs of the batch norms are in channels_last memory."""
     seed_table: bool = False
     """Whether seeds are on the device, as in compiled models."""
 
 
 class PackedUse(NamedTuple):
-    """One use of tensors packed at fixed rates: what decides which kernels it takes."""
+    """Use of a tensor packed at fixed rates: everything that decides which kernels it needs."""
 
     format: GroupFormat
     size: tuple[int, ...]
@@ -289,30 +290,30 @@ class PackedUse(NamedTuple):
     norm: bool
     """Whether batch norm reads it."""
     relu: bool
-    """Whether ReLU reads it; for what batch norm reads, whether ReLU may read what comes of that."""
+    """Whether ReLU reads it. With `norm`: whether ReLU may read the result of the batch norm."""
     smooth: tuple[str, ...]
-    """Smooth activations that may read what batch norm makes of it, of `SMOOTH`; without a norm the operation that
-    reads it, if that is in `RECOMPUTED`."""
+    """Smooth activations (keys of `SMOOTH`) that may read the result of the batch norm. Without `norm`: the operation
+    that reads the tensor, if it is in `RECOMPUTED`."""
     rates: tuple[int, ...]
-    """Numbers of bits that it may have; that of `format` does not count."""
+    """Numbers of bits that it may be packed with; `format.bits` is ignored."""
 
     def before(self, relu: bool, smooth: tuple[str, ...]) -> PackedUse:
-        """Return this use with activations that may be next."""
+        """Return this use with the activations that may follow."""
         return PackedUse(self.format, self.size, self.channels_last, self.norm, relu, smooth, self.rates)
 
 
 class SampledUnits(NamedTuple):
-    """Units of a packed run, whole rows or groups of all columns, that are a sample of it."""
+    """Sample of a packed tensor: some of its units. A unit is a row, or a group, of each of `stride` columns."""
 
     values: tuple[tuple[int, ...], tuple[int, ...]]
     """Size and strides of the values: [unit, row, column]."""
     scales: tuple[tuple[int, ...], tuple[int, ...], int]
-    """Size, strides and offset of the los and steps of their groups in the buffer: [lo or step, unit, group, column]"""
+    """Size, strides and offset of the groups' los and steps in the buffer: [lo or step, unit, group, column]."""
 
 
 @dataclass(frozen=True)
 class BoundedFormat(Format):
-    """Error-bounded encoding at variable rate, in Golomb-Rice codes: metadata and a payload."""
+    """Format of error-bounded Golomb-Rice codes at variable rate: metadata and a payload."""
 
     bound: float
     """Largest absolute error, or infinity."""
@@ -324,13 +325,13 @@ class BoundedFormat(Format):
 
     @staticmethod
     def meta_size(numel: int) -> int:
-        """Bytes of metadata for so many values."""
+        """Return the bytes of metadata for `numel` values."""
         return PLANE_HEADER + 5 * -(-numel // PLANE_GROUP) + 3 * -(-numel // PLANE_BLOCK)
 
 
 @dataclass(frozen=True)
 class DualFormat(Format):
-    """Dual precision: bf16 averages of small tiles of each plane, and codes for the differences from them."""
+    """Format of dual precision: bf16 averages of small tiles of each plane, and codes of the differences from them."""
 
     height: int
     width: int
@@ -338,27 +339,27 @@ class DualFormat(Format):
     """Height and width of a tile."""
     bits: int
     masked: bool
-    """Keep a bit for each value that says whether it is zero."""
+    """Whether to store a bit for each value that says whether it is zero."""
     dtype: torch.dtype
 
     @property
     def plane(self) -> int:
-        """Values of one plane."""
+        """Number of values in a plane."""
         return self.height * self.width
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Height and width of a tile, which is not larger than the plane."""
+        """Height and width of a tile, at most those of the plane."""
         return min(self.block, self.height), min(self.block, self.width)
 
     @property
     def tiles(self) -> tuple[int, int]:
-        """Number of tiles below and beside each other in a plane."""
+        """Number of tiles in a plane, vertically and horizontally."""
         tall, wide = self.tile
         return -(-self.height // tall), -(-self.width // wide)
 
     def places(self, numel: int) -> tuple[int, int, int, int, int]:
-        """Bytes at which steps, averages, codes and mask bits start, and size of the buffer."""
+        """Return the offsets in bytes of steps, averages, codes and mask bits, and the size of the buffer."""
         planes = numel // self.plane
         lo, step = (8, 8) if self.dtype == torch.float64 else (4, 2)
         at_low = planes * (lo + step)
@@ -367,17 +368,17 @@ class DualFormat(Format):
         return planes * lo, at_low, at_codes, at_mask, at_mask + (planes * -(-self.plane // 8) if self.masked else 0)
 
     def nbytes(self, numel: int) -> int:
-        """Size of the buffer for so many values."""
+        """Return the size in bytes of the buffer for `numel` values."""
         return self.places(numel)[4]
 
 
 @dataclass(frozen=True)
 class LogFormat(Format):
-    """A byte for each log-probability: its distance from zero in steps."""
+    """Format of one byte for each log-probability: its distance from zero in steps."""
 
     step: float
     far: float
-    """The step from `LOG_KNEE` below zero on; not larger than `step`."""
+    """Step of log-probabilities more than `LOG_KNEE` below zero; not larger than `step`."""
     shift: float
     """Subtracted when decoding, so that exponentials are unbiased."""
     dtype: torch.dtype

@@ -1,6 +1,6 @@
-"""The kernels as operators, `torch.ops.encke.*`: for tensor subclasses, fake tensors and traced code.
+"""Kernels as operators, `torch.ops.encke.*`, for tensor subclasses, fake tensors and traced code.
 
-A format travels as a list of numbers. `dispatched` has the functions of a backend and calls the operators.
+Operators take a format as a list of numbers. `dispatched` has the functions of a backend and calls the operators.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def bounded_sizes(x: Tensor, format: list[float], seed: int) -> tuple[Tensor, Te
 
 
 def backend_function(name: str, format: type[Format]) -> Callable[..., Any]:
-    """Return a function that calls that of the tensor's backend, with the format made from its numbers."""
+    """Return a function that rebuilds the format from its numbers and calls `name` of the tensor's backend."""
 
     def call(first: Tensor, *others: Any) -> Any:
         arguments = [format.from_numbers(each) if isinstance(each, list) else each for each in others]
@@ -71,7 +71,7 @@ register(
     lambda data, format, numel: plan_of(data, format, numel).mask(data),
     lambda data, format, numel: decoded(data, numel, torch.bool),
 )
-# Schema, format, and fake of the functions that all backends have.
+# Schema, format class and fake of the functions that all backends have.
 OPERATORS: dict[str, tuple[str, type[Format], Callable[..., Any]]] = {
     "bounded_encode": (
         "(Tensor x, float[] format, int seed) -> (Tensor, Tensor)", BoundedFormat, bounded_sizes
@@ -131,7 +131,7 @@ class DispatchedPlan(GroupPlan):
 
 
 def _dispatched(name: str) -> Callable[..., Any]:
-    """Return a function that calls an operator with formats as numbers."""
+    """Return a function that calls the operator `name` and passes formats as numbers."""
 
     def call(*args: Any) -> Any:
         numbers = [arg.numbers() if hasattr(arg, "numbers") else arg for arg in args]

@@ -12,7 +12,7 @@ from torch import Tensor
 from encke.kernels.formats import GroupFormat, SampledUnits, Seed
 
 INFINITY_BF16 = 0x7F80
-"""Bits of infinity in bf16; those of a NaN are larger."""
+"""Bit pattern of infinity in bf16; those of NaNs are larger."""
 
 
 Norm = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -22,7 +22,7 @@ Norm = tuple[Tensor, Tensor, Tensor, Tensor]
 class GroupPlan(ABC):
     """Encode and decode tensors of one size in one `GroupFormat` on one device.
 
-    Tensors have no gaps between their elements and are read and written as they lie in memory.
+    Tensors must be dense (no gaps between their elements). They are read and written in memory order.
     """
 
     __slots__ = ("at_step", "device", "format", "nbytes", "norm_plan", "numel")
@@ -32,11 +32,11 @@ class GroupPlan(ABC):
     fuses_norm_relu = False
     """Whether `encode_norm_relu` is available."""
     sample_sums: Callable[[Tensor, Tensor, SampledUnits], Tensor] | None = None
-    """Returns sums over a sample of flat values and of their scales in the codes, where there is a kernel for it.
+    """Function that sums a sample of the flat values and of their scales in the codes; None if there is no kernel.
 
-    A row for each part of the sample: number of values and of non-zeros; a value, the sum of the differences from it
-    and that of their squares; the sum of the squared steps of groups with negative values, and that of the others'
-    times their share of non-zeros.
+    It returns a row for each part of the sample: the numbers of values and of non-zeros; a value, the sum of the
+    differences from it and the sum of their squares; the sum of the squared steps of groups with negative values, and
+    the sum of the squared steps of other groups, each times the share of non-zeros.
     """
 
     def __init__(self, format: GroupFormat, numel: int, device: torch.device) -> None:
@@ -46,7 +46,7 @@ class GroupPlan(ABC):
         self.format, self.numel, self.device = format, numel, device
         _, self.at_step, self.nbytes = format.places(numel)
         self.norm_plan: tuple[Any, torch.dtype | None, Any] | None = None
-        """Plan of a batch norm's backward that reads this format, kept by the layer: layout, dtype of the weight, plan.
+        """Cache for a batch norm layer: layout, dtype of the weight, and the plan of a backward that reads this format.
         """
 
     @abstractmethod
@@ -55,25 +55,25 @@ class GroupPlan(ABC):
 
     @abstractmethod
     def decode_into(self, data: Tensor, seed: Seed, out: Tensor) -> None:
-        """Write the values that `encode` stored with this seed to `out`."""
+        """Decode `data`, which was encoded with this seed, to `out`."""
 
     @abstractmethod
     def mask_into(self, data: Tensor, out: Tensor) -> None:
-        """Write to `out` whether each value is not zero, as far as its code tells."""
+        """Write a mask of the non-zero values to `out`. Groups whose codes cannot express zero count as non-zero."""
 
     def gate_into(self, data: Tensor, grad: Tensor, out: Tensor, other: Tensor | None = None) -> None:
-        """Write `grad`, plus `other` if given, where the values in `data` are not zero, else zero."""
+        """Write `grad` (plus `other` if given) to `out` where the values in `data` are not zero, else zero."""
         mask = self.mask(data).as_strided(grad.shape, grad.stride())
         out.copy_(torch.where(mask, grad if other is None else grad + other, 0))
 
     def encode(self, x: Tensor, seed: Seed) -> Tensor:
-        """Return the codes of `x`, with lo and step of each group, in one buffer."""
+        """Encode `x` into one buffer: codes, and lo and step of each group."""
         data = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         self.encode_into(x, seed, data)
         return data
 
     def decode(self, data: Tensor, seed: Seed) -> Tensor:
-        """Return the values, flat."""
+        """Return the decoded values as a flat tensor."""
         out = self._new_values(self.format.dtype)
         self.decode_into(data, seed, out)
         return out
@@ -81,7 +81,7 @@ class GroupPlan(ABC):
     def decode_strided(
         self, data: Tensor, seed: Seed, size: tuple[int, ...], stride: tuple[int, ...], norm: Norm | None = None
     ) -> Tensor:
-        """Return the values as a tensor without gaps of that size and stride; with `norm`, the batch norm's result."""
+        """Return the values as a dense tensor of that size and stride; with `norm`, return the batch norm's result."""
         x = self.decode(data, seed).as_strided(size, stride)
         if norm is None:
             return x
@@ -89,38 +89,39 @@ class GroupPlan(ABC):
         return ((x - mean) * invstd * weight + bias).to(x.dtype)
 
     def mask(self, data: Tensor) -> Tensor:
-        """Return whether each value is not zero, flat."""
+        """Return the mask of the non-zero values as a flat tensor; see `mask_into`."""
         out = self._new_values(torch.bool)
         self.mask_into(data, out)
         return out
 
     def gate(self, data: Tensor, grad: Tensor, slope: float | None = None) -> Tensor:
-        """Return `grad` where the values in `data` are not zero, else zero: ReLU's gradient.
+        """Return the gradient of ReLU: `grad` where the values in `data` are not zero, else zero.
 
-        With `slope`, where the values, packed with `signs`, are positive, else `slope` times that: leaky ReLU's.
+        With `slope`, return the gradient of leaky ReLU: `grad` where the values are positive, else `slope * grad`. The
+        values must be packed with `signs`.
         """
         if slope is not None:
             size, stride = grad.shape, grad.stride()
-            negative = self.decode_strided(data, 0, size, stride) < 0  # whatever the seed
+            negative = self.decode_strided(data, 0, size, stride) < 0  # signs do not depend on the seed
             return torch.where(self.mask(data).as_strided(size, stride) & ~negative, grad, grad * slope)
         out = torch.empty_like(grad)
         self.gate_into(data, grad, out)
         return out
 
     def finite(self, data: Tensor) -> bool | Tensor:
-        """Return whether no group holds a NaN or an infinity, which its step tells; as a tensor without dimensions."""
+        """Return whether all values are finite, as a zero-dimensional tensor. The step of a group tells."""
         if self.numel == 0:
             return True
         steps = data[self.at_step : self.nbytes]
         if self.format.scale_dtype == torch.float64:
             return ~steps.view(torch.float64).isnan().any()
-        # Constant groups are marked by a sign bit, before other bits of any kind.
+        # Constant groups are marked by the sign bit, so they are negative here; their other bits are arbitrary.
         return steps.view(torch.int16).amax() <= INFINITY_BF16
 
-    # Those below take memory for the codes, or allocate it.
+    # The methods below write the codes to `data`, or allocate it.
 
     def encode_relu(self, x: Tensor, out: Tensor, seed: Seed, data: Tensor | None = None) -> Tensor:
-        """Write the ReLU of `x` to `out` and return the codes of it."""
+        """Write the ReLU of `x` to `out` and return the codes of the result."""
         raise NotImplementedError(f"{type(self).__name__} has no kernel for ReLU; see fuses_forward")
 
     def encode_moments(self, x: Tensor, workspace: Tensor, seed: Seed, data: Tensor | None = None) -> Tensor:
@@ -130,9 +131,9 @@ class GroupPlan(ABC):
     def encode_norm_relu(
         self, x: Tensor, norm: Norm | Tensor, out: Tensor, seed: Seed, data: Tensor | None = None
     ) -> Tensor:
-        """Write the ReLU of a normalised `x` to `out`, which may be `x`, and return the codes of it.
+        """Apply batch norm and ReLU to `x`, write the result to `out`, which may be `x`, and return its codes.
 
-        `norm` is that of the batch norm, or its rows of mean, 1 / deviation, scale and bias.
+        `norm` is a `Norm`, or one tensor with the rows mean, 1 / deviation, scale and bias.
         """
         raise NotImplementedError(f"{type(self).__name__} has no kernel for batch norm; see fuses_norm_relu")
 
@@ -141,16 +142,16 @@ class GroupPlan(ABC):
 
 
 Gate = tuple[Tensor, GroupPlan]
-"""Codes of a ReLU's result, and their plan: gradients pass where they are not zero."""
+"""Codes of a ReLU's result, and their plan. Gradients pass where the codes are not zero."""
 
 
 def flat_memory(x: Tensor) -> Tensor:
-    """Return the memory of a tensor without gaps as one flat tensor."""
+    """Return a flat view of a dense tensor, in memory order."""
     return x if x.dim() == 1 else x.as_strided((x.numel(),), (1,))
 
 
 def seed_number(seed: Seed, format: GroupFormat) -> int:
-    """Return a seed as a number, for kernels that do not read it on the device."""
+    """Return the seed as a number, for kernels that cannot read it on the device."""
     if not isinstance(seed, tuple):
         return seed
     seeds, row = seed

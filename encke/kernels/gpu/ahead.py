@@ -1,4 +1,4 @@
-"""Which kernels a training will need: launches on tensors without memory, which compiler.py has compiled ahead."""
+"""Kernels that a training run will need, found by launches on meta tensors. compiler.py compiles them ahead."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from encke.kernels.reference.row_norm import RowNorm
 
 META = torch.device("meta")
 IMAGES = ((3, 224), (64, 112), (64, 56), (256, 56), (128, 28), (512, 28), (256, 14), (1024, 14), (512, 7), (2048, 7))
-"""Channels and sides of the tensors of a usual CNN."""
+"""Channels and side lengths of the tensors in a typical CNN."""
 BATCH = 128
 WIDTH = 1 << 20
-"""Values of a tensor whose groups lie one after the other."""
+"""Number of values of a tensor whose groups are contiguous."""
 ROWS = 1 << 10
-"""Rows of a norm's input."""
+"""Number of rows of a norm's input."""
 
 
 def read_request(wanted: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `launches` for a request that has travelled as plain data."""
+    """Return the arguments of `launches` for a request that was sent as plain data."""
     uses = [
         PackedUse(GroupFormat.from_numbers(numbers), tuple(size), last, norm, relu, tuple(smooth), tuple(rates))
         for numbers, size, last, norm, relu, smooth, rates in wanted["uses"]
@@ -46,7 +46,7 @@ def read_request(wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def exercise(use: UsualUse, rate: int) -> None:
-    """Launch the usual kernels at one number of bits; of compiled models none for planes in NCHW memory."""
+    """Launch the usual kernels at one number of bits. Compiled models request none for planes in NCHW memory."""
     table = use.seed_table
     seed: Any = (torch.empty(64, dtype=torch.int64, device=META), 0) if table else 0
     exercise_plan(GroupFormat(rate, 128, use.dtype), (WIDTH,), False, seed, table, norm=False, relu=use.images)
@@ -63,7 +63,7 @@ def exercise(use: UsualUse, rate: int) -> None:
 
 
 def exercise_activation(kind: str, format: GroupFormat, numel: int) -> None:
-    """Launch the kernels that compute an activation of codes; SiLU with a factor as well, as in a gated MLP."""
+    """Launch the kernels that compute an activation from codes; SiLU also times a factor, as in a gated MLP."""
     data = torch.empty(format.nbytes(numel), dtype=torch.uint8, device=META)
     values = torch.empty(numel, dtype=format.dtype, device=META)
     for factor in (None, (data, 0), values) if kind == "silu" else (None,):
@@ -95,7 +95,7 @@ def exercise_rows(use: RowUse, rate: int) -> None:
 def exercise_use(use: PackedUse, rate: int) -> None:
     """Launch the kernels of one use at one rate."""
     numel = math.prod(use.size)
-    # Only the size of a plane matters, not its form.
+    # Only the size of a plane matters, not its shape.
     size = (*use.size[:2], math.prod(use.size[2:]), 1) if len(use.size) > 2 else (numel,)
     format = replace(use.format, bits=rate)
     norm = use.norm and len(size) > 1
@@ -119,8 +119,8 @@ def exercise_plan(
         seed_table: Whether the seed is on the device.
         norm: Whether batch norm reads it.
         relu: Whether ReLU may read it.
-        gated: Whether ReLU may read what batch norm makes of it.
-        smooth: Smooth activations that may.
+        gated: Whether ReLU may read the result of the batch norm.
+        smooth: Smooth activations that may read the result of the batch norm.
     """
     layout = torch.channels_last if last and len(size) == 4 else torch.contiguous_format
     x = torch.empty(size, dtype=format.dtype, device=META, memory_format=layout)
@@ -150,7 +150,7 @@ def exercise_norm(
     x: Tensor, plan: Any, data: Tensor, last: bool, seed: Any, seed_table: bool, gated: bool,
     smooth: Iterable[str],
 ) -> None:  # fmt: skip
-    """Launch the kernels of batch norm that read or write one format."""
+    """Launch the batch norm kernels that read or write one format."""
     size, channels = tuple(x.shape), x.shape[1]
     backward = norm_backward.norm_plan(size, plan.format, last, torch.float32, META, seed_table)
     row = torch.empty(channels, device=META)
@@ -159,7 +159,7 @@ def exercise_norm(
         norm_backward.norm_backward(x, data, rows, None, row, backward, seed)
         norm_backward.norm_backward(x, data, row, row, row, backward, seed)
     elif (values := norm_values.values_plan(size, x.dtype, last, torch.float32, META)) is not None:
-        mean, spread = (row, row) if last else (rows, None)  # as the forward kernels of NCHW memory keep them
+        mean, spread = (row, row) if last else (rows, None)  # as the forward kernels for NCHW memory store them
         norm_backward.norm_backward(x, x, mean, spread, row, values, 0)
     if backward is not None and plan.fuses_norm_relu and gated:
         gate = norm_backward.norm_plan(size, plan.format, last, torch.float32, META, seed_table, plan.format)
@@ -183,7 +183,7 @@ def exercise_norm(
 
 
 def specialisation(function: Any, tensors: Any, numbers: Any, constants: Any, specialised: int = 2) -> tuple[Any, ...]:
-    """Return what Triton compiles a kernel for, where all memory is aligned."""
+    """Return the key of the kernel that Triton compiles for a launch if all memory is aligned."""
     sizes = tuple(1 if n == 1 else n % 16 == 0 for n in numbers[:specialised])
     return function, constants, tuple(t.dtype for t in tensors), sizes
 
@@ -192,13 +192,13 @@ def launches(
     rates: Iterable[int] = (), uses: Iterable[PackedUse] = (), rows: Iterable[RowUse] = (),
     usual: Iterable[UsualUse] = (),
 ) -> list[tuple[Any, ...]]:  # fmt: skip
-    """Return the arguments of each different launch.
+    """Return the arguments of each distinct launch.
 
     Args:
         rates: Numbers of bits of `rows` and `usual`, the most urgent first.
         uses: Uses of packed tensors, with their own numbers of bits.
         rows: Norms over rows.
-        usual: Usual tensors.
+        usual: Uses of tensors by typical models.
     """
     found: dict[Any, tuple[Any, ...]] = {}
 
@@ -229,7 +229,7 @@ def launches(
 
 
 def compile_part(part: int, workers: int, **wanted: Any) -> Iterator[str]:
-    """Compile every `workers`-th of the launches that are wanted; yield the name of each kernel."""
+    """Compile every `workers`-th of the wanted launches; yield the name of each kernel."""
     for function, tensors, numbers, constants, warps, registers in launches(**wanted)[part::workers]:
         arguments = (*[launch.typed(t) for t in tensors], *numbers, *constants)
         function.warmup(*arguments, grid=(1, 1, 1), **launch.compile_options(warps, registers))
@@ -237,7 +237,7 @@ def compile_part(part: int, workers: int, **wanted: Any) -> Iterator[str]:
 
 
 class OtherTarget:
-    """Triton's driver for a GPU that this process does not use."""
+    """Triton driver that names a target GPU which this process does not use."""
 
     def __init__(self, target: Any) -> None:
         self.target = target

@@ -1,8 +1,8 @@
-"""Kernels of the fixed rate in Triton for interleaved rows: the `stride` channels of a pixel lie together.
+"""Fixed-rate kernels in Triton for interleaved rows: the `stride` channels of a pixel are contiguous.
 
-A program takes one group of each of some channels, [pair of bytes, byte of a pair, slice, channel]: the two bytes that
-share third bits of 3-bit codes are in one thread. Groups have `length` bytes in the field, LENGTH at most, and stay
-within rows of `row` pixels, `count` to a row. Bytes after the last one repeat it.
+A program processes one group of each of several channels, as a tile [pair of bytes, byte of a pair, slice, channel]:
+the two bytes that share third bits of 3-bit codes are in one thread. The field of a group has `length` bytes, at most
+LENGTH. Groups stay within rows of `row` pixels, and a row has `count` groups. Bytes after the last one repeat it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from encke.kernels.gpu.places import group_bytes
 
 @triton.jit
 def columns_of(stride, programs, CHANNELS: tl.constexpr):
-    """Return the number of a program among the `programs` that take its channels, these channels, and which exist."""
+    """Return the index of a program among the `programs` that share its channels, these channels, and which exist."""
     column = tl.program_id(0) // programs
     c = column * CHANNELS + tl.arange(0, CHANNELS)
     return tl.program_id(0) - column * programs, c, c < stride
@@ -42,7 +42,7 @@ def columns_of(stride, programs, CHANNELS: tl.constexpr):
 
 @triton.jit
 def block_places(block, stride, row, count, length, T: tl.constexpr):
-    """Return where the values of the groups of a block begin, and how many values they have."""
+    """Return the offset of the values of a block's groups, and the number of values in each of these groups."""
     line = block // count
     begin = (block - line * count).to(tl.int64) * (length * T)
     return (line * row + begin) * stride, tl.minimum(row - begin, length * T).to(tl.int32)
@@ -50,13 +50,13 @@ def block_places(block, stride, row, count, length, T: tl.constexpr):
 
 @triton.jit
 def of_channel(v):
-    """Spread one number for each channel over a tile."""
+    """Broadcast one number for each channel to a tile."""
     return v[None, None, None, :]
 
 
 @triton.jit
 def channel_max(v):
-    """Return the largest of each group."""
+    """Return the largest value of each group."""
     return tl.max(tl.max(tl.max(v, 2), 1), 0)
 
 
@@ -67,7 +67,7 @@ def gq_encode_channels_kernel(
     DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr, LENGTH: tl.constexpr, WHOLE: tl.constexpr,
     CHANNELS: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
-    """Encode one group of each of CHANNELS channels. WHOLE: groups have LENGTH code bytes."""
+    """Encode one group of each of CHANNELS channels. WHOLE: the field of a group has LENGTH bytes."""
     seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
     FIELD: tl.constexpr = 2 if BITS == 3 else BITS
     T: tl.constexpr = 8 // FIELD
@@ -81,7 +81,7 @@ def gq_encode_channels_kernel(
             tl.load(x + start + ((t * length + j) * stride + of_channel(c)), mask=of_channel(here), other=0), DTYPE
         )
     else:
-        # The last group of a row is filled with copies of its last value.
+        # Fill the last group of a row with copies of its last value.
         i = tl.minimum(t * length + j, valid - 1)
         v = widen(tl.load(x + start + (i * stride + of_channel(c)), mask=of_channel(here), other=0), DTYPE)
     bits = bits_of(v)
@@ -117,7 +117,7 @@ def gq_encode_channels_kernel(
 def load_channels(
     data, codes, first, stride, length, c, here, BITS: tl.constexpr, BYTES: tl.constexpr
 ):  # fmt: skip
-    """Return the places of BYTES bytes of groups from `first` on, the bytes, and the third bits that belong to each."""
+    """Load BYTES bytes of groups from byte `first` on; return their indices, the bytes, and their third bits."""
     pair, half = tl.arange(0, BYTES // 2)[:, None, None, None], tl.arange(0, 2)[None, :, None, None]
     j = first + pair * 2 + half
     packed = tl.load(data + codes + (j * stride + of_channel(c)), mask=of_channel(here) & (j < length), other=0)
@@ -137,7 +137,7 @@ def decode_channels(
     DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr, LENGTH: tl.constexpr, CHANNELS: tl.constexpr,
     BYTES: tl.constexpr, MASK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Return the values of BYTES code bytes of each group, or their MASK, and where they stand."""
+    """Decode BYTES code bytes of each group to values, or with MASK to a mask; return them with their positions."""
     FIELD: tl.constexpr = 2 if BITS == 3 else BITS
     T: tl.constexpr = 8 // FIELD
     PARTS: tl.constexpr = LENGTH // BYTES
@@ -169,7 +169,7 @@ def decode_channels(
 
 @triton.jit
 def store_channels(out, value, start, valid, j, t, c, here, stride, length, T: tl.constexpr, WHOLE: tl.constexpr):
-    """Store the values of groups that `decode_channels` returned."""
+    """Store the values that `decode_channels` returned."""
     to = out + start + ((t * length + j) * stride + of_channel(c))
     if WHOLE and valid == length * T:
         tl.store(to, value, mask=of_channel(here))
@@ -184,7 +184,7 @@ def gq_decode_channels_kernel(
     DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr, LENGTH: tl.constexpr, WHOLE: tl.constexpr,
     CHANNELS: tl.constexpr, BYTES: tl.constexpr, MASK: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
-    """Decode BYTES code bytes of each group, or write their MASK."""
+    """Decode BYTES code bytes of each group. With MASK, write the mask of the non-zero values instead."""
     seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
     length = LENGTH if WHOLE else length
     value, start, valid, j, t, c, here = decode_channels(
@@ -221,7 +221,7 @@ def gq_gate_channels_kernel(
     DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr, LENGTH: tl.constexpr, WHOLE: tl.constexpr,
     CHANNELS: tl.constexpr, BYTES: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Write x, or x plus `other`, where the packed values are not zero, else zero; see `gated`."""
+    """Write x, or x + other, where the packed values are not zero, else zero; see `gated`."""
     FIELD: tl.constexpr = 2 if BITS == 3 else BITS
     T: tl.constexpr = 8 // FIELD
     PARTS: tl.constexpr = LENGTH // BYTES

@@ -1,4 +1,4 @@
-"""Codes of groups in Triton: scales, rounding and decoding, shared by the kernels of the fixed rate."""
+"""Codes of groups in Triton: scales, rounding and decoding, shared by the fixed-rate kernels."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from encke.kernels.gpu.common import (
 )
 
 GATE, ADD, LEAK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""Kinds of gradients that codes gate: ReLU's, ReLU's of a sum, and leaky ReLU's."""
+"""Kinds of gradients that codes gate: of ReLU, of ReLU as the sum of two gradients, and of leaky ReLU."""
 
 
 def _shifted_codes(bits: int) -> str:
-    """Return PTX that shifts four bytes of codes in one word and takes them apart with the last instruction."""
+    """Return PTX that shifts four bytes of codes as one word and separates them in its last instruction."""
     mask = f"0x{0x01010101 * ((1 << bits) - 1):08X}"
     lines = [".reg .b32 code, choice;"]
     for i in range(4):
@@ -42,25 +42,25 @@ SHIFTED_CODES_4 = tl.constexpr(_shifted_codes(4))
 
 @triton.jit
 def of_group(v):
-    """Spread one number for each group over a tile."""
+    """Broadcast one number for each group to a tile."""
     return v[None, :, None, None, None]
 
 
 @triton.jit
 def bits_of(v):
-    """Return a float's bits as an unsigned integer."""
+    """Bitcast floats to unsigned integers."""
     return v.to(tl.uint64, bitcast=True) if v.dtype == tl.float64 else v.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def signed_bits(bits):
-    """Return bits as a signed integer."""
+    """Bitcast unsigned integers to signed ones."""
     return bits.to(tl.int64, bitcast=True) if bits.dtype == tl.uint64 else bits.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def step_up(step, spread):
-    """Round a step up to bf16 (fp64 stays) and away from zero where there is a spread at all, as it is stored."""
+    """Round a step up to bf16, in which it is stored (fp64 stays). The step is zero only if the spread is."""
     if step.dtype == tl.float64:
         step = tl.maximum(step, 2.0**-990)
     else:
@@ -71,10 +71,10 @@ def step_up(step, spread):
 
 @triton.jit
 def lo_down(lo, signed, SIGNS: tl.constexpr):
-    """Round a group's lo down to bf16 (fp64 stays), finite, and not to zero where its sign has a meaning."""
+    """Round a group's lo down to bf16 (fp64 stays), to a finite value, and not to zero if its sign has a meaning."""
     if lo.dtype == tl.float64:
         return lo
-    else:  # without it the compiler would go on after the return
+    else:  # without the else, the compiler would continue after the return
         size = lo.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         away = tl.minimum((size + 0xFFFF) & -0x10000, 0x7F7F0000).to(tl.float32, bitcast=True)
         near = size & -0x10000
@@ -85,11 +85,11 @@ def lo_down(lo, signed, SIGNS: tl.constexpr):
 
 @triton.jit
 def inverse_of(step):
-    """Return 2^24 / step rounded to nearest, of a positive step as step_up returns it."""
+    """Return 2^24 / step, rounded to nearest, for a positive step from `step_up`."""
     if INTERPRETED or step.dtype == tl.float64:
         return divide(tl.full(step.shape, 16777216.0, step.dtype), step)
     else:
-        # A quotient by eight bits is never near the middle between two floats: one iteration rounds correctly.
+        # A quotient by eight bits is never near the middle of two floats, so one iteration rounds correctly.
         return tl.inline_asm_elementwise(
             """
             {
@@ -107,7 +107,7 @@ def inverse_of(step):
 
 @triton.jit
 def first_values(x, at, here, DTYPE: tl.constexpr):
-    """Return the values at x + at, the first ones of groups; of bf16, which needs none, the addresses."""
+    """Return the first values of groups, at x + at; for bf16 and fp64, which need none, return `at`."""
     if DTYPE == tl.bfloat16 or DTYPE == tl.float64:
         return at
     else:
@@ -116,11 +116,12 @@ def first_values(x, at, here, DTYPE: tl.constexpr):
 
 @triton.jit
 def steps_of(largest, highest, least, first, DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr):
-    """Return for each group lo, step, 2^24 / step, number of steps, whether it has negative values, and lo's code.
+    """Return lo, step, 2^24 / step, number of steps, whether there are negative values, and lo's code, of each group.
 
-    From its values' bits: `largest` as unsigned integers (negative values are the larger ones, by magnitude), `highest`
-    as signed ones, and `least` of bits minus one, unsigned, in which zero is the largest. With SIGNS the last two are
-    those of magnitudes. `first` is the group's first value.
+    They are computed from extremes of the bits of a group's values: `largest` of the bits as unsigned integers (any
+    negative value is larger, ordered by magnitude), `highest` of the bits as signed integers, and `least` of bits minus
+    one, unsigned, where zero is the largest. With SIGNS, the last two are those of magnitudes. `first` is the group's
+    first value.
     """
     WORK: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
     bottom, top, small = largest.to(WORK, bitcast=True), highest.to(WORK, bitcast=True), least + 1
@@ -129,17 +130,17 @@ def steps_of(largest, highest, least, first, DTYPE: tl.constexpr, BITS: tl.const
 
 @triton.jit
 def scales_of(bottom, top, small, negative, first, DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr):
-    """Do what `steps_of` does from the values themselves, and whether all are `negative`."""
+    """Return the results of `steps_of` from values instead of bits, and from whether all values are `negative`."""
     WORK: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
-    # Plus 0.0: where -0.0 is all there is, the result is +0.0.
+    # Adding 0.0 turns -0.0 into +0.0, in case all values are -0.0.
     small += 0.0
     signed = bottom < 0
     lo, hi = small, top + 0.0
     if not SIGNS:
-        # Where everything is negative, the smallest magnitude is the highest value.
+        # If all values are negative, the smallest magnitude is the highest value.
         lo, hi = tl.where(signed, bottom, small), tl.where(signed & negative, small, hi)
     if DTYPE == tl.float32 or DTYPE == tl.float16:
-        # A group of one value keeps all its bits; zeros beside it are no harm behind another first value.
+        # lo of a constant group keeps all its bits. Zeros in it do no harm after a first value that is not zero.
         lo = tl.where((hi == lo) & (first != 0), lo, lo_down(lo, signed, SIGNS))
     elif SIGNS:
         lo = lo_down(lo, signed, SIGNS)
@@ -162,23 +163,23 @@ def scales_of(bottom, top, small, negative, first, DTYPE: tl.constexpr, BITS: tl
 
 @triton.jit
 def fixed_point(t):
-    """Return a float as an unsigned integer, zero below zero."""
+    """Convert a float to an unsigned integer; negative numbers become zero."""
     if INTERPRETED or t.dtype == tl.float64:
         return tl.maximum(t, 0.0).to(tl.uint32)
     else:
-        # The instruction itself goes to zero there.
+        # The instruction itself returns zero for negative numbers.
         return tl.inline_asm_elementwise("cvt.rzi.u32.f32 $0, $1;", "=r,r", [t], dtype=tl.uint32, is_pure=True, pack=1)
 
 
 @triton.jit
 def inverted_random32(index, seed_low, seed_high):
-    """Return random32 with all bits inverted, so that it is added instead of compared."""
+    """Return `random32` with all bits inverted, so that it can be added instead of compared."""
     if INTERPRETED:
         return random32(index, seed_low, seed_high) ^ 0xFFFFFFFF
     else:
         h = (index ^ seed_low.to(tl.uint32)) * (seed_high.to(tl.uint32) | 1)
         h = (h ^ (h >> 15)) * 0x846CA68B
-        # Left to itself the compiler makes two instructions of it.
+        # The compiler alone would emit two instructions.
         return tl.inline_asm_elementwise(
             "lop3.b32 $0, $1, $2, $1, 0xC3;", "=r,r,r", [h, h >> 16], dtype=tl.uint32, is_pure=True, pack=1
         )
@@ -199,12 +200,12 @@ def below_code(code, h, t, BITS: tl.constexpr):
 
 @triton.jit
 def fixed_codes(packed, h, t, BITS: tl.constexpr):
-    """Return `below_code` of the codes in bytes."""
+    """Extract the codes of slice t from bytes and return `below_code` of them."""
     if INTERPRETED or BITS == 8:
         return below_code((packed.to(tl.uint32) >> (t * BITS).to(tl.uint32)) & ((1 << BITS) - 1), h, t, BITS)
     else:
-        # Left to itself the compiler takes the four bytes apart before it shifts them. Where the four have one `t`, as
-        # they do in the kernels, the first two instructions are done once.
+        # The compiler alone would separate the four bytes before it shifts them. If the four have the same `t`, as in
+        # the kernels, the first two instructions run once.
         shift = t * BITS
         first = t * (BITS // 2)
         choice = 0x4000 | (((first + 3) & 3) << 8) | (((first + 2) & 3) << 4) | ((first + 1) & 3)
@@ -217,7 +218,7 @@ def fixed_codes(packed, h, t, BITS: tl.constexpr):
 
 @triton.jit
 def slices_of(packed, third, t, BITS: tl.constexpr):
-    """Return the codes of all slices from bytes of codes, and of 3-bit codes their third bits, four for each byte."""
+    """Extract the codes of all slices from bytes and, for 3-bit codes, from the third bits, four for each byte."""
     if BITS == 3:
         return ((packed.to(tl.uint32) >> (t * 2).to(tl.uint32)) & 3) | (((third >> t.to(tl.uint32)) & 1) << 2)
     else:
@@ -226,23 +227,23 @@ def slices_of(packed, third, t, BITS: tl.constexpr):
 
 @triton.jit
 def join_thirds(third):
-    """Join the third bits of two neighbouring bytes of a field, four bits each, in one byte."""
+    """Pack the third bits of two adjacent bytes of a field, four bits each, into one byte."""
     pairs = third.reshape(third.shape[0], third.shape[1], third.shape[2], third.shape[3] // 2, 2)
     return tl.sum(pairs << (tl.arange(0, 2) * 4).to(tl.uint32)[None, None, None, None, :], 4).to(tl.uint8)
 
 
 @triton.jit
 def split_thirds(both, SHAPE: tl.constexpr):
-    """Return what `join_thirds` joined, in the lower bits."""
+    """Unpack the result of `join_thirds`: the third bits are the lowest bits."""
     pairs = both.to(tl.uint32)[:, :, :, :, None] >> (tl.arange(0, 2) * 4).to(tl.uint32)[None, None, None, None, :]
     return pairs.reshape(SHAPE)
 
 
 @triton.jit
 def codes_of(v, hash, lo, inverse, steps, signed, extra, BITS: tl.constexpr, SIGNS: tl.constexpr):
-    """Return the code of each value; lo to extra are those of its group, and `hash` is its random number."""
+    """Return the code of each value. `lo` to `extra` belong to its group, and `hash` is its random number."""
     from_lo = tl.abs(v) if SIGNS else v
-    # Below lo are zeros, which are replaced further down, and values beyond bf16's largest.
+    # Zeros, which are replaced further down, and values beyond bf16's largest are below lo.
     fixed = fixed_point(tl.minimum((from_lo - lo) * inverse, steps))
     # q + (hash < fraction * 2^24) in fixed point, the whole part above bit 24.
     code = (fixed + hash + (extra << 24)) >> 24
@@ -254,7 +255,10 @@ def codes_of(v, hash, lo, inverse, steps, signed, extra, BITS: tl.constexpr, SIG
 
 @triton.jit
 def origin_of(lo, step):
-    """Return where a group's values begin less the random number that was added, and 2^-24 of its step."""
+    """Return origin and unit of each group: a value is origin + fixed * unit, where the unit is 2^-24 steps.
+
+    The origin includes the subtraction of the first code and of the random number; see `values_of`.
+    """
     return lo - tl.where(lo < 0, 0.5, 1.5).to(lo.dtype) * step, step * 5.9604644775390625e-08
 
 
@@ -264,7 +268,7 @@ def narrow_finite(v, top, DTYPE: tl.constexpr):
     if INTERPRETED or (DTYPE == tl.float32 or DTYPE == tl.float64):
         return narrow(nan_min(nan_max(v, -top), top), DTYPE)
     elif DTYPE == tl.bfloat16:
-        # The instruction itself stays there.
+        # The instruction itself clamps.
         return tl.inline_asm_elementwise(
             "cvt.rn.satfinite.bf16x2.f32 $0, $2, $1;", "=r,r,r", [v], dtype=tl.int16, is_pure=True, pack=2
         )
@@ -276,7 +280,7 @@ def narrow_finite(v, top, DTYPE: tl.constexpr):
 
 @triton.jit
 def values_of(code, fixed, lo, step, origin, unit, top, DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr):
-    """Return the value of each code, as it is stored; `fixed` has the random number below the code."""
+    """Decode codes to values of dtype DTYPE. `fixed` holds the code, and the random number in its lower 24 bits."""
     signed, known = lo < 0, step == step
     if SIGNS:
         size = code & tl.where(signed, (1 << (BITS - 1)) - 1, (1 << BITS) - 1).to(tl.uint32)
@@ -290,7 +294,7 @@ def values_of(code, fixed, lo, step, origin, unit, top, DTYPE: tl.constexpr, BIT
 
 @triton.jit
 def flags_of(code, lo, step, BITS: tl.constexpr, SIGNS: tl.constexpr):
-    """Return whether each value is not zero, as far as its code tells."""
+    """Return which values are not zero. Groups whose codes cannot express zero count as non-zero."""
     signed, known = lo < 0, step == step
     if SIGNS:
         size = code & tl.where(signed, (1 << (BITS - 1)) - 1, (1 << BITS) - 1).to(tl.uint32)
@@ -304,9 +308,9 @@ def gated(
     x, other, at, there, code, lo, step, slope, DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
-    """Return x + at, with ADD plus other + at, where values are not zero, else zero: ReLU's gradient.
+    """Return the gradient of ReLU: x + at (with ADD, plus other + at) where values are not zero, else zero.
 
-    With LEAK, where values are positive, else `slope` times that: leaky ReLU's.
+    With LEAK, return the gradient of leaky ReLU: x + at where values are positive, else `slope` times that.
     """
     flag = flags_of(code, lo, step, BITS, SIGNS)
     value = load_sum(x, other, at, there, DTYPE, KIND == ADD)
@@ -320,7 +324,7 @@ def gated(
 
 @triton.jit
 def scales_at(data, groups, length, EIGHT: tl.constexpr = False):
-    """Return where the scales begin: behind the codes, at a multiple of eight bytes. EIGHT: `length` is one."""
+    """Return the address of the scales: after the codes, at a multiple of 8. EIGHT: `length` is a multiple of 8."""
     if EIGHT:
         return data + groups.to(tl.int64) * length
     else:
@@ -329,7 +333,7 @@ def scales_at(data, groups, length, EIGHT: tl.constexpr = False):
 
 @triton.jit
 def store_scales(at_lo, g, here, groups, lo, step, signed, SIGNS: tl.constexpr):
-    """Store lo and step of the groups `g`, or of a group of one value the first 31 bits of that value."""
+    """Store lo and step of the groups `g`, or the first 31 bits of a constant group whose value does not fit bf16."""
     if SIGNS:
         lo = tl.where(signed, -lo, lo)
     if lo.dtype == tl.float64:
@@ -345,7 +349,7 @@ def store_scales(at_lo, g, here, groups, lo, step, signed, SIGNS: tl.constexpr):
 
 @triton.jit
 def load_scales(at_lo, at_codes, g, here, groups, DTYPE: tl.constexpr, SIGNS: tl.constexpr):
-    """Load lo and step of the groups `g`, whose codes begin at `at_codes`; groups of one value have step zero."""
+    """Load lo and step of the groups `g`, whose codes begin at `at_codes`. Constant groups have step zero."""
     if DTYPE == tl.float64:
         lo = tl.load(at_lo.to(tl.pointer_type(tl.float64)) + g, mask=here, other=0.0)
         step = tl.load((at_lo + groups * 8).to(tl.pointer_type(tl.float64)) + g, mask=here, other=0.0)
@@ -358,7 +362,7 @@ def load_scales(at_lo, at_codes, g, here, groups, DTYPE: tl.constexpr, SIGNS: tl
 
 @triton.jit
 def join_scales(high, low, at_codes, here, DTYPE: tl.constexpr, SIGNS: tl.constexpr):
-    """Return lo and step from what is stored of groups, whose codes begin at `at_codes`."""
+    """Return lo and step of groups from their two stored halves. The codes of the groups begin at `at_codes`."""
     lo, step = widen(high, tl.bfloat16), widen(low, tl.bfloat16)
     if DTYPE == tl.float32 or DTYPE == tl.float16:
         constant = low < 0
@@ -372,11 +376,11 @@ def join_scales(high, low, at_codes, here, DTYPE: tl.constexpr, SIGNS: tl.conste
 
 @triton.jit
 def group_max(v):
-    """Return the largest of each group of a tile."""
+    """Return the largest value of each group of a tile."""
     return tl.max(tl.max(tl.max(tl.max(v, 4), 3), 2), 0)
 
 
 @triton.jit
 def group_min(v):
-    """Return the smallest of each group of a tile."""
+    """Return the smallest value of each group of a tile."""
     return tl.min(tl.min(tl.min(tl.min(v, 4), 3), 2), 0)

@@ -1,12 +1,12 @@
-"""Kernels that are compiled ahead, by a process beside the training with the lowest priority.
+"""Compilation of kernels ahead of their first launch, in a background process with the lowest priority.
 
-Triton compiles a kernel when it is first launched, and its front end holds the interpreter's lock, so threads do not
-help. The process launches kernels on tensors without memory and only compiles them: it needs no GPU, and shares
-Triton's cache on disk. The training goes on meanwhile; what is compiled by then, it finds there.
+Triton compiles a kernel at its first launch, and its front end holds the GIL, so threads do not help. The process
+launches kernels on meta tensors and only compiles them: it needs no GPU, and writes to Triton's cache on disk. The
+training continues meanwhile and finds the compiled kernels in the cache.
 
-The process imports torch and Triton once, which takes seconds, and reads requests from its standard input, a JSON line
-each. For each it forks processes that share the kernels, and leaves a marker in the cache when all of them are
-compiled. It ends with the training, when it is told to, and after a while without a request.
+The process imports torch and Triton once, which takes seconds, and reads requests from its standard input, one JSON
+line each. For each request it forks processes that share the kernels among them, and leaves a marker in the cache when
+all of these are compiled. It ends with the training, when it is told to, or after a while without a request.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from encke.tools import process
 from encke.tools.provenance import core_count
 
 WORKERS = 8
-"""Most processes for one request. They take half of the cores."""
+"""Largest number of processes for one request. They use at most half of the cores."""
 PIPE = 1 << 18
-"""Bytes of requests that may wait."""
+"""Bytes of requests that may be pending."""
 END = b"\n"
-"""An empty request, the last one."""
+"""Empty request, sent as the last one."""
 IDLE = 60.0
 """Seconds without a request after which the process ends."""
 
 
 VARIABLE = "ENCKE_COMPILE_AHEAD"
-"""Environment variable: 0 turns it off."""
+"""Environment variable; 0 turns compilation ahead off."""
 MOST = 1000
-"""Uses that can be asked for at once."""
+"""Largest number of uses in one request."""
 _asked: set[Path] = set()
-"""Markers of what was asked for."""
+"""Markers of the requests that were sent."""
 
 
 def request(
     uses: Iterable[PackedUse] = (), rows: Iterable[RowUse] = (), usual: Iterable[UsualUse] = (),
     rates: tuple[int, ...] = (),
 ) -> None:  # fmt: skip
-    """Have kernels compiled if the cache does not have them yet; return at once. See `backends.compile_ahead`."""
-    # The number of bits in force does not matter.
+    """Request kernels that are not in the cache yet and return at once. See `backends.compile_ahead`."""
+    # Uses that differ only in the current number of bits are equal.
     some = dict.fromkeys((replace(use.format, bits=use.rates[0]), *use[1:]) for use in uses)
     wanted = {
         "uses": [(format.numbers(), *rest) for format, *rest in list(some)[:MOST]],
@@ -79,12 +79,12 @@ def request(
 
 
 def wait() -> None:
-    """Wait until everything that was asked for is compiled."""
+    """Wait until all requested kernels are compiled."""
     _compiler.wait()
 
 
 def marker(target: Any, wanted: dict[str, Any]) -> Path:
-    """Return the file in Triton's cache that says that these kernels of this version were compiled for this GPU."""
+    """Return the file in Triton's cache that marks these kernels, in this version, as compiled for this GPU."""
     digest = hashlib.sha256(f"{sources_digest()} {triton.__version__} {target} {json.dumps(wanted)}".encode())
     return Path(triton.knobs.cache.dir) / f"encke-{digest.hexdigest()[:24]}"
 
@@ -97,13 +97,13 @@ def sources_digest() -> str:
 
 
 class Compiler:
-    """The process, as the training sees it. It is started when it is first asked for something."""
+    """Client of the background process, which is started at the first request."""
 
     def __init__(self) -> None:
         self.child: subprocess.Popen[bytes] | None = None
 
     def ask(self, request: dict[str, Any]) -> None:
-        """Send a request. Where no process can be started, the training compiles what it needs itself."""
+        """Send a request. If no process can be started, the training compiles its kernels itself."""
         line = json.dumps(request).encode() + b"\n"
         for _ in range(2):
             with contextlib.suppress(OSError):
@@ -113,22 +113,22 @@ class Compiler:
                 self.child.stdin.write(line)
                 self.child.stdin.flush()
                 return
-            self.child = None  # it has ended meanwhile
+            self.child = None  # the process has ended meanwhile
 
     def start(self) -> subprocess.Popen[bytes]:
         """Start the process."""
         variables = process.environment() | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         quiet: dict[str, Any] = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
         command = [sys.executable, "-m", __name__]
-        # A request fits into the pipe while the process is still starting, or the training would wait for that.
+        # The pipe holds requests while the process is starting; otherwise the training would wait for the start.
         return subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, pipesize=PIPE, **quiet)
 
     def wait(self) -> None:
-        """Wait until everything that was asked for is compiled."""
+        """Wait until all requested kernels are compiled."""
         if self.child is not None:
             assert self.child.stdin is not None
             with contextlib.suppress(OSError):
-                # Processes that the training has forked may hold the other end as well: it has to be told.
+                # Forked processes of the training may hold the pipe open too, so closing it does not suffice.
                 self.child.stdin.write(END)
                 self.child.stdin.close()
             self.child.wait()
@@ -139,7 +139,7 @@ _compiler = Compiler()
 
 
 def serve() -> None:
-    """Take requests until there is an empty one, the input is closed, or nothing has been asked for a while."""
+    """Handle requests until an empty one arrives, the input is closed, or none has arrived for a while."""
     process.die_with_parent()
     os.nice(19)
     leaders: set[int] = set()
@@ -161,7 +161,7 @@ def serve() -> None:
 
 
 def fork(function: Callable[..., None], *arguments: Any) -> int:
-    """Run a function in a forked process, which ends with this one. Return its number."""
+    """Run a function in a forked process that ends with this one, and return its process id."""
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -175,7 +175,7 @@ def fork(function: Callable[..., None], *arguments: Any) -> int:
 
 
 def lead(request: dict[str, Any]) -> None:
-    """Compile the kernels of a request in several processes, and leave the marker if none of them has failed."""
+    """Compile the kernels of a request in several processes, and leave the marker if all of them succeed."""
     done = Path(request["marker"])
     with contextlib.suppress(OSError), sole_compiler(done):
         count = max(min(WORKERS, core_count() // 2), 1)
@@ -186,13 +186,13 @@ def lead(request: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def sole_compiler(done: Path) -> Iterator[None]:
-    """Hold a lock on what one program on this machine compiles.
+    """Hold a machine-wide lock on the compilation of one request.
 
-    Forked processes share it, so it lasts until the last of them has ended, however it ends. A second training of the
-    same model would only slow the first one's processes down.
+    Forked processes share the lock, so it lasts until the last of them has ended, however it ends. A second training of
+    the same model would only slow down the processes of the first one.
 
     Raises:
-        OSError: Another program's processes are at it, or the cache cannot be written to.
+        OSError: Another program's processes hold the lock, or the cache cannot be written to.
     """
     done.parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(done.with_name(f"{done.name}-lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)

@@ -1,4 +1,4 @@
-"""Kernels of the fixed rate in Triton for groups of neighbouring values: encode, decode and gate. See places.py."""
+"""Fixed-rate kernels in Triton for groups of adjacent values: encode, decode and gate. See places.py."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from encke.kernels.gpu.places import all_groups, byte_places, group_bytes, group
 def load_codes(
     data, codes, j, length, BITS: tl.constexpr, LENGTH: tl.constexpr, THREADS: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
-    """Load the bytes `j` of groups whose codes begin at `codes`, and the third bits that belong to each of them."""
+    """Load the bytes `j` of groups whose codes begin at `codes`, and the third bits of these bytes."""
     packed = tl.load(data + (codes[None, :, None, None] + j))
     third = packed
     if BITS == 3:
@@ -53,7 +53,7 @@ def gq_encode_kernel(
     WHOLE: tl.constexpr, THREADS: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr,
     TABLE: tl.constexpr,
 ):  # fmt: skip
-    """Encode G groups. WHOLE: they have LENGTH code bytes."""
+    """Encode G groups. WHOLE: the field of a group has LENGTH bytes."""
     seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
     FIELD: tl.constexpr = 2 if BITS == 3 else BITS
     T: tl.constexpr = 8 // FIELD
@@ -66,7 +66,7 @@ def gq_encode_kernel(
     if UNIT > 1 and valid == length * T:
         v = widen(tl.load(x + (of_group(start) + i)), DTYPE)
     else:
-        # The last group of a row is filled with copies of its last value.
+        # Fill the last group of a row with copies of its last value.
         v = widen(tl.load(x + (of_group(start) + tl.minimum(i, valid - 1))), DTYPE)
     bits = bits_of(v)
     size = bits_of(tl.abs(v)) if SIGNS else bits
@@ -103,7 +103,7 @@ def gq_decode_kernel(
     WHOLE: tl.constexpr, THREADS: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr,
     MASK: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
-    """Decode G groups, or write their MASK."""
+    """Decode G groups. With MASK, write the mask of the non-zero values instead."""
     seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
     FIELD: tl.constexpr = 2 if BITS == 3 else BITS
     T: tl.constexpr = 8 // FIELD
@@ -145,7 +145,7 @@ def gq_gate_kernel(
     DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr, G: tl.constexpr, LENGTH: tl.constexpr,
     WHOLE: tl.constexpr, THREADS: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Write x, or x plus `other`, where the packed values are not zero, else zero; see `gated`."""
+    """Write x, or x + other, where the packed values are not zero, else zero; see `gated`."""
     FIELD: tl.constexpr = 2 if BITS == 3 else BITS
     T: tl.constexpr = 8 // FIELD
     length = LENGTH if WHOLE else length // UNIT * UNIT

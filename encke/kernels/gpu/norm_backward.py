@@ -1,8 +1,8 @@
-"""The backward of batch norm from a packed input: plans and launches. The kernels are in norm_kernels.py.
+"""Backward of batch norm from a packed input: plans and launches. The kernels are in norm_kernels.py.
 
-Four steps, and the host waits for none of them: sums of g and g * x for parts of the tensor, for planes in NCHW memory
-the gathering of these sums by channel, the coefficients of each channel with the gradients of weight and bias, and
-grad_x = g * k1 + x * k2 + k3.
+There are four steps, and the host waits for none of them: sums of g and g * (x - mean) for parts of the tensor; for
+planes in NCHW memory, the sums of each channel; the coefficients of each channel and the gradients of weight and bias;
+and grad_x = g * k1 + x * k2 + k3.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from encke.kernels.gpu.norm_kernels import (
 from encke.kernels.gpu.places import Rows, reciprocal
 from encke.kernels.plans import Gate, GroupPlan
 
-WARPS = 1  # of a program in channels_last memory; eight threads have 16 bytes each of a pixel
-PROGRAMS = 132 * 16  # programs that sum up, where there is enough to do
-REGISTERS = (128, 96, 112, 128)  # of programs that sum up, and write: alone, behind ReLU or a smooth one; few spills
-REDUCED = 1024  # values that a program sums up in NCHW memory, with one warp
-WRITTEN = 512  # accesses of 16 bytes of a program that writes the gradient there
-GATHER = 1024  # sums that a program of the gathering reads at a time
+WARPS = 1  # of a program in channels_last memory; eight threads load 16 bytes each of a pixel
+PROGRAMS = 132 * 16  # programs that sum, if there is enough work
+REGISTERS = (128, 96, 112, 128)  # of programs that sum, and write: no activation, ReLU, smooth; few spills
+REDUCED = 1024  # values that a program sums in NCHW memory, with one warp
+WRITTEN = 512  # 16-byte accesses of a program that writes the gradient there
+GATHER = 1024  # sums that a program of `gather_kernel` reads at a time
 ROUND = False
 """Whether decoded values are rounded to the tensor's dtype before use, as when they are decoded to memory."""
 
@@ -44,16 +44,16 @@ class NormPlan:
     """Plan of batch norm's backward for gradients of one size: grids, numbers and constants of its launches."""
 
     gate_bits = 0
-    """Bits of a ReLU's codes that gradients are gated by; 0 if there are none."""
+    """Bits of the ReLU codes that gate the gradients; 0 if there are none."""
     act = 0
-    """Number of a smooth activation of the result whose gradients are taken; 0 if there is none."""
+    """Number of the smooth activation after the norm whose gradient is propagated too; 0 if there is none."""
 
     def __init__(
         self, numel: int, channels: int, splits: int, weight_dtype: torch.dtype | None, device: torch.device
     ) -> None:
         self.channels, self.device = channels, device
         self.sums_numel = splits * 2 * channels
-        """Size of the sums that each channel's sums are gathered from: [splits, 2, channels]."""
+        """Number of partial sums: [splits, 2, channels]."""
         self.rest = (splits, channels, channels / numel)
         weight = tl.float32 if weight_dtype is None else TYPES[weight_dtype]
         constants = (weight_dtype is not None, weight, min(256, power_of_two(splits)), 8)
@@ -66,7 +66,7 @@ class NormPlan:
         self, grad: Tensor, data: Tensor, mean: Tensor, seed: tuple[Tensor, int, int], gate: Tensor | None = None,
         sums: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return sum(g) and sum(g (x - mean)) for each channel, in a few partial sums."""
+        """Return sum(g) and sum(g * (x - mean)) of each channel, as a few partial sums."""
         raise NotImplementedError
 
     def apply(
@@ -157,12 +157,12 @@ def norm_plan(
     size: tuple[int, ...], format: GroupFormat, channels_last: bool, weight_dtype: torch.dtype | None,
     device: torch.device, seed_table: bool = False, gate: GroupFormat | None = None, act: int = 0,
 ) -> CodesPlan | None:  # fmt: skip
-    """Return the plan for gradients of that size; None where the kernels do not take them.
+    """Return the plan for gradients of that size; None if the kernels do not support them.
 
     The packed input, in `format`, has the size and the memory format of the gradient: channels_last or contiguous. With
-    `seed_table` seeds come as a tensor and a row. `gate` is the format of a ReLU's codes; where the kernels do not read
-    it, the plan has no `gate_bits`. With `act`, the number of a smooth activation, gradients are those of that
-    activation of the result, in channels_last memory.
+    `seed_table`, seeds are given as a tensor and a row. `gate` is the format of a ReLU's codes; if the kernels cannot
+    read it, `gate_bits` of the plan is 0. With `act`, the number of a smooth activation after the norm, the plan takes
+    gradients of the activation's result, in channels_last memory only.
     """
     numel, channels = math.prod(size), size[1]
     if format.bits not in (2, 3, 4, 8) or format.group != NORM_GROUP or format.signs or not numel:
@@ -188,17 +188,18 @@ def norm_backward(
     """Return the gradients of input (if `apply`), weight and bias of batch norm in training.
 
     Args:
-        grad: Gradient of the result, with the dtype and memory format of the input.
+        grad: Gradient of the norm's result, with the dtype and memory format of the input.
         data: The packed input; for a plan of values, the values.
         mean: Mean of each channel.
-        invstd: 1 / deviation of each channel; None: it is the second row of `mean`.
+        invstd: 1 / deviation of each channel; None if it is the second row of `mean`.
         weight: Weight of each channel, if there is one.
         plan: The plan.
         seed: Seed of the packed input.
         apply: Whether the input's gradient is needed.
-        gate: Codes of the ReLU of the result: `grad` is the ReLU's gradient, and counts where they are not zero. Only
-            for a plan with `gate_bits`. For a plan with `act`: mean, 1 / deviation, scale and bias of each channel.
-        out: Memory for the input's gradient: `grad`, or values, may be written over.
+        gate: For a plan with `gate_bits`, the codes of the ReLU's result: `grad` is the gradient of that result, and
+            passes where the codes are not zero. For a plan with `act`: mean, 1 / deviation, scale and bias of each
+            channel.
+        out: Memory for the input's gradient; may be `grad` or the values.
         scratch: Memory for `sums_numel` sums and for three coefficients of each channel, in fp32.
     """
     seed_args = seed_arguments(seed, data)
@@ -238,7 +239,7 @@ def norm_sums(
 def norm_apply(
     grad: Tensor, data: Tensor, sums: Tensor, plan: GroupPlan, seed: Seed, out: Tensor, gate: Gate | None = None
 ) -> None:
-    """Write the gradient of batch norm's input from what `norm_sums` wrote; see `reference.norm_apply`."""
+    """Write the gradient of batch norm's input from the result of `norm_sums`; see `reference.norm_apply`."""
     grad, codes, norm = _plan_of(grad, plan, torch.float32, seed, gate)
     if norm is None:
         reference.norm_apply(grad, data, sums, plan, seed, out)
@@ -249,7 +250,7 @@ def norm_apply(
 def _plan_of(
     grad: Tensor, plan: GroupPlan, weight_dtype: torch.dtype, seed: Seed, gate: Gate | None
 ) -> tuple[Tensor, Tensor | None, CodesPlan | None]:
-    """Return the gradient, a ReLU's codes that it is still to be gated by, and the plan."""
+    """Return the gradient, the ReLU codes that still have to gate it (None if there are none), and the plan."""
     format, table = plan.format, type(seed) is tuple
     gate_format = None if gate is None else gate[1].format
     norm = norm_plan(grad.shape, format, format.stride > 1, weight_dtype, grad.device, table, gate_format)

@@ -1,8 +1,8 @@
-"""The forward of batch norm in training together with packing its input: channels_last memory, 16-bit values.
+"""Forward of batch norm in training, fused with packing its input: channels_last memory, 16-bit values.
 
-Three steps, and the host waits for none of them. The encoder has the values in registers and writes the mean and the
-spread of each group beside its codes (pairs.py). From these come mean and variance of each channel, without the
-difference of two large sums that E[x^2] - E[x]^2 would be. Then (x - mean) * scale + bias.
+There are three steps, and the host waits for none of them. The encoder, which has the values in registers, writes mean
+and squared deviation of each group beside the codes (pairs.py). Mean and variance of each channel are computed from
+these, without the cancellation of E[x^2] - E[x]^2. The last step writes (x - mean) * scale + bias.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from encke.kernels.gpu.common import narrow, widen
 from encke.kernels.gpu.launch import TYPES, Launch
 from encke.kernels.gpu.smooth import activated
 
-MOMENTS = 4096  # moments of groups that a program reads at a time, of eight channels
-MANY = 2048  # groups of a channel that one program goes through; more are first merged by many programs
+MOMENTS = 4096  # moments of groups, of eight channels, that a program reads at a time
+MANY = 2048  # largest number of groups of a channel for one program; more are first merged by many programs
 VALUES = 4096  # values that a program normalises
-UNIT = 8  # channels come in a multiple of this: 16 bytes
+UNIT = 8  # the number of channels is a multiple of this: 16 bytes
 
 
 @triton.jit
 def moments_of(
     workspace, c, here, start, end, blocks, channels, pixels, ROWS: tl.constexpr, CH: tl.constexpr, GROUP: tl.constexpr
 ):  # fmt: skip
-    """Return mean and mean squared deviation of the channels `c` that are `here`, in blocks start to end."""
+    """Return mean and variance of the channels `c`, where `here`, over the blocks from `start` to `end`."""
     row = tl.arange(0, ROWS)[:, None]
     apart = blocks.to(tl.int64) * channels
     count = tl.zeros((ROWS, 1), tl.float32)
@@ -63,7 +63,7 @@ def merge_kernel(
     workspace, merged, blocks: tl.int32, channels: tl.int32, pixels: tl.int64,
     ROWS: tl.constexpr, CH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Merge the moments of ROWS groups each."""
+    """Merge the moments of every ROWS groups of a channel."""
     c = tl.program_id(0) * CH + tl.arange(0, CH)
     here = c < channels
     n = tl.program_id(1)
@@ -90,7 +90,7 @@ def moments_kernel(
 
 @triton.jit
 def update_running(running_mean, running_var, batches, c, here, mean, var, count, momentum):
-    """Update running statistics of the channels `c` that are `here`, and the number of batches."""
+    """Update the running statistics of the channels `c`, where `here`, and the number of batches."""
     old_mean = tl.load(running_mean + c, mask=here, other=0.0)
     old_var = tl.load(running_var + c, mask=here, other=0.0)
     unbiased = var * (count / tl.maximum(count - 1.0, 1.0))
@@ -141,7 +141,7 @@ def normalise_kernel(
     v = widen(tl.load(x + at, mask=inside, other=0), DTYPE)
     y = tl.fma(v - mean[None, :], scale[None, :], bias[None, :])
     if ACT:
-        # Of what batch norm's result would be in memory.
+        # Round first, as batch norm's result would be in memory.
         y = activated(widen(narrow(y, DTYPE), DTYPE), ACT)
     tl.store(out + at, narrow(y, DTYPE), mask=inside)
 
@@ -179,7 +179,7 @@ class ForwardPlan:
         self, workspace: Tensor, weight: Tensor, bias: Tensor, running: tuple[Tensor, ...] | None, momentum: float,
         eps: float, kept: Tensor,
     ) -> None:  # fmt: skip
-        """Write `kept`, [mean, 1 / deviation, scale, bias], from what the encoder wrote to `workspace`.
+        """Write [mean, 1 / deviation, scale, bias] to `kept`, computed from the encoder's moments in `workspace`.
 
         `running` has running mean, running variance and number of batches, which are updated.
         """
@@ -188,15 +188,15 @@ class ForwardPlan:
         self.statistics[running is not None]((moments, weight, bias, *means, kept), (*self.numbers[0], momentum, eps))
 
     def normalise(self, x: Tensor, kept: Tensor, out: Tensor, act: int = 0) -> None:
-        """Write the result of batch norm, or a smooth activation of that, to `out`, which may be `x`."""
+        """Write the result of batch norm, or a smooth activation of it, to `out`, which may be `x`."""
         self.apply[act]((x, kept, out), self.numbers[1])
 
     def measure(self, workspace: Tensor, mean: Tensor, var: Tensor) -> None:
-        """Write mean and variance alone from what the encoder wrote to `workspace`."""
+        """Write mean and variance, computed from the encoder's moments in `workspace`."""
         self.moments((self._merged(workspace), mean, var), self.numbers[0])
 
     def _merged(self, workspace: Tensor) -> Tensor:
-        """Return few enough moments for one program for eight channels."""
+        """Merge moments until there are few enough for one program for each eight channels."""
         if self.merge is None:
             return workspace
         merged = torch.empty(self.merged, dtype=torch.float32, device=self.device)
@@ -209,7 +209,7 @@ class ForwardPlan:
 def forward_plan(
     size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> ForwardPlan | None:
-    """Return the plan for tensors of that size and stride; None where the kernels do not take them."""
+    """Return the plan for tensors of that size and stride; None if the kernels do not support them."""
     numel, channels = math.prod(size), size[1]
     if dtype.itemsize != 2 or channels % UNIT or run_length(size, stride) != numel:
         return None

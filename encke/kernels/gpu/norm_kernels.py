@@ -1,8 +1,8 @@
-"""Kernels of batch norm's backward from a packed input: codes are decoded in registers, never in memory.
+"""Kernels of batch norm's backward from a packed input. Codes are decoded in registers, never to memory.
 
-A value comes from its code and its random number d as lo + (code - first - 0.5 + d) * step. Both stand next to each
-other in the mantissa of one fp32 number, 2^bits + code + d, and one fused multiply-add with step and base of its group
-makes the value: no conversion from integers. d keeps 23 - bits of its 24 bits.
+A value is lo + (code - first - 0.5 + d) * step, where d is its random number. Code and d are adjacent in the mantissa
+of one fp32 number, 2^bits + code + d, and one fused multiply-add with step and base of the group yields the value,
+without a conversion from integers. d keeps 23 - bits of its 24 bits.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from encke.kernels.gpu.smooth import slope_of
 
 
 def _passed() -> str:
-    """Return PTX that passes four numbers where codes in the bytes of a word are not zero: two instructions each.
+    """Return PTX that keeps each of four numbers if its code, in a byte of a word, is not zero, and else returns zero.
 
-    Operands: four results; codes, the third bits of 3-bit codes, and bytes that are set where all pass; by how much to
-    shift the first two words, four times each; the bits of a code in each byte, four times; the four numbers.
+    It takes two instructions for each number. Operands: four results; three words of codes, of the third bits of 3-bit
+    codes, and of bytes that are set where numbers are kept whatever their code; the shifts of the first two words, four
+    times each; the mask of a code in each byte, four times; the four numbers.
     """
     lines = [".reg .b32 code, third, one;", ".reg .pred pass;", "shr.b32 code, $4, $7;", "and.b32 code, code, $15;"]
     lines += ["shr.b32 third, $5, $11;", "and.b32 third, third, 0x01010101;", "or.b32 code, code, third;"]
@@ -32,16 +33,16 @@ def _passed() -> str:
 
 
 RELU = tl.constexpr(1)
-"""Activation behind a batch norm whose gradient is left to it by the codes of its result, not by that of the norm."""
+"""Number of ReLU after a batch norm. The codes of its result gate the gradient; it does not need the norm's result."""
 PASSED = tl.constexpr(_passed())
 PASSED_REGISTERS = tl.constexpr(",".join(["=&r"] * 4 + ["r"] * 19))
 
 
 @triton.jit
 def code_as_mantissa(byte, third, h, SLICE: tl.constexpr, BITS: tl.constexpr):
-    """Return 2^bits + code + d of the values in one slice of their groups, as fp32, from their bytes and hashes.
+    """Return 2^bits + code + d in fp32 for the values of one slice, from the bytes of codes and their hashes.
 
-    `third` has the third bits of 3-bit codes, four for each byte.
+    `third` holds the third bits of 3-bit codes, four for each byte.
     """
     FIELD: tl.constexpr = 2 if BITS == 3 else BITS
     KEEP: tl.constexpr = 23 - BITS
@@ -57,9 +58,9 @@ def code_as_mantissa(byte, third, h, SLICE: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def group_line(lo, step, BITS: tl.constexpr):
-    """Return for each group the offset that turns `mantissa * step` into a value, and the mantissa of its zero."""
+    """Return for each group the base in `mantissa * step + base`, and the mantissa below which values are zero."""
     signed = lo < 0
-    # What the dropped bits of d are on average is added back.
+    # Add back the average of the dropped bits of d.
     first = 2.0**BITS + 0.5 - 2.0 ** (BITS - 24)
     base = tl.fma(step, -tl.where(signed, first, first + 1.0), lo)
     return base, tl.where(signed | (step != step), 0.0, 2.0**BITS + 1.0)
@@ -67,7 +68,7 @@ def group_line(lo, step, BITS: tl.constexpr):
 
 @triton.jit
 def load_group(codes, first, at_lo, groups, g, mask, DTYPE: tl.constexpr):
-    """Load lo and step of the groups `g`, whose codes begin at codes + first; lo is negative where there is none."""
+    """Load lo and step of the groups `g`, whose codes begin at codes + first. lo is negative where `mask` is false."""
     at = at_lo.to(tl.pointer_type(tl.int16))
     high = tl.load(at + g, mask=mask, other=-0x4080)
     low = tl.load(at + groups + g, mask=mask, other=0)
@@ -76,7 +77,7 @@ def load_group(codes, first, at_lo, groups, g, mask, DTYPE: tl.constexpr):
 
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr, ROUND: tl.constexpr):
-    """Round x as a tensor of that dtype would hold it, with ROUND."""
+    """Round x to DTYPE with ROUND, as decoding to memory does; else return x."""
     if ROUND and DTYPE != tl.float32:
         top = 65504.0 if DTYPE == tl.float16 else 3.3895313892515355e38
         x = tl.where(x == x, tl.minimum(tl.maximum(x, -top), top), x)
@@ -87,7 +88,7 @@ def rounded(x, DTYPE: tl.constexpr, ROUND: tl.constexpr):
 
 @triton.jit
 def column_groups(data, groups, start, c, there, DTYPE: tl.constexpr, BITS: tl.constexpr):
-    """Return step, base and zero mark of the groups start + c, each repeated for all rows of the tile."""
+    """Return step, base and zero mark of the groups start + c, repeated for all rows of the tile."""
     LENGTH: tl.constexpr = 16 * BITS
     lo, step = load_group(data + start * LENGTH, c, data + groups * LENGTH, groups, start + c, there, DTYPE)
     base, zero = group_line(lo, step, BITS)
@@ -98,9 +99,9 @@ def column_groups(data, groups, start, c, there, DTYPE: tl.constexpr, BITS: tl.c
 def column_codes(
     data, start, u, row, c, channels, here, seed_low, seed_high, BITS: tl.constexpr, R: tl.constexpr, V: tl.constexpr
 ):  # fmt: skip
-    """Return the u-th R bytes of groups from `start` on, of which those of V channels lie together.
+    """Return the bytes [u * R, u * R + R) of the groups from `start` on; those of V channels are contiguous.
 
-    Return also the third bits of their codes, if these have three, and their hashes.
+    Also return the third bits of 3-bit codes, and the hashes of the bytes.
     """
     LENGTH: tl.constexpr = 32 if BITS == 3 else 16 * BITS
     at = start * (16 * BITS) + u * R * channels
@@ -116,14 +117,14 @@ def column_codes(
 
 @triton.jit
 def through_smooth(v, x, middle, scale, shift, DTYPE: tl.constexpr, GATE: tl.constexpr):
-    """Return gradients of a smooth activation as those of its input, the normalised x as that dtype holds it."""
+    """Propagate gradients through a smooth activation of the normalised x, which is rounded to DTYPE."""
     y = tl.fma(x - middle, scale, shift)
     return v * slope_of(rounded(y, DTYPE, True), GATE)
 
 
 @triton.jit
 def affine_rows(rows, c, channels, here, GATE: tl.constexpr):
-    """Return mean, scale and bias of the channels from rows of statistics for a smooth activation; else anything."""
+    """Return mean, scale and bias of channels from rows of statistics; unused values without a smooth activation."""
     if GATE > RELU:
         middle = tl.load(rows + c, mask=here, other=0.0)
         scale = tl.load(rows + 2 * channels + c, mask=here, other=0.0)
@@ -134,9 +135,9 @@ def affine_rows(rows, c, channels, here, GATE: tl.constexpr):
 
 @triton.jit
 def open_gates(gate, groups, start, c, here, bits, DTYPE: tl.constexpr, GATE: tl.constexpr):
-    """Return all bits for the groups start + c that pass gradients whatever their codes, which have none for zero.
+    """Return 255 for the groups start + c without a code for zero, which pass all gradients, and 0 for the others.
 
-    `gate` has the codes of a ReLU's result, with that many bits; only for a ReLU.
+    `gate` holds the codes of a ReLU's result, with `bits` bits. The result is unused without a ReLU.
     """
     if GATE == RELU:
         length = bits * 16
@@ -150,11 +151,11 @@ def open_gates(gate, groups, start, c, here, bits, DTYPE: tl.constexpr, GATE: tl
 def gated(
     v, gate, opened, start, pixel, row, c, channels, here, bits, GATE: tl.constexpr, V: tl.constexpr
 ):  # fmt: skip
-    """Return gradients of the pixels from `pixel` on; for a ReLU zero where its codes are zero."""
+    """Return the gradients of the pixels from `pixel` on. For a ReLU, set them to zero where its codes are zero."""
     if GATE != RELU:
         return v
     else:
-        # Fields of 2, 4 or 8 bits: three bits are two and one. A field takes 16 bytes of a group for each of its bits.
+        # Fields have 2, 4 or 8 bits; 3-bit codes have 2 there. A field takes 16 bytes of a group for each of its bits.
         turn = (bits > 3).to(tl.int32) + (bits > 4).to(tl.int32)
         field = 2 << turn
         first, slice = pixel & ((32 << turn) - 1), pixel >> (5 + turn)
@@ -185,9 +186,9 @@ def last_reduce_kernel(
 ):  # fmt: skip
     """Sum g and g * (x - mean) for each channel over every `splits`-th block of pixels, in channels_last memory.
 
-    A tile is R pixels x CH channels, of which a thread has a piece of a row; 128 pixels make a group. With GATE, g is
-    the gradient of an activation: of a ReLU, whose codes are in `gate`, with `gate_bits` bits, or of a smooth one of
-    what the rows of statistics in `gate` make of x.
+    A tile has R pixels x CH channels, and a thread has a piece of a row. A group has 128 pixels. With GATE, g is the
+    gradient of the result of an activation after the norm: a ReLU, whose codes of `gate_bits` bits are in `gate`, or a
+    smooth activation, whose input is recomputed from x and the rows of statistics in `gate`.
     """
     seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
     T: tl.constexpr = 4 if BITS == 3 else 8 // BITS
@@ -210,7 +211,7 @@ def last_reduce_kernel(
         step, base, zero = column_groups(data, groups, start, c, here, DTYPE, BITS)
         opened = open_gates(gate, groups, start, c, here, gate_bits, DTYPE, GATE)
         left = tl.minimum(pixels - block.to(tl.int64) * 128, 128).to(tl.int32)
-        # Groups without a level for zero, as before a ReLU, are a straight line: group by group, not value by value.
+        # Without a level for zero, as before a ReLU, values are linear in codes: apply step and base once per group.
         if ROUND or GATE > RELU or tl.max(tl.max((zero > 0).to(tl.int32), 1), 0) > 0:
             for u in range(LENGTH // R):
                 byte, third, h = column_codes(data, start, u, row, c, channels, here, seed_low, seed_high, BITS, R, V)
@@ -252,7 +253,7 @@ def last_apply_kernel(
     seed_low: tl.int32, seed_high: tl.int32, DTYPE: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr,
     V: tl.constexpr, R: tl.constexpr, CH: tl.constexpr, ROUND: tl.constexpr, TABLE: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
-    """Write g * k1 + x * k2 + k3 for one block of 128 pixels and CH channels; GATE as above."""
+    """Write g * k1 + x * k2 + k3 for one block of 128 pixels and CH channels; see `last_reduce_kernel` for GATE."""
     seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
     T: tl.constexpr = 4 if BITS == 3 else 8 // BITS
     LENGTH: tl.constexpr = 128 // T
@@ -293,7 +294,7 @@ def last_apply_kernel(
 
 @triton.jit
 def of_group(v):
-    """Spread one number for each group over a tile of bytes."""
+    """Broadcast one number for each group to a tile of bytes."""
     return v[None, :, None, None]
 
 
@@ -305,7 +306,7 @@ def group_sum(v):
 
 @triton.jit
 def exists(j, s, length, valid, WHOLE: tl.constexpr):
-    """Return which values of slice s there are, of groups with `valid` values."""
+    """Return which values of slice s exist in groups with `valid` values."""
     if WHOLE:
         return s * length + j < valid
     else:
@@ -338,12 +339,12 @@ def plane_reduce_kernel(
     DTYPE: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, LENGTH: tl.constexpr, WHOLE: tl.constexpr,
     THREADS: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, ROUND: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
-    """Sum g and g * (x - mean) for each of G groups in NCHW memory, where groups stay within planes; see places.py."""
+    """Sum g and g * (x - mean) in each of G groups in NCHW memory, where groups stay within planes; see places.py."""
     seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
     T: tl.constexpr = 4 if BITS == 3 else 8 // BITS
     length = LENGTH if WHOLE else length // UNIT * UNIT
     plane, g, start, valid = group_places(full, rest, rows, magic, shift, length, T, G, UNIT)
-    valid = valid // UNIT * UNIT  # which it is: there are several planes
+    valid = valid // UNIT * UNIT  # no change, as there are several planes: tells the compiler the divisibility
     c = plane - quotient(plane, channel_magic, channel_shift) * channels
     j = byte_range(LENGTH, THREADS, LANES)
     groups, here = all_groups(full, rest, rows), tl.full((G,), True, tl.int1)
@@ -363,7 +364,7 @@ def plane_reduce_kernel(
             sum_gx = tl.fma(v, rounded(x, DTYPE, ROUND), sum_gx)
         group_g, group_gx = group_sum(sum_g), group_sum(sum_gx)
     else:
-        # Groups without a level for zero are a straight line: group by group, not value by value.
+        # Without a level for zero, values are linear in codes: apply step and base once per group.
         for s in tl.static_range(T):
             v = widen(tl.load(at + s * length, mask=exists(j, s, length, valid, WHOLE), other=0), DTYPE)
             sum_g += v
@@ -380,7 +381,7 @@ def gather_kernel(
     workspace, sums, samples: tl.int32, channels: tl.int32, count: tl.int32, groups: tl.int64, splits: tl.int32,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Add up for one channel the sums of plane_reduce_kernel in every `splits`-th bundle of planes."""
+    """Add up the sums of `plane_reduce_kernel` for one channel over every `splits`-th bundle of ROWS planes."""
     c = tl.program_id(0) % channels
     split = tl.program_id(0) // channels
     sum_g = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -413,12 +414,12 @@ def plane_apply_kernel(
     DTYPE: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, LENGTH: tl.constexpr, WHOLE: tl.constexpr,
     THREADS: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, ROUND: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
-    """Write g * k1 + x * k2 + k3 for G groups."""
+    """Write g * k1 + x * k2 + k3 for G groups in NCHW memory."""
     seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
     T: tl.constexpr = 4 if BITS == 3 else 8 // BITS
     length = LENGTH if WHOLE else length // UNIT * UNIT
     plane, g, start, valid = group_places(full, rest, rows, magic, shift, length, T, G, UNIT)
-    valid = valid // UNIT * UNIT  # which it is: there are several planes
+    valid = valid // UNIT * UNIT  # no change, as there are several planes: tells the compiler the divisibility
     c = plane - quotient(plane, channel_magic, channel_shift) * channels
     j = byte_range(LENGTH, THREADS, LANES)
     groups, here = all_groups(full, rest, rows), tl.full((G,), True, tl.int1)
@@ -444,9 +445,10 @@ def finish_kernel(
     AFFINE: tl.constexpr, WEIGHT: tl.constexpr, ROWS: tl.constexpr, CH: tl.constexpr, TOGETHER: tl.constexpr,
     BELOW: tl.constexpr,
 ):  # fmt: skip
-    """Write gradients of weight and bias, and k1, k2, k3 of each channel; `share` is 1 / values of a channel.
+    """Write the gradients of weight and bias, and k1, k2, k3, of each channel.
 
-    TOGETHER: the gradients are two further rows of `line`. BELOW: `invstd` is a second row of `mean`.
+    `share` is 1 / number of values of a channel. TOGETHER: the gradients are two more rows of `line`. BELOW: `invstd`
+    is the second row of `mean`.
     """
     if BELOW:
         invstd = mean + channels

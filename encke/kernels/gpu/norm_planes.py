@@ -1,8 +1,8 @@
-"""Batch norm and instance norm in training for values in NCHW memory: the forward, and what walks over planes.
+"""Batch norm and instance norm in training for NCHW memory: the forward, and the traversal of planes.
 
-cuDNN and torch give a whole channel to one group of threads, so that few channels of many values, as instance norm has
-them for volumes, leave most of a GPU idle. Here many programs share a channel. Three steps, and the host waits for none
-of them: count, mean and squared deviation of parts of each channel, the statistics of each channel, and
+cuDNN and torch process a whole channel with one thread block. Few channels with many values, as in instance norm of
+volumes, leave most of a GPU idle. Here many programs share a channel. There are three steps, and the host waits for
+none of them: count, mean and squared deviation of parts of each channel; the statistics of each channel; and
 (x - mean) * scale + bias.
 """
 
@@ -22,19 +22,19 @@ from encke.kernels.gpu.launch import TYPES, Launch, power_of_two
 from encke.kernels.gpu.norm_forward import update_running
 from encke.kernels.gpu.places import quotient, reciprocal
 
-PROGRAMS = 132 * 16  # programs that measure, where there is enough to do
+PROGRAMS = 132 * 16  # programs that compute moments, if there is enough work
 TILE = 2048  # values that a program reads at a time, with four warps
-WIDTH = 1024  # neighbouring values of a tile, at most, where it has planes of several samples
-NARROWEST = 32  # and at least
-WASTE = 0.05  # share of a tile's lanes that a wider tile may leave idle
-MERGED = 256  # moments of a channel's parts that are merged at a time, at most
+WIDTH = 1024  # largest number of adjacent values in a tile with planes of several samples
+NARROWEST = 32  # smallest number of adjacent values in a tile
+WASTE = 0.05  # share of a tile's lanes that a wider tile may leave idle in addition
+MERGED = 256  # largest number of partial moments of a channel that are merged at a time
 
 
 @triton.jit
 def unit_channels(units, magic, shift, channels, channel_magic, channel_shift, UNITS: tl.constexpr):
-    """Return numbers of a program's units of neighbouring values, which of them exist, and their channels.
+    """Return the indices of a program's units of adjacent values, which of them exist, and their channels.
 
-    `magic` and `shift` divide by the units of a plane, the other two by the number of channels.
+    `magic` and `shift` divide by the number of units in a plane, the other two by the number of channels.
     """
     unit = tl.program_id(0) * UNITS + tl.arange(0, UNITS)[:, None]
     plane = quotient(unit, magic, shift)
@@ -48,8 +48,8 @@ def plane_moments_kernel(
 ):  # fmt: skip
     """Write count, mean and squared deviation of one channel over every `splits`-th tile.
 
-    A tile is a part of WIDTH values, one of `chunks`, of the channel's planes in ROWS samples. Values are counted from
-    the mean of the first tile on, so that the difference of two large sums is small where a mean is large.
+    The channel's planes are cut into `chunks` parts of WIDTH values; a tile is one part of the planes of ROWS samples.
+    The mean of the first tile is subtracted from all values, which avoids cancellation if the mean is large.
     """
     plane = units * UNIT
     c = tl.program_id(0) % channels
@@ -159,7 +159,7 @@ def plane_gradient_kernel(
 
 
 class Planes:
-    """Planes of one size in NCHW memory, as the kernels go through them."""
+    """Traversal of planes of one size in NCHW memory."""
 
     def __init__(self, size: tuple[int, ...], dtype: torch.dtype) -> None:
         samples, channels, plane = size[0], size[1], math.prod(size[2:])
@@ -168,35 +168,35 @@ class Planes:
         rows = min(TILE // width, power_of_two(samples))
         chunks = -(-plane // width)
         self.splits = min(-(-samples // rows) * chunks, -(-PROGRAMS // channels))
-        """Programs that share a channel."""
+        """Number of programs that share a channel."""
         self.tiles = channels * self.splits, (TYPES[dtype], unit, rows, width)
-        """Number of programs that go through the tiles of a channel, and their constants."""
+        """Number of programs that traverse the tiles of all channels, and their constants."""
         self.tile_numbers = (plane // unit, samples, channels, chunks, self.splits)
         self.units = -(-units // (TILE // unit)), (TYPES[dtype], unit, TILE // unit)
-        """Number of programs that go through all values in the order of memory, and their constants."""
+        """Number of programs that traverse all values in memory order, and their constants."""
         self.unit_numbers = (units, *reciprocal(plane // unit), channels, *reciprocal(channels))
 
 
 def units_of(size: tuple[int, ...], dtype: torch.dtype) -> tuple[int, int]:
-    """Return how many neighbouring values of a plane a thread takes at a time, and how often that is."""
+    """Return the number of adjacent values of a plane that a thread loads at a time, and the number of such units."""
     unit = math.gcd(math.prod(size[2:]), 16 // dtype.itemsize)
     return unit, math.prod(size) // unit
 
 
 def countable(size: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Return whether 32 bits number the units, and the values of a plane."""
+    """Return whether 32-bit integers can index the units, and the values of a plane."""
     return units_of(size, dtype)[1] < 1 << 31 and math.prod(size[2:]) < 1 << 30
 
 
 def tile_width(plane: int, most: int) -> int:
-    """Return the width of a tile: the widest that leaves hardly more lanes idle than the best."""
+    """Return the width of a tile: the widest one that leaves hardly more lanes idle than the best one."""
     widths = [1 << n for n in range(most.bit_length()) if min(NARROWEST, plane) <= 1 << n <= most]
     used = {width: plane / (-(-plane // width) * width) for width in widths}
     return max(width for width in widths if used[width] >= max(used.values()) - WASTE)
 
 
 class PlanesForward:
-    """Plan of the forward for values of one size in NCHW memory."""
+    """Plan of the norm's forward for values of one size in NCHW memory."""
 
     def __init__(
         self, size: tuple[int, ...], dtype: torch.dtype, weight_dtype: torch.dtype | None, device: torch.device
@@ -237,7 +237,7 @@ class PlanesForward:
 def planes_forward(
     size: tuple[int, ...], dtype: torch.dtype, weight_dtype: torch.dtype | None, device: torch.device
 ) -> PlanesForward | None:
-    """Return the plan for values of that size in NCHW memory; None where the kernels do not take them."""
+    """Return the plan for values of that size in NCHW memory; None if the kernels do not support them."""
     if dtype not in TYPES or dtype == torch.float64 or len(size) < 3 or not math.prod(size):
         return None
     if weight_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):

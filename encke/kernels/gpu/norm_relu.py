@@ -1,7 +1,7 @@
-"""Batch norm's last step and ReLU together with packing the result: channels_last memory, bf16 values.
+"""Fused kernel for the last step of batch norm, ReLU and packing of the result: channels_last memory, bf16 values.
 
-The encoder has the values in registers, so the result is written once and not read again. A residual sum is not part of
-it: with a second tensor to read, one kernel took longer than two on an H200.
+The encoder has the values in registers, so the result is written once and not read again. A residual sum is not fused:
+with a second tensor to read, one kernel took longer than two on an H200.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from encke.kernels.gpu.pairs import channel_words, encode_words, half_of, load_w
 
 @triton.jit
 def join16(low, high):
-    """Round two floats to bf16 and put them into the halves of a word."""
+    """Round two floats to bf16 and pack them into one word."""
     if INTERPRETED:
         low, high = narrow(low, tl.bfloat16).to(tl.uint16), narrow(high, tl.bfloat16).to(tl.uint16)
         return low.to(tl.uint32) | (high.to(tl.uint32) << 16)
@@ -27,9 +27,9 @@ def join16(low, high):
 
 @triton.jit
 def affine_of(mean, invstd, weight, bias, c, there, stride, ROWS: tl.constexpr):
-    """Return mean, scale and bias of the channels `c`, spread over a tile of words.
+    """Return mean, scale and bias of the channels `c`, broadcast to a tile of words.
 
-    With ROWS they are rows of `mean`: mean, 1 / deviation, scale, bias.
+    With ROWS, `mean` holds four rows: mean, 1 / deviation, scale, bias.
     """
     middle = tl.load(mean + c, mask=there, other=0.0)
     if ROWS:

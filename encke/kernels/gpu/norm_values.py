@@ -1,4 +1,4 @@
-"""The backward of batch norm from values in memory, for codecs whose codes it does not read.
+"""Backward of batch norm from decoded values, for codecs whose codes the kernels cannot read.
 
 The steps are those of norm_backward.py: sums of g and g * (x - mean), the coefficients of each channel, and
 grad_x = g * k1 + x * k2 + k3. Gradient and values are read twice, and the result is written once.
@@ -20,7 +20,7 @@ from encke.kernels.gpu.norm_backward import PROGRAMS, NormPlan
 from encke.kernels.gpu.norm_planes import Planes, countable, plane_gradient_kernel
 
 TILE = 2048  # values that a program reads at a time in channels_last memory, with four warps
-CHANNELS = 64  # channels of such a tile, at most
+CHANNELS = 64  # largest number of channels in such a tile
 
 
 @triton.jit(do_not_specialize=["samples", "channels", "chunks", "splits"])
@@ -30,7 +30,7 @@ def plane_sums_kernel(
 ):  # fmt: skip
     """Sum g and g * (x - mean) for one channel over every `splits`-th tile, in NCHW memory.
 
-    A tile is a part of WIDTH values, one of `chunks`, of the channel's planes in ROWS samples.
+    The channel's planes are cut into `chunks` parts of WIDTH values; a tile is one part of the planes of ROWS samples.
     """
     plane = units * UNIT
     c = tl.program_id(0) % channels
@@ -104,7 +104,7 @@ def last_gradient_kernel(
 
 
 class ValuesPlan(NormPlan):
-    """Plan of batch norm's backward from values that lie in memory as the gradients do."""
+    """Plan of batch norm's backward from values with the memory format of the gradients."""
 
     def __init__(
         self, size: tuple[int, ...], dtype: torch.dtype, channels_last: bool, weight_dtype: torch.dtype | None,
@@ -150,7 +150,7 @@ def values_plan(
     size: tuple[int, ...], dtype: torch.dtype, channels_last: bool, weight_dtype: torch.dtype | None,
     device: torch.device,
 ) -> ValuesPlan | None:  # fmt: skip
-    """Return the plan for gradients and values of that size; None where the kernels do not take them."""
+    """Return the plan for gradients and values of that size; None if the kernels do not support them."""
     numel, channels = math.prod(size), size[1]
     if dtype not in TYPES or dtype == torch.float64 or not numel:
         return None

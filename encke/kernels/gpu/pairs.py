@@ -1,6 +1,6 @@
 """Group quantisation of 16-bit values in Triton, two values in a word: half the instructions of group.py's encoders.
 
-The bytes are the same. Packed instructions are written as PTX, with their meaning beside it for the interpreter.
+The codes are identical. Packed (SIMD) instructions are inline PTX, with equivalent code for Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from encke.kernels.gpu.codes import (
 from encke.kernels.gpu.common import INTERPRETED, seed_of
 from encke.kernels.gpu.places import all_groups, byte_places, group_bytes, group_places
 
-# Kinds of reductions of the halves of words.
+# Kinds of reductions over the halves of words: unsigned maximum, signed maximum, unsigned minimum.
 LARGEST = tl.constexpr(0)
 HIGHEST = tl.constexpr(1)
 LEAST = tl.constexpr(2)
 
-# What an encoder does beside encoding.
+# Work that an encoder does in addition to encoding.
 PLAIN = tl.constexpr(0)
 RELU = tl.constexpr(1)
 MOMENTS = tl.constexpr(2)
@@ -122,7 +122,7 @@ def relu16(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def half_of(words, HIGH: tl.constexpr, DTYPE: tl.constexpr):
-    """Return one half of each word as the float to compute with."""
+    """Return one half of each word as fp32."""
     if DTYPE == tl.bfloat16:
         return (words & 0xFFFF0000 if HIGH else words << 16).to(tl.float32, bitcast=True)
     else:
@@ -131,11 +131,11 @@ def half_of(words, HIGH: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def upper_bytes(low, high, BITS: tl.constexpr):
-    """Put low >> 24 and high >> 24 into the two halves of a word; both are below 2^BITS."""
+    """Pack low >> 24 and high >> 24 into the two halves of a word; both are below 2^BITS."""
     if INTERPRETED or BITS == 8:
         return (low >> 24) | ((high >> 24) << 16)
     else:
-        # Zeros are the sign of the codes.
+        # The zero bytes are copies of the codes' sign bit.
         return tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, $2, 0xF7B3;", "=r,r,r", [low, high], dtype=tl.uint32, is_pure=True, pack=1
         )
@@ -143,7 +143,7 @@ def upper_bytes(low, high, BITS: tl.constexpr):
 
 @triton.jit
 def bytes_of(words):
-    """Return the low bytes of both halves, as a half."""
+    """Pack the low bytes of both halves into 16 bits."""
     if INTERPRETED:
         return (words | (words >> 8)).to(tl.uint16)
     else:
@@ -154,7 +154,7 @@ def bytes_of(words):
 
 @triton.jit
 def signed_point(t):
-    """Return a float as an integer, at most 2^31; only zeros are below zero, and their codes are replaced."""
+    """Convert a float to an integer, at most 2^31. Only zeros are negative here, and their codes are replaced."""
     if INTERPRETED:
         return tl.minimum(tl.maximum(t, 0.0), 2147483520.0).to(tl.uint32)
     else:
@@ -163,28 +163,28 @@ def signed_point(t):
 
 @triton.jit
 def raised_codes(v, h, lo, inverse, steps, extra, t, BITS: tl.constexpr, SIGNS: tl.constexpr):
-    """Return the code of each value in the highest byte, its fraction below; `extra` is the lowest value's code."""
+    """Return the code of each value in the highest byte, and its fraction below. `extra` is the lowest value's code."""
     from_lo = tl.abs(v) if SIGNS else v
     scaled = (from_lo - lo) * inverse
     FIELD: tl.constexpr = 2 if BITS == 3 else BITS
     if BITS == 8:
         return fixed_point(tl.minimum(scaled, steps)) + below_code(extra, h, t, BITS)
     else:
-        # A value may come out above the highest one, by a rounding error or where the spread is beyond fp32's largest.
+        # A code may exceed the highest one, by a rounding error or if the spread overflows fp32.
         most = (steps.to(tl.uint32) + (extra << 24)) | 0xFFFFFF
         return tl.minimum(signed_point(scaled) + below_code(extra, h, t, FIELD), most)
 
 
 @triton.jit
 def masked_codes(code, words, exact, DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr):
-    """Add signs to codes in the halves of words, and set those of zeros to zero in groups where these are `exact`."""
+    """Add signs to the codes in halves of words. Set the codes of zeros to zero in groups where zeros are `exact`."""
     zero = zero16(words, DTYPE)
     if SIGNS:
         return (code | ((words & 0x80008000) >> (16 - BITS))) & (zero ^ 0xFFFFFFFF)
     elif INTERPRETED:
         return code & ((zero & exact) ^ 0xFFFFFFFF)
     else:
-        # Left to itself the compiler makes three instructions of it.
+        # The compiler alone would emit three instructions.
         return tl.inline_asm_elementwise(
             "lop3.b32 $0, $1, $2, $3, 0x70;", "=r,r,r,r", [code, zero, exact], dtype=tl.uint32, is_pure=True, pack=1
         )
@@ -193,7 +193,7 @@ def masked_codes(code, words, exact, DTYPE: tl.constexpr, BITS: tl.constexpr, SI
 @triton.jit
 def half_steps(largest, highest, least, first, HIGH: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr,
                SIGNS: tl.constexpr):  # fmt: skip
-    """Return `steps_of` of one half of words."""
+    """Return the scales of one half of words; see `steps_of`."""
     top = half_of(highest, HIGH, DTYPE)
     return scales_of(
         half_of(largest, HIGH, DTYPE), top, half_of(least, HIGH, DTYPE), top.to(tl.int32, bitcast=True) < 0, first,
@@ -215,7 +215,7 @@ def swap16(words):
 
 @triton.jit
 def larger16(a, b, KIND: tl.constexpr):
-    """Return the largest, highest or least of two, in both halves."""
+    """Return the largest, highest or least of two values, in both halves."""
     if INTERPRETED:
         if KIND == LEAST:
             return tl.minimum(a & 0xFFFF, b & 0xFFFF) | tl.minimum(a & 0xFFFF0000, b & 0xFFFF0000)
@@ -246,9 +246,9 @@ def gq_encode_pairs_kernel(
     WHOLE: tl.constexpr, THREADS: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr,
     TABLE: tl.constexpr,
 ):  # fmt: skip
-    """Do what gq_encode_kernel does with two 16-bit values in a word. x lies at a multiple of 4 bytes.
+    """Encode G groups as gq_encode_kernel does, two 16-bit values in a word. The address of x is a multiple of 4.
 
-    UNIT is even, so that the codes of a group begin at an even byte; with 3-bit codes a multiple of four.
+    UNIT is even, so that the codes of a group begin at an even byte; for 3-bit codes it is a multiple of four.
     """
     seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
     FIELD: tl.constexpr = 2 if BITS == 3 else BITS
@@ -299,13 +299,13 @@ def gq_encode_pairs_kernel(
 
 @triton.jit
 def of_word(v):
-    """Spread one number for each word of channels over a tile."""
+    """Broadcast one number for each word of channels to a tile."""
     return v[:, None, None, None]
 
 
 @triton.jit
 def word16(words, KIND: tl.constexpr):
-    """Return the largest, highest or least of the values of each channel, two in a word."""
+    """Return the largest, highest or least value of each channel, two channels in a word."""
     return reduce16(reduce16(reduce16(words, 3, KIND), 2, KIND), 1, KIND)
 
 
@@ -313,7 +313,8 @@ def word16(words, KIND: tl.constexpr):
 def spread_of(v, lo, k, count, FULL: tl.constexpr):
     """Return the mean of the first `count` pixels of each channel, and the sum of the squared deviations from it.
 
-    From sums of the distances from `lo`, which encoding takes as well; they are not large beside their spread.
+    Both are computed from the distances from `lo`, which encoding needs too. These are not large compared with their
+    spread, which avoids cancellation.
     """
     apart = v - of_word(lo)
     if not FULL:
@@ -326,10 +327,11 @@ def spread_of(v, lo, k, count, FULL: tl.constexpr):
 
 @triton.jit
 def channel_words(stride, pixels, BITS: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr, FULL: tl.constexpr):
-    """Return the places of a tile [word of channels, pair of bytes, byte of a pair, slice] of a block of pixels.
+    """Return the addresses of a tile [word of channels, pair of bytes, byte of a pair, slice] of a block of pixels.
 
-    Number of the block; words of channels, and which exist; pixel of each element within the block, and the one that is
-    read in its place; offset of the word in bytes, which the compiler adds with fewer instructions.
+    Returns: number of the block; words of channels, and which of them exist; pixel of each element within the block,
+    and the pixel to read instead; offset of the block in values; offset of each word in bytes, which takes fewer
+    instructions to add.
     """
     LENGTH: tl.constexpr = GROUP // (4 if BITS == 3 else 8 // BITS)
     row = (stride >> 1).to(tl.int32)
@@ -338,7 +340,7 @@ def channel_words(stride, pixels, BITS: tl.constexpr, GROUP: tl.constexpr, CHANN
     pixel = t * LENGTH + tl.arange(0, LENGTH // 2)[None, :, None, None] * 2 + k
     read = pixel
     if not FULL:
-        # The last group is filled with copies of its last value.
+        # Fill the last group with copies of its last value.
         read = tl.minimum(pixel, (pixels - block * GROUP).to(tl.int32) - 1)
     i = (read.to(tl.uint32) * row.to(tl.uint32) + of_word(c).to(tl.uint32)) * 4
     return block, c, c < row, pixel, read, block * GROUP * stride, i.to(tl.int64)
@@ -346,14 +348,14 @@ def channel_words(stride, pixels, BITS: tl.constexpr, GROUP: tl.constexpr, CHANN
 
 @triton.jit
 def load_words(x, start, i, there, FULL: tl.constexpr):
-    """Load the words at the places of `channel_words`."""
+    """Load the words at the addresses of `channel_words`."""
     at = ((x + start).to(tl.pointer_type(tl.uint8)) + i).to(tl.pointer_type(tl.uint32))
     return tl.load(at) if FULL else tl.load(at, mask=of_word(there), other=0)
 
 
 @triton.jit
 def store_words(out, start, i, words, there, pixel, read, FULL: tl.constexpr):
-    """Store words at the places of `channel_words`."""
+    """Store words at the addresses of `channel_words`."""
     at = ((out + start).to(tl.pointer_type(tl.uint8)) + i).to(tl.pointer_type(tl.uint32))
     if FULL:
         tl.store(at, words)
@@ -368,7 +370,7 @@ def encode_words(
 ):  # fmt: skip
     """Encode the groups of a tile of words; return lo of both halves.
 
-    `first_low` and `first_high` are the first values of the groups, which fp16 needs.
+    `first_low` and `first_high` are the first values of the groups, needed for fp16 only.
     """
     FIELD: tl.constexpr = 2 if BITS == 3 else BITS
     T: tl.constexpr = 8 // FIELD
@@ -424,14 +426,15 @@ def gq_encode_channels_pairs_kernel(
     DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr,
     WITH: tl.constexpr, FULL: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
-    """Do what gq_encode_channels_kernel does, two channels of 16 bits in a word: an even stride, and x as above.
+    """Encode groups as gq_encode_channels_kernel does, two channels of 16 bits in a word.
 
-    Each thread takes one word of each of its pixels, and a warp 32 words of them: little passes between threads, and
-    the scales of a group are computed once a warp. GROUP * stride < 2^30.
+    The stride is even, the address of x is a multiple of 4, and GROUP * stride < 2^30. Each thread processes one word
+    of each of its pixels, and a warp 32 words of these pixels, so that threads exchange little, and the scales of a
+    group are computed once for each warp.
 
-    With RELU it encodes x's ReLU, which it writes to `beside`. With MOMENTS it writes to `beside`, [2, blocks,
-    stride], the mean of each group and the sum of the squared deviations from it. FULL: pixels are a multiple of
-    GROUP, and channels of CHANNELS.
+    With RELU, encode the ReLU of x, and write it to `beside`. With MOMENTS, write the mean of each group and the sum of
+    the squared deviations from it to `beside`, [2, blocks, stride]. FULL: pixels are a multiple of GROUP, and channels
+    are a multiple of CHANNELS.
     """
     seed_low, seed_high = seed_of(seeds, seed_low, seed_high, TABLE)
     block, c, there, pixel, read, start, i = channel_words(stride, pixels, BITS, GROUP, CHANNELS, FULL)

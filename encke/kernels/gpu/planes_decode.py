@@ -1,4 +1,4 @@
-"""The decoder of error-bounded values in Triton. docs/design.md explains the format, tiles.py the tile."""
+"""Decoder of error-bounded values in Triton. docs/design.md explains the format, tiles.py the tile."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from encke.kernels.gpu.tiles import (
 
 @triton.jit
 def get_plane(words, bit, count, n, p, width, mask, moves, dense):
-    """Read plane p of the blocks that have one; planes lie n bits apart. `dense`: the mask has all bits."""
+    """Read plane p of the blocks that have it; planes are n bits apart. `dense`: the mask has all bits set."""
     here = (p < width)[None, None, :]
     word = get_words(words, bit + (p * n)[None, None, :], tl.where(here, count, 0))
     if not dense:
@@ -45,10 +45,10 @@ def get_plane(words, bit, count, n, p, width, mask, moves, dense):
 
 @triton.jit
 def get_chunk(words, bit, count, n, width, most, mask, moves, dense):
-    """Read the first `width` of eight planes under the mask of the moves; others are zero."""
+    """Read the first `width` of eight planes for the bits under the mask of the moves; other planes are zero."""
     p0 = tl.zeros((2, 4, 16), tl.uint32)
     p1, p2, p3, p4, p5, p6, p7 = p0, p0, p0, p0, p0, p0, p0
-    # By twos: a branch less, and loads that do not wait for each other.
+    # Two at a time: fewer branches, and loads that do not wait for each other.
     if most > 0:
         p0 = get_plane(words, bit, count, n, 0, width, mask, moves, dense)
         p1 = get_plane(words, bit, count, n, 1, width, mask, moves, dense)
@@ -66,7 +66,7 @@ def get_chunk(words, bit, count, n, width, most, mask, moves, dense):
 
 @triton.jit
 def tile_bits(word):
-    """Return the 32 bits of each thread: a tile."""
+    """Return the 32 bits of each thread as a tile."""
     slice = tl.arange(0, 8).to(tl.uint32)[None, None, None, :, None]
     lane = tl.arange(0, 4).to(tl.uint32)[None, None, None, None, :]
     return ((word[:, :, :, None, None] >> (lane * 8 + slice)) & 1).to(tl.int32)
@@ -74,7 +74,7 @@ def tile_bits(word):
 
 @triton.jit
 def add_planes(number, words, bit, count, n, width, shift, mask):
-    """Add numbers of any width under a mask, shifted, to a tile."""
+    """Read numbers of any width under a mask, shift them left by `shift`, and add them to a tile."""
     moves, most = moves_of(mask), tl.max(width, 0)
     p = 0
     while p < most:
@@ -85,14 +85,14 @@ def add_planes(number, words, bit, count, n, width, shift, mask):
 
 @triton.jit
 def get_flags(payload, at, sparse, left):
-    """Read which values are not zero, of the `left` ones in the group: all where a block is not sparse."""
+    """Read the mask of the non-zero values among the `left` ones of the group; all of them if a block is not sparse."""
     here = sparse[None, None, :]
     valid, count, place = tl.full((2, 4, 16), 0xFFFFFFFF, tl.uint32), tl.full((2, 4, 16), 32, tl.int32), full_places()
     if left < 4096:
         valid = valid_bits(left)
         count = count_ones(valid)
         place, _ = places_of(count)
-    # From global memory, by Triton's own load: threads get the layout of the others from it.
+    # Triton's own load from global memory sets the layout that the other tensors get.
     flags = load_words(payload, at[None, None, :] + place, tl.where(here, count, 0))
     if left < 4096:
         flags = spread(flags, valid, moves_of(valid))
@@ -101,7 +101,7 @@ def get_flags(payload, at, sparse, left):
 
 @triton.jit
 def get_round(words, at, alive):
-    """Read a bit of the unary codes that have not ended, and return where it ends."""
+    """Read the next bit of the unary codes that have not ended; return also the position after these bits."""
     count = count_ones(alive)
     place, total = places_of(count)
     word = get_words(words, at[None, None, :] + place, count)
@@ -110,7 +110,7 @@ def get_round(words, at, alive):
 
 @triton.jit
 def get_unary(words, at, place, count, n, coded, fixed, moves, dense):
-    """Read unary codes: which quotients are larger than 0, 1, 2 and 3, and where the codes end."""
+    """Read unary codes: return which quotients are larger than 0, 1, 2 and 3, and the position after the codes."""
     alive = tl.where(fixed[None, None, :], 0, coded)
     word = get_words(words, at[None, None, :] + place, tl.where(fixed[None, None, :], 0, count))
     if not dense:
@@ -124,13 +124,13 @@ def get_unary(words, at, place, count, n, coded, fixed, moves, dense):
 
 @triton.jit
 def get_width(words, at, some):
-    """Read the width of what is left of the quotients of blocks that have `some`."""
+    """Read the width of the remainders of long quotients, for blocks that have `some`."""
     return tl.where(some > 0, get_words(words, at, tl.where(some > 0, 5, 0)) & 31, 0).to(tl.int32)
 
 
 @triton.jit
 def raise_planes(planes, k):
-    """Return planes of numbers below 256, multiplied by 2^k."""
+    """Return the planes of numbers below 256, multiplied by 2^k."""
     p0, p1, p2, p3, p4, p5, p6, p7 = planes
     one, two, four = (k & 1) > 0, (k & 2) > 0, (k & 4) > 0
     p7, p6, p5, p4 = tl.where(one, p6, p7), tl.where(one, p5, p6), tl.where(one, p4, p5), tl.where(one, p3, p4)
@@ -143,7 +143,7 @@ def raise_planes(planes, k):
 
 @triton.jit
 def turn_planes(planes, zigzag):
-    """Return planes of numbers, for zigzag ones of 127 more than the distance: it is -h for 2h and h + 1 for 2h + 1."""
+    """Return the planes of numbers. Zigzag numbers become 127 + distance, which is -h for 2h and h + 1 for 2h + 1."""
     p0, p1, p2, p3, p4, p5, p6, p7 = planes
     even = p0 ^ 0xFFFFFFFF
     t0, t1, t2, t3 = (
@@ -158,7 +158,10 @@ def turn_planes(planes, zigzag):
 
 @triton.jit
 def get_bytes(words, at, k, coded, fixed, zigzag, dense):
-    """Read numbers below 256 from bit `at` of each block, turned: four bytes in a word for each of eight slices."""
+    """Read numbers below 256 from bit `at` of each block, as four bytes in a word for each of eight slices.
+
+    The numbers are those that `turn_planes` returns.
+    """
     moves, count = (coded, coded, coded, coded, coded, coded), tl.full((2, 4, 16), 32, tl.int32)
     place, n = full_places(), tl.full((16,), 256, tl.int32)
     if not dense:
@@ -178,7 +181,7 @@ def get_bytes(words, at, k, coded, fixed, zigzag, dense):
     if most > 0:
         bit = (at + 5)[None, None, :] + place
         r0, r1, r2, r3, r4, r5, r6, r7 = get_chunk(words, bit, count, n, width, most, more3, moves_of(more3), False)
-        # Four more, plane by plane.
+        # Add four, plane by plane.
         q0, q1, q2, carry = q0 | r0, q1 | r1, more3 ^ r2, more3 & r2
         q3, carry = r3 ^ carry, r3 & carry
         q4, carry = r4 ^ carry, r4 & carry
@@ -191,7 +194,7 @@ def get_bytes(words, at, k, coded, fixed, zigzag, dense):
 
 @triton.jit
 def get_numbers(words, at, k, coded, fixed):
-    """Read numbers of any size from bit `at` of each block: a tile."""
+    """Read numbers of any size from bit `at` of each block, as a tile."""
     count = count_ones(coded)
     place, n = places_of(count)
     number = tl.zeros((2, 4, 16, 8, 4), tl.int32)
@@ -205,7 +208,7 @@ def get_numbers(words, at, k, coded, fixed):
 
 @triton.jit
 def slice_values(bytes, form, eb_c, least, hash, ROUNDING: tl.constexpr):
-    """Decode the numbers of a slice, zeros excepted."""
+    """Decode the numbers of a slice, without setting zeros; return the bits of the values."""
     sign, zero = form
     level = tl.fma(lane_floats(bytes).to(eb_c.dtype), sign, zero)
     if ROUNDING == SIGNED:
@@ -234,7 +237,7 @@ def narrow_values(words, at, k, base, what, coded, step, dense, DTYPE: tl.conste
             if not dense:
                 bits &= lane_masks(coded << (7 - 2 * quarter - parity)).to(bits.dtype)
             values += (narrow(bits.to(dtype, bitcast=True), DTYPE),)  # type: ignore[assignment]
-    # One tile for one store: Triton looks for the best layout of each.
+    # One tile for one store: Triton searches for the best layout of each store.
     even = tl.join(tl.join(values[0], values[2]), tl.join(values[1], values[3]))  # type: ignore[misc]
     odd = tl.join(tl.join(values[4], values[6]), tl.join(values[5], values[7]))  # type: ignore[misc]
     return tl.reshape(tl.permute(tl.join(even, odd), (0, 1, 2, 4, 5, 6, 3)), (2, 4, 16, 8, 4))
@@ -259,7 +262,10 @@ def wide_values(words, at, k, base, what, coded, step, DTYPE: tl.constexpr, ROUN
 
 @triton.jit
 def get_raw(payload, start, out, grad, count, repeated, DTYPE: tl.constexpr, MASK: tl.constexpr, GATE: tl.constexpr):
-    """Copy `count` stored values of each block from byte `start`, or one value so many times. MASK, GATE as below."""
+    """Copy `count` raw values of each block from byte `start`; if `repeated`, copy one value `count` times.
+
+    See `decode_kernel` for MASK and GATE.
+    """
     SIZE: tl.constexpr = 8 if DTYPE == tl.float64 else (4 if DTYPE == tl.float32 else 2)
     WHOLE: tl.constexpr = tl.int64 if SIZE == 8 else (tl.int32 if SIZE == 4 else tl.int16)
     first = 0
@@ -285,9 +291,9 @@ def decode_kernel(
     meta, payload, out, grad, numel: tl.int64, capacity: tl.int64,
     DTYPE: tl.constexpr, MASK: tl.constexpr, GATE: tl.constexpr, ROUNDING: tl.constexpr,
 ):  # fmt: skip
-    """Decode a group. One that the encoder had no space for becomes NaN, or no mask.
+    """Decode a group. A group that the encoder had no space for decodes to NaN, or with MASK to zeros.
 
-    With MASK write which values are not zero; with GATE the values of `grad` there, elsewhere zero.
+    With MASK, write which values are not zero. With GATE, write `grad` where values are not zero, else zero.
     """
     SIZE: tl.constexpr = 8 if DTYPE == tl.float64 else (4 if DTYPE == tl.float32 else 2)
     STORED: tl.constexpr = tl.int16 if DTYPE == tl.bfloat16 else DTYPE
@@ -307,7 +313,7 @@ def decode_kernel(
     raw = tl.where((what == AS_IS) | (what == REPEATED), inside, 0)
     sparse = plain & ((what & 8) > 0)
     full = plain & (sparse == 0) & (inside == 256)
-    # The sum of the sizes, and how many blocks are raw, wide or without zeros.
+    # Sum of the sizes, and numbers of blocks that are raw, wide, and without zeros, as fields of one integer.
     sums = size | ((raw > 0).to(tl.int32) << 16) | (wide.to(tl.int32) << 21) | (full.to(tl.int32) << 26)
     sums = tl.cumsum(sums, 0)
     start = (sums & 65535) - size
@@ -344,7 +350,7 @@ def decode_kernel(
         seed = (meta + 8).to(tl.pointer_type(tl.int32))
         step = (shrink(eb, code, DTYPE), least_of(eb, DTYPE), group, tl.load(seed), tl.load(seed + 1))
         any_wide = ((total >> 21) & 31) > 0
-        # Not in a branch, where it would take more registers and instructions.
+        # Outside of a branch, inside of which it would take more registers and instructions.
         values = narrow_values(words, at, k, base, what, coded, step, dense, DTYPE, ROUNDING)
         tl.store(out + i, values, mask=here & (any_wide == 0))
         if any_wide:

@@ -1,4 +1,4 @@
-"""The encoder of error-bounded values in Triton. docs/design.md explains the format, tiles.py the tile."""
+"""Encoder of error-bounded values in Triton. docs/design.md explains the format, tiles.py the tile."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ from encke.kernels.gpu.tiles import (
     transpose,
 )
 
-ORIGIN = tl.constexpr(12582912.0)  # 1.5 * 2^23: a float that is larger by an integer has it in its last bits
+ORIGIN = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding an integer puts it in the last bits of the float
 COIN_LOW, COIN_HIGH = tl.constexpr(COIN & MASK32), tl.constexpr(COIN >> 32)
-RANGE = tl.constexpr(4)  # where the keys of largest and smallest value stand among the sizes
+RANGE = tl.constexpr(4)  # index of the keys of largest and smallest value in `sizes`
 
 
 @triton.jit
 def key_of(v):
-    """Return an unsigned key in the order of float64 values."""
+    """Return unsigned keys that are ordered like the float64 values."""
     bits = v.to(tl.int64, bitcast=True)
     flip = (bits >> 63) | tl.full((), -(2**63), tl.int64)
     return (bits ^ flip).to(tl.uint64, bitcast=True)
@@ -76,7 +76,7 @@ def value_of(key):
 
 @triton.jit
 def usable_bound(sizes, bound, rel, DTYPE: tl.constexpr, RELATIVE: tl.constexpr):
-    """Round min(bound, rel * range) down, clamp it, zero where too small; the host has done that for `bound` alone."""
+    """Return min(bound, rel * range), rounded down, clamped, zero if too small. The host prepares absolute bounds."""
     eb = tl.full((), bound, tl.float64)
     if not RELATIVE:
         return eb if DTYPE == tl.float64 else eb.to(tl.float32)
@@ -96,14 +96,14 @@ def usable_bound(sizes, bound, rel, DTYPE: tl.constexpr, RELATIVE: tl.constexpr)
 
 @triton.jit
 def ordered_bits(stored, v):
-    """Return integers of at least 32 bits for stored values: in the order of the magnitudes among values of a sign."""
-    # Conversion of fp16 would change a NaN.
+    """Return integers of at least 32 bits for stored values. Among values of one sign they order the magnitudes."""
+    # Converting fp16 would change a NaN.
     return float_bits(stored).to(tl.int32) if stored.dtype == tl.float16 else float_bits(v)
 
 
 @triton.jit
 def ordered_value(bits, DTYPE: tl.constexpr):
-    """Return the value of an integer."""
+    """Return the value of an integer from `ordered_bits`."""
     if DTYPE == tl.float16:
         return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
@@ -117,8 +117,8 @@ def range_of(least, greatest, unsigned, DTYPE: tl.constexpr):
     Args:
         least: The smallest integer.
         greatest: The largest integer.
-        unsigned: The largest without a sign: of negative values, if there are any, the smallest.
-        DTYPE: Of the values.
+        unsigned: The largest as an unsigned integer: the smallest negative value, if there are negative values.
+        DTYPE: Dtype of the values.
     """
     SIGN: tl.constexpr = 2**63 if DTYPE == tl.float64 else (2**15 if DTYPE == tl.float16 else 2**31)
     negative = unsigned.to(least.dtype, bitcast=True)
@@ -129,27 +129,27 @@ def range_of(least, greatest, unsigned, DTYPE: tl.constexpr):
 
 @triton.jit
 def without_sign(bits):
-    """Return integers as unsigned ones."""
+    """Return integers bitcast to unsigned ones."""
     return bits.to(tl.uint64 if bits.dtype == tl.int64 else tl.uint32, bitcast=True)
 
 
 @triton.jit
 def range_kernel(x, sizes, numel: tl.int64, DTYPE: tl.constexpr, SIZE: tl.constexpr):
-    """Write keys of the largest and the negated smallest finite value behind the sizes, by atomic maximum from zero."""
-    # From the end, which was written last and may be in the cache still, to the beginning, which is encoded first.
+    """Write keys of the largest and the negated smallest finite value after the sizes, by atomic maximum from zero."""
+    # From the end, which was written last and may still be in the cache, to the beginning, which is encoded first.
     first = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * SIZE
     left = tl.minimum(numel - first, SIZE).to(tl.int32)
     i = tl.arange(0, SIZE)
     x += first
     if left < SIZE:
-        # After the end stands the first value once more.
+        # Fill up with copies of the first value.
         stored = tl.load(x + i, mask=i < left, other=tl.load(x))
     else:
         stored = tl.load(x + i)
     v = widen(stored, DTYPE)
     bits = ordered_bits(stored, v)
     low, high, top = range_of(tl.min(bits, 0), tl.max(bits, 0), tl.max(without_sign(bits), 0), DTYPE)
-    # Rare: infinities and NaN do not count.
+    # Rare: ignore infinities and NaN.
     if (ordered_value(top, DTYPE) < float("inf")) == 0:
         finite = tl.abs(v) < float("inf")
         high = tl.max(tl.where(finite, v, -float("inf")), 0)
@@ -172,11 +172,11 @@ def shrink_code(m, eb, DTYPE: tl.constexpr):
 
 @triton.jit
 def floor_of(v):
-    """Return 1.5 * 2^23 plus the integers below values smaller than 2^22."""
+    """Return ORIGIN + floor(v) for values smaller than 2^22."""
     if INTERPRETED or v.dtype == tl.float64:
         return tl.floor(v).to(tl.float32) + ORIGIN
     else:
-        # The sum, rounded down.
+        # Add ORIGIN and round down.
         return tl.inline_asm_elementwise(
             "add.rm.f32 $0, $1, 0f4B400000;", "=f,f", [v], dtype=tl.float32, is_pure=True, pack=1
         )
@@ -184,9 +184,10 @@ def floor_of(v):
 
 @triton.jit
 def usable_values(v, limit, eb, ROUNDING: tl.constexpr):
-    """Return values with zeros for those that have no level, and none whose product with 0.5 / eb is rounded to zero.
+    """Replace values without a level by zero, and avoid products with 0.5 / eb that would be rounded to zero.
 
-    With bounds below 1 no product is. With others, what is next to zero has the level and the error of 2^-28.
+    With bounds below 1 no product is rounded to zero. With others, negative values next to zero become -2^-28, which
+    has the same level and error.
     """
     v = tl.where(tl.abs(v) < limit, v, 0.0)
     if ROUNDING == NEAREST:
@@ -196,7 +197,7 @@ def usable_values(v, limit, eb, ROUNDING: tl.constexpr):
 
 @triton.jit
 def rest_of(v, level, eb_c, inverse, DTYPE: tl.constexpr):
-    """Return what the level below leaves of values, in steps. With fp32 the product is exact."""
+    """Return the distance of values from the level below, in steps. With fp32 the product is exact."""
     level = (level - ORIGIN).to(v.dtype)
     rest = tl.fma(-level, eb_c * 2.0, v) if DTYPE == tl.float32 else v - level * (eb_c * 2.0)
     return rest * inverse
@@ -204,11 +205,11 @@ def rest_of(v, level, eb_c, inverse, DTYPE: tl.constexpr):
 
 @triton.jit
 def levels_of(v, eb_c, inverse, hash, DTYPE: tl.constexpr, ROUNDING: tl.constexpr):
-    """Return ORIGIN plus the levels of finite values, fp32: the last bits are the level, without a conversion."""
+    """Return ORIGIN plus the levels of finite values in fp32: the last bits are the level, without a conversion."""
     shifted = v - eb_c if ROUNDING == STOCHASTIC else v
     level = floor_of(shifted * inverse)
     if ROUNDING != NEAREST:
-        # hash < int(rest * 2^24), without the conversion, which is slow.
+        # hash < int(rest * 2^24), without the slow conversion.
         most = tl.fma(hash.to(v.dtype), 5.9604644775390625e-08, 5.9604644775390625e-08)
         level = tl.where(most <= rest_of(shifted, level, eb_c, inverse, DTYPE), level + 1.0, level)
     if ROUNDING == STOCHASTIC:
@@ -219,7 +220,7 @@ def levels_of(v, eb_c, inverse, hash, DTYPE: tl.constexpr, ROUNDING: tl.constexp
 
 @triton.jit
 def signed_levels_of(v, step, hash, coin, DTYPE: tl.constexpr):
-    """Return ORIGIN plus the levels of finite values whose signs are kept; zeros have 0. See the reference."""
+    """Return ORIGIN plus the levels of finite values for SIGNED rounding; zeros have level 0. See the reference."""
     eb_c, inverse, least = step
     size = tl.abs(v)
     cell = floor_of(size * inverse)
@@ -232,7 +233,7 @@ def signed_levels_of(v, step, hash, coin, DTYPE: tl.constexpr):
 
 @triton.jit
 def random_levels(v, step, hash, coin, DTYPE: tl.constexpr, ROUNDING: tl.constexpr):
-    """Return ORIGIN plus the levels of finite values with their random numbers."""
+    """Return ORIGIN plus the levels of finite values, rounded with their random numbers."""
     eb_c, inverse, _ = step
     if ROUNDING == SIGNED:
         return signed_levels_of(v, step, hash, coin, DTYPE)
@@ -241,7 +242,7 @@ def random_levels(v, step, hash, coin, DTYPE: tl.constexpr, ROUNDING: tl.constex
 
 @triton.jit
 def difference(a, b):
-    """Return |a - b|, rounded up: it is not above a bound if the exact one is not."""
+    """Return |a - b|, rounded up: it is at most a bound if and only if the exact difference is."""
     if INTERPRETED:
         near = a - b
         part = near - a
@@ -265,7 +266,7 @@ def decoded_of(level, step, hash, DTYPE: tl.constexpr, ROUNDING: tl.constexpr):
     elif ROUNDING == DITHERED:
         value = (level + dither_of(hash, eb_c.dtype)) * (eb_c * 2.0)
     elif DTYPE == tl.float32:
-        # All digits fit: nothing is rounded, as in (level + 0.5) * 2 eb_c.
+        # All digits fit, so nothing is rounded: equal to (level + 0.5) * 2 eb_c.
         value = tl.fma(level, eb_c * 2.0, eb_c)
     else:
         value = (level + 0.5) * (eb_c * 2.0)
@@ -274,7 +275,7 @@ def decoded_of(level, step, hash, DTYPE: tl.constexpr, ROUNDING: tl.constexpr):
 
 @triton.jit
 def quotient_bytes(levels, form, k):
-    """Return the quotients of numbers, at most 255: four bytes in a word for each of eight slices."""
+    """Return the quotients of numbers, clamped to 255: a word of four bytes for each of eight slices."""
     slope, shift = form
     bytes, down = (), tl.minimum(k + 9, 31).to(tl.uint32)[None, None, :, None]
     for slice in tl.static_range(8):
@@ -286,7 +287,7 @@ def quotient_bytes(levels, form, k):
 
 @triton.jit
 def far_numbers(x, group, left, limits, step, seed, form, DTYPE: tl.constexpr, ROUNDING: tl.constexpr):
-    """Return the numbers of a tile, from its values: few groups need more than bytes when they are written."""
+    """Recompute the numbers of a tile from its values, for the few groups whose numbers do not fit in bytes."""
     limit, eb = limits
     slope, shift = form
     i = tile_index()
@@ -302,9 +303,9 @@ def encode_kernel(
     seed_low: tl.int32, seed_high: tl.int32,
     DTYPE: tl.constexpr, RELATIVE: tl.constexpr, ROUNDING: tl.constexpr,
 ):  # fmt: skip
-    """Encode a group. It reserves its space with one addition to a counter, and is written only if it fits.
+    """Encode a group. The program reserves space by one atomic addition to a counter, and writes only if it fits.
 
-    Each attempt has a counter. One behind the first does nothing if the one before had enough space, or did nothing.
+    Each attempt has a counter. A later attempt does nothing if the one before had enough space or did nothing.
     """
     done = False
     if attempt > 0:
@@ -325,7 +326,7 @@ def encode_kernel(
     inside = tl.minimum(tl.maximum(left - tl.arange(0, 16) * 256, 0), 256)
     i = tile_index()
     x += group * 4096
-    # Zeros for what is not there take as many instructions as the loads.
+    # Zeros for missing values take as many instructions as the loads, so only the last group has a mask.
     if left < 4096:
         stored = tl.load(x + i, mask=i < left, other=0)
     else:
@@ -356,7 +357,7 @@ def encode_kernel(
     eb_c = shrink(safe, code, DTYPE)
     inverse = divide(tl.full((), 0.5, eb_c.dtype), eb_c)
     step = (eb_c, inverse, least_of(safe, DTYPE))
-    # Slice by slice, so that no thread has to keep all values, levels and errors: the even ones, then the odd ones.
+    # Slice by slice (even ones, then odd ones), so that no thread has to keep all values, levels and errors.
     slices, found = split_tile(v), ()
     level_sum, error = tl.zeros((2, 4, 16, 4), tl.int32), tl.zeros((2, 4, 16, 4), eb.dtype)
     least, most = level_sum + 0x7FFFFFFF, level_sum
@@ -372,15 +373,15 @@ def encode_kernel(
             if ROUNDING != NEAREST:
                 least, most = tl.minimum(least, level_bits), tl.maximum(most, level_bits)
             level -= ORIGIN
-            # Zeros pass.
+            # Zeros pass this check.
             back = decoded_of(level, step, hash, DTYPE, ROUNDING)
-            # Where the decoder knows a random number, the error of a value next to zero may be rounded to the bound.
+            # If the decoder knows a random number, the error of a value next to zero might be rounded to the bound.
             exactly = ROUNDING == DITHERED or ROUNDING == SIGNED
             error = tl.maximum(error, difference(back, value) if exactly else tl.abs(back - value))
             found += (level,)  # type: ignore[assignment]
     levels = (found[0], found[4], found[1], found[5], found[2], found[6], found[3], found[7])  # type: ignore[misc]
     if ROUNDING == NEAREST:
-        # Larger values have no smaller levels.
+        # Levels are monotonic in the values.
         low = levels_of(lowest, eb_c, inverse, 0, DTYPE, ROUNDING).to(tl.int32, bitcast=True) - 0x4B400000
         high = levels_of(highest, eb_c, inverse, 0, DTYPE, ROUNDING).to(tl.int32, bitcast=True) - 0x4B400000
     else:
@@ -396,7 +397,7 @@ def encode_kernel(
         slice_numbers = integers_of(levels[slice], slope[None, None, :, None], shift[None, None, :, None])
         bytes += (join_lanes(slice_numbers, False),)  # type: ignore[assignment]
     planes = transpose(bytes)
-    # Which of eight planes any block has, and whether there are numbers or quotients above 255, more planes, and zeros.
+    # Flags of all blocks: planes in use (0 to 7; 8: more), numbers above 255 (9), quotients above 255 (10), zeros (11).
     some = ((1 << tl.minimum(k, 9)) - 1) | ((most > 255).to(tl.int32) << 9) | (((most >> k) > 255).to(tl.int32) << 10)
     some = tl.reduce(some | ((n < 256).to(tl.int32) << 11), 0, either)
     far, dense = (some & 0x500) > 0, some < 2048
@@ -426,7 +427,7 @@ def encode_kernel(
     size = tl.where(plain, size, raw * SIZE)
     k, width, wide, sparse = tl.where(plain, k, 0), tl.where(plain, width, 0), wide & plain, sparse & plain
 
-    # The sum of the sizes, and how many blocks are raw, wide and have escapes.
+    # Sum of the sizes, and numbers of blocks that are raw, are wide, and have escapes, as fields of one integer.
     sums = size | ((raw > 0).to(tl.int32) << 16) | (wide.to(tl.int32) << 21) | ((width > 0).to(tl.int32) << 26)
     sums = tl.cumsum(sums, 0)
     start, total = (sums & 65535) - size, tl.max(sums, 0)

@@ -1,4 +1,4 @@
-"""The form of a block of error-bounded levels in Triton: numbers, low bits, quotients. docs/design.md explains it."""
+"""Form of a block of error-bounded levels in Triton: numbers, low bits, quotients. docs/design.md explains it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from encke.kernels.gpu.tiles import lanes_sum
 
 @triton.jit
 def bit_width(v):
-    """Return how many bits an integer between 0 and 2^24 needs."""
+    """Return the number of bits that an integer between 0 and 2^24 needs."""
     return tl.maximum((v.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126, 0)
 
 
@@ -19,7 +19,7 @@ def bit_width(v):
 def rice_parameter(n, total):
     """Return the number of low bits for n values with that sum, which is at most 2^31."""
     each = (n * 3).to(tl.uint32)
-    # It is one or two more than the difference of the widths, of which that of the sum may be one too many.
+    # k is one or two more than the difference of the exact widths; rounding may make that of the sum one too large.
     k = tl.maximum(bit_width(total) - bit_width(each), 0)
     for _ in tl.static_range(2):
         k += (total > ((each << k.to(tl.uint32)) >> 1)).to(tl.int32)
@@ -28,7 +28,7 @@ def rice_parameter(n, total):
 
 @triton.jit
 def estimate(n, total, k):
-    """Return about how many bits n values with that sum take with k low bits each."""
+    """Estimate the number of bits of n values with that sum, with k low bits each."""
     each, shift = n.to(tl.uint32), k.to(tl.uint32)
     half = ((each << shift) - each) >> 1
     return n * (k + 1) + (tl.where(total > half, total - half, 0) >> shift).to(tl.int32)
@@ -36,7 +36,7 @@ def estimate(n, total, k):
 
 @triton.jit
 def number_of(level, slope, shift):
-    """Return the numbers of levels: distances from a base of one kind, or zigzag. All is exact in fp32."""
+    """Return the numbers of levels: distances from the base, plain or in zigzag order. fp32 is exact here."""
     return tl.abs(level * slope + shift) - 0.5
 
 
@@ -48,7 +48,7 @@ def integers_of(level, slope, shift):
 
 @triton.jit
 def choose_forms(levels, low, high, total, n):
-    """Return slope and shift of the numbers to store, their largest, base, order, low bits and whether that is all."""
+    """Return slope, shift and maximum of the numbers to store; base, order, low bits, and whether all bits are low."""
     mean = divide(total.to(tl.float32), tl.maximum(n, 1).to(tl.float32))
     centre = tl.floor(mean + 0.5)
     down = mean < centre
@@ -60,7 +60,7 @@ def choose_forms(levels, low, high, total, n):
     for slice in tl.static_range(0, 8, 2):
         even = integers_of(levels[slice], slope[None, None, :, None], shift[None, None, :, None])
         turned += even + integers_of(levels[slice + 1], slope[None, None, :, None], shift[None, None, :, None])
-    # Modulo 2^32 the highest bytes of 256 numbers add up to nothing.
+    # The highest bytes of 256 numbers add up to zero modulo 2^32.
     sum_turned = (lanes_sum(turned) - (256 - n) * of_zero).to(tl.uint32)
     sum_plain = (total - n * low).to(tl.uint32)
     k_plain, k_turned = rice_parameter(n, sum_plain), rice_parameter(n, sum_turned)
@@ -78,7 +78,7 @@ def choose_forms(levels, low, high, total, n):
 
 @triton.jit
 def shift_planes(planes, k):
-    """Return planes of numbers below 256 without their lowest k."""
+    """Return the planes of numbers below 256, shifted right by k bits."""
     p0, p1, p2, p3, p4, p5, p6, p7 = planes
     zero, one, two, four = tl.zeros_like(p0), (k & 1) > 0, (k & 2) > 0, (k & 4) > 0
     p0, p1, p2, p3 = tl.where(four, p4, p0), tl.where(four, p5, p1), tl.where(four, p6, p2), tl.where(four, p7, p3)
@@ -91,7 +91,7 @@ def shift_planes(planes, k):
 
 @triton.jit
 def less_four(planes):
-    """Return planes of numbers from 4 on, less four: bit 2 is inverted, and what lies above takes the borrow."""
+    """Subtract 4 from the planes of numbers of at least 4: invert bit 2, and propagate the borrow to higher bits."""
     p0, p1, p2, p3, p4, p5, p6, p7 = planes
     some3, none = p2 | p3, 0xFFFFFFFF
     some4 = some3 | p4

@@ -1,4 +1,4 @@
-"""Writing of error-bounded values in Triton: planes, flags, numbers, raw values and metadata of a group."""
+"""Output of the error-bounded encoder in Triton: planes, flags, numbers, raw values and metadata of a group."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from encke.kernels.gpu.tiles import (
 
 @triton.jit
 def put_number(words, bit, number):
-    """Write a number of each block."""
+    """Write one 32-bit number for each block."""
     word = tl.where(first_thread(), number[None, None, :], 0)
     put_words(words, bit[None, None, :] + tl.zeros_like(word), word.to(tl.uint32, bitcast=True))
 
 
 @triton.jit
 def put_chunk(words, bit, n, width, some, planes, mask, moves, dense):
-    """Write the first `width` of eight planes under the mask of the moves, n bits apart.
+    """Write the first `width` of eight planes, n bits apart; keep the bits under the mask of the moves.
 
     `some` has a bit for each plane that any block has. `dense`: the mask of each block has all bits or none.
     """
@@ -42,7 +42,7 @@ def put_chunk(words, bit, n, width, some, planes, mask, moves, dense):
 
 @triton.jit
 def put_planes(words, bit, n, number, FIRST: tl.constexpr, width, mask):
-    """Write bits FIRST to `width` of the numbers under the mask, one plane after the other, n bits apart."""
+    """Write the bits from FIRST to `width` of the numbers under the mask, plane by plane, n bits apart."""
     moves, most = moves_of(mask), tl.max(width, 0)
     p = tl.full((), FIRST, tl.int32)
     while p < most:
@@ -53,13 +53,13 @@ def put_planes(words, bit, n, number, FIRST: tl.constexpr, width, mask):
 
 @triton.jit
 def put_round(words, bit, alive, more):
-    """Write a bit of the unary codes that have not ended."""
+    """Write the next bit of the unary codes that have not ended."""
     put_words(words, bit, gather(more, moves_of(alive)))
 
 
 @triton.jit
 def put_flags(words, at, mask, left):
-    """Write the bits of the values that there are; `left` remain in the group."""
+    """Write one bit for each existing value; `left` values remain in the group."""
     place = full_places()
     if left < 4096:
         valid = valid_bits(left)
@@ -70,7 +70,7 @@ def put_flags(words, at, mask, left):
 
 @triton.jit
 def put_raw(payload, start, x, count, SIZE: tl.constexpr):
-    """Copy the first `count` stored values of each block to byte `start`, byte by byte."""
+    """Copy the first `count` stored values of each block to the payload from byte `start` on, byte by byte."""
     first = 0
     while first < 256:
         i = (first + tl.arange(0, 16))[None, :]
@@ -88,7 +88,7 @@ def put_tables(meta, group, groups, offset, code, head, inside):
     """Write the metadata of a group."""
     tl.store((meta + 16).to(tl.pointer_type(tl.int32)) + group, offset.to(tl.int32))
     tl.store(meta + 16 + groups * 4 + group, code.to(tl.uint8))
-    # The first thread of a block writes its head: a tensor of one number for each block would go to other threads.
+    # The first thread of a block writes its head: a tensor of one number for each block would be in other threads.
     head = head[None, None, :] + tl.zeros((2, 4, 16), tl.int32)
     heads = meta + 16 + groups * 5 + (group * 16 + tl.arange(0, 16)[None, None, :] + tl.zeros_like(head)) * 3
     here = first_thread() & (inside > 0)[None, None, :]

@@ -1,4 +1,4 @@
-"""Plans of the fixed rate on the GPU: sizes, grids and constants of launches for tensors of one size and format."""
+"""Plans of the fixed-rate kernels: grids, numbers and constants of launches for tensors of one size and format."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from encke.kernels.gpu.samples import sample_sums
 from encke.kernels.plans import GroupPlan, Norm
 from encke.kernels.reference import group_plan as reference_plan
 
-# Values that a program takes, with four warps: what was fastest on an H200.
+# Values that a program processes with four warps; these sizes were the fastest on an H200.
 ENCODED, DECODED, GATED = 8192, 4096, 2048
-CHANNELS = 64  # channels that a program takes in channels_last memory
-CHANNEL_PAIRS = (4, 0, 96)  # warps, specialised numbers and registers of an encoding program there, for 16-bit values
-CHANNEL_MOMENTS = (4, 0, 128)  # the same for one that writes moments
+CHANNELS = 64  # channels that a program processes in channels_last memory
+CHANNEL_PAIRS = (4, 0, 96)  # warps, specialised numbers and registers of the encoder of 16-bit values there
+CHANNEL_MOMENTS = (4, 0, 128)  # those of the encoder that also writes moments
 
 
 class GpuPlan(GroupPlan):
-    """Plan for Triton kernels. With `seed_table` it takes seeds that are on the device."""
+    """Plan that launches Triton kernels. With `seed_table`, seeds are on the device."""
 
     def __init__(self, format: GroupFormat, numel: int, device: torch.device, seed_table: bool) -> None:
         super().__init__(format, numel, device)
         self.limit = torch.finfo(format.dtype).max
         self.pairs: Launch | None = None
-        """Encodes 16-bit values, two at a time, where their address allows it."""
+        """Encodes 16-bit values two at a time, if their address is a multiple of 4 bytes."""
         self.numbers: tuple[int, ...]
         self.relu: Launch | None = None
         self.moments: Launch | None = None
@@ -83,7 +83,7 @@ class GpuPlan(GroupPlan):
         grid = blocks * across
         self.encoder = Launch(gq_encode_channels_kernel, grid, (*constants, seed_table), 4, 1)
         piece = min(room, DECODED * format.field // 8 // channels)
-        # Three bits take more instructions, a part of which serve twice as many values as well.
+        # 3-bit codes take more instructions; twice as many values share a part of them.
         longer = min(room, 2 * piece) if format.bits == 3 else piece
         self.decoder, self.masker = (
             Launch(gq_decode_channels_kernel, grid * (room // longer), (*constants, longer, mask, seed_table), 4, 1)
@@ -98,17 +98,17 @@ class GpuPlan(GroupPlan):
         )
 
     def _plan_rows(self, seed_table: bool) -> None:
-        """Make the launches for groups of neighbouring values."""
+        """Make the launches for groups of adjacent values."""
         format, rows = self.format, Rows(self.format, self.numel, self.format.row or self.numel)
         self.numbers = rows.numbers
-        lanes = 8 if format.dtype.itemsize == 2 else 4  # neighbouring values that a thread takes at a time: 16 bytes
+        lanes = 8 if format.dtype.itemsize == 2 else 4  # adjacent values that a thread loads at a time: 16 bytes
         rated = (TYPES[format.dtype], format.bits, format.signs)
         grid, shape = rows.tiles(ENCODED, lanes)
         self.encoder = Launch(gq_encode_kernel, grid, (*rated, *shape, seed_table), 4, 0, 128)
         if format.dtype.itemsize == 2 and rows.unit % (4 if format.bits == 3 else 2) == 0:
             half = 2 if format.bits == 8 else 1  # more values need more registers
             grid, (*tile, threads, lanes, unit) = rows.tiles(ENCODED // half, lanes)
-            threads = min(16 * half // lanes, threads)  # they load 32 bytes at a time
+            threads = min(16 * half // lanes, threads)  # each loads 32 bytes at a time
             constants = (*rated, *tile, threads, lanes, unit, seed_table)
             self.pairs = Launch(gq_encode_pairs_kernel, grid, constants, 4, 0, 96)
         grid, shape = rows.tiles(DECODED, lanes)
@@ -129,7 +129,7 @@ class GpuPlan(GroupPlan):
         else:
             self.pairs((x, data, data, seeds), (*self.numbers[:2], low, high))
 
-    # The methods below that run for every saved tensor launch directly: small batches wait for the host.
+    # These methods run for every saved tensor and launch directly: with small batches the host is the bottleneck.
 
     def encode_relu(self, x: Tensor, out: Tensor, seed: Seed, data: Tensor | None = None) -> Tensor:
         assert self.relu is not None, "check fuses_forward first"
@@ -201,8 +201,8 @@ class GpuPlan(GroupPlan):
 def group_plan(format: GroupFormat, numel: int, device: torch.device, seed_table: bool = False) -> GroupPlan:
     """Return the plan for tensors of `numel` values in that format; see `reference.group_plan`.
 
-    The kernels take groups of any size up to DECODED whose last one in a row is not empty; others, and tensors of 2^30
-    groups or more, are left to the reference.
+    The kernels support groups of at most DECODED values if the last group of a row is not empty. For other formats, and
+    for tensors of 2^30 groups or more, return the plan of the reference.
     """
     row = format.row or numel // format.stride
     count = format.groups_in_row(numel)

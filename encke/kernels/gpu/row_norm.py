@@ -1,15 +1,14 @@
-"""Layer norm and RMS norm over rows of memory: forward, backward from a packed input, and the result once more.
+"""Layer norm and RMS norm over rows: forward, backward from a packed input, and recomputation of the result.
 
     n = (x - mean) * rstd          an RMS norm has no mean
     y = round(n) * (weight + offset) + bias
 
-A program takes whole rows. The codes of a packed row are a tile [row, group, byte] (docs/design.md, `GroupQuant`); the
-values of a byte are taken slice by slice, so that the hash of a byte and the scales of a group are computed once.
-Values in memory are one group of one slice.
+A program processes whole rows. The codes of a packed row are a tile [row, group, byte] (docs/design.md, `GroupQuant`);
+the values of a byte are processed slice by slice, so that the hash of a byte and the scales of a group are computed
+once. A row that is not packed counts as one group with one slice.
 
-The input and its gradient may have transposed rows (`rows_inside` in codecs/layout.py), as behind
-`nn.MultiheadAttention`: programs go through them in the order of memory. Results, their gradients and statistics are
-contiguous.
+The input and its gradient may have transposed rows (`rows_inside` in codecs/layout.py), as after
+`nn.MultiheadAttention`: programs process them in memory order. Results, their gradients and statistics are contiguous.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from encke.kernels.gpu.launch import TYPES, Launch, power_of_two, seed_halves
 from encke.kernels.gpu.norm_kernels import code_as_mantissa, group_line, load_group
 from encke.kernels.reference.row_norm import RowNorm
 
-VALUES = 4096  # values that a program takes at a time, with four warps
-BACKWARD = 1024  # values that a program of backward takes: more need twice the registers for their sums
-WIDEST = 1 << 15  # values of the widest row that a program can take
-PROGRAMS = 132 * 8  # programs of backward, each of which has a sum for each column
-SUMMED = 256  # of these sums that a program adds up at a time, for eight columns
+VALUES = 4096  # values that a program processes at a time, with four warps
+BACKWARD = 1024  # values that a program of backward processes at a time: more need twice the registers for the sums
+WIDEST = 1 << 15  # values of the widest row that a program can process
+PROGRAMS = 132 * 8  # largest number of programs of backward, each with a sum for each column
+SUMMED = 256  # number of these sums that a program adds up at a time, for COLUMNS columns
 COLUMNS = 8
 TAKEN = {torch.float32, torch.bfloat16, torch.float16}
 
@@ -44,13 +43,13 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 @triton.jit
 def rounded(v, DTYPE: tl.constexpr):
-    """Round values as a tensor of that dtype would hold them."""
+    """Round values to DTYPE and return them in fp32."""
     return v if DTYPE == tl.float32 else widen(narrow(v, DTYPE), DTYPE)
 
 
 @triton.jit
 def columns(s, L: tl.constexpr, EXTENT: tl.constexpr, K: tl.constexpr, LP: tl.constexpr):
-    """Return the columns of slice `s` of all bytes of a row: [1, group, byte]."""
+    """Return the column of each value in slice `s` of a row: [1, group, byte]."""
     b = tl.arange(0, K)[None, :, None]
     return b * EXTENT + s * L + tl.arange(0, LP)[None, None, :]
 
@@ -60,7 +59,7 @@ def inside(
     c, here, W: tl.constexpr, COUNT: tl.constexpr, L: tl.constexpr, EXTENT: tl.constexpr, K: tl.constexpr,
     LP: tl.constexpr,
 ):  # fmt: skip
-    """Return which columns `c` of the rows that are `here` exist."""
+    """Return which values exist: columns `c` of the rows where `here`."""
     there = here & (c >= 0)
     if K != COUNT:
         there = there & (tl.arange(0, K)[None, :, None] < COUNT)
@@ -76,9 +75,9 @@ def load_packed(
     data, row, here, groups, seed_low, seed_high, DTYPE: tl.constexpr, BITS: tl.constexpr, COUNT: tl.constexpr,
     L: tl.constexpr, K: tl.constexpr, LP: tl.constexpr,
 ):  # fmt: skip
-    """Return of packed rows the bytes, third bits of 3-bit codes, and hashes; step, base and zero mark of groups."""
+    """Load packed rows: bytes, third bits of 3-bit codes, and hashes; step, base and zero mark of the groups."""
     LENGTH: tl.constexpr = L + (L + 1) // 2 if BITS == 3 else L
-    # One value for each row or group is loaded in so many dimensions: in three, threads would load it several times.
+    # Scales are loaded in two dimensions, [row, group]: in three, several threads would load the same one.
     b = tl.arange(0, K)[None, :]
     g = row[:, None] * COUNT + b
     there = here[:, None] & (b < COUNT)
@@ -97,14 +96,14 @@ def load_packed(
 
 @triton.jit
 def unpack(byte, third, h, step, base, zero, s: tl.constexpr, BITS: tl.constexpr):
-    """Return the values of slice `s`."""
+    """Decode the values of slice `s`."""
     mark = code_as_mantissa(byte, third, h, s, BITS)
     return tl.where(mark < zero, 0.0, tl.fma(mark, step, base))
 
 
 @triton.jit
 def place_of(row, rows, inner, TRANSPOSED: tl.constexpr):
-    """Return the numbers that rows of memory have in the tensor."""
+    """Return the indices in the tensor of rows given in memory order."""
     return (row % inner) * (rows // inner) + row // inner if TRANSPOSED else row
 
 
@@ -116,7 +115,7 @@ def row_sum(v):
 
 @triton.jit
 def load_weight(weight, c, there, OFFSET: tl.constexpr, AFFINE: tl.constexpr, WEIGHT: tl.constexpr):
-    """Return the factors of columns."""
+    """Return weight + OFFSET of the columns `c`; ones without a weight."""
     if AFFINE:
         return widen(tl.load(weight + c, mask=there, other=0), WEIGHT) + OFFSET
     else:
@@ -160,7 +159,7 @@ def row_again_kernel(
     W: tl.constexpr, COUNT: tl.constexpr, L: tl.constexpr, EXTENT: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
     LP: tl.constexpr,
 ):  # fmt: skip
-    """Write the result of R rows, from their codes, with mean and deviation as forward had them."""
+    """Recompute the result of R rows from their codes (or values), and from forward's mean and 1 / deviation."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     here = row < rows
     place = place_of(row, rows, inner, TRANSPOSED)
@@ -196,7 +195,7 @@ def row_backward_kernel(
     PACKED: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, T: tl.constexpr, W: tl.constexpr,
     COUNT: tl.constexpr, L: tl.constexpr, EXTENT: tl.constexpr, R: tl.constexpr, K: tl.constexpr, LP: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of rows, with INPUT; add up g * n, with SUMS == 2 also g, for each column of these rows."""
+    """With INPUT, write the gradient of rows. With SUMS, add up g * n, and if SUMS == 2 also g, for each column."""
     weight_0 = tl.zeros((R, K, LP), tl.float32)
     weight_1 = tl.zeros((R, K, LP), tl.float32)
     weight_2 = tl.zeros((R, K, LP), tl.float32)
@@ -248,7 +247,7 @@ def row_backward_kernel(
                 value = ((scaled - mean_g) - n * mean_gn) * r
                 tl.store(out + at + c, narrow(value, DTYPE), mask=there)
             if SUMS > 0:
-                # Where there is no column, v is zero.
+                # v is zero where there is no column.
                 part = v * rounded(n, INNER)
                 if s == 0:
                     weight_0 += part
@@ -280,7 +279,7 @@ def column_sums_kernel(
     sums, grad_weight, grad_bias, parts: tl.int32, width: tl.int32,
     WEIGHT: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add up what the programs of `row_backward_kernel` have summed: the gradients of weight and bias."""
+    """Add up the partial sums of `row_backward_kernel` to the gradients of weight and bias."""
     c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)[:, None]
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -296,19 +295,19 @@ def column_sums_kernel(
 
 
 def readable(format: GroupFormat, width: int) -> bool:
-    """Return whether the kernels read codes in that format as rows of `width` values."""
+    """Return whether the kernels can read codes in that format as rows of `width` values."""
     if format.stride != 1 or format.signs or format.dtype == torch.float64:
         return False
     return format.row == width or (format.row == 0 and width % format.group == 0)
 
 
 def program_of(each: int, values: int) -> tuple[int, int]:
-    """Return rows and warps of a program that takes so many values with four warps, of rows with room for `each`."""
+    """Return rows and warps of a program that processes `values` values with four warps; a row has room for `each`."""
     return max(values // each, 1), min(max(each * 4 // values, 4), 16)
 
 
 def tile_of(width: int, dtype: torch.dtype, format: GroupFormat | None, values: int) -> tuple[int, int, tuple]:
-    """Return rows and warps of a program, and the constants from PACKED to LP, for rows that are packed or not."""
+    """Return rows and warps of a program, and the constants from PACKED to LP; `format` is None for unpacked rows."""
     if format is None:
         bits, slices, count, length, extent = 8, 1, 1, width, width
     else:
@@ -328,7 +327,7 @@ class RowPlan:
         dims: int,
     ) -> None:  # fmt: skip
         self.dimensions = dims
-        """Dimensions that make a row."""
+        """Number of dimensions that form a row."""
         self.norm, self.rows, self.inner, self.dtype, self.bias = norm, rows, inner, dtype, bias
         self.transposed = inner != rows
         self.affine = (tl.float32 if weight_dtype is None else TYPES[weight_dtype], weight_dtype is not None)
@@ -341,10 +340,10 @@ class RowPlan:
         )  # fmt: skip
         self.launch = Launch(row_forward_kernel, -(-rows // tile), constants, warps, 0)
         self.launches: dict[Any, tuple[Launch, Launch, int]] = {}
-        """Launches of backward and the number of partial sums, by format and the gradients that are wanted."""
+        """Launches of backward and the number of partial sums, by format, wanted gradients, and transposed or not."""
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the contiguous result, mean (1 / deviation if there is none) and 1 / deviation of rows."""
+        """Return the contiguous result, and mean and 1 / deviation of rows. An RMS norm returns the latter twice."""
         norm = self.norm
         out = torch.empty(x.shape, dtype=norm.out, device=x.device)
         rstd = torch.empty(self.rows, dtype=torch.float32, device=x.device)
@@ -357,7 +356,7 @@ class RowPlan:
         self, grad: Tensor, data: Tensor, seed: int, format: GroupFormat | None, mean: Tensor, rstd: Tensor,
         weight: Tensor | None, wanted: tuple[bool, bool, bool], stride: tuple[int, ...] | None = None,
     ) -> Gradients:  # fmt: skip
-        """Return those gradients of input, weight and bias that are wanted.
+        """Return the wanted gradients of input, weight and bias.
 
         Args:
             grad: Contiguous gradient of the result.
@@ -367,8 +366,8 @@ class RowPlan:
             mean: Mean of each row, as `forward` returned it.
             rstd: 1 / deviation of each row.
             weight: The weight.
-            wanted: Which gradients.
-            stride: Strides of the input, if codes and its gradient have transposed rows.
+            wanted: Which of the gradients to return.
+            stride: Strides of the input, if its codes and its gradient have transposed rows.
         """
         transposed = stride is not None
         known = self.launches.get((format, wanted, transposed))
@@ -414,10 +413,10 @@ def row_plan(
     norm: RowNorm, rows: int, inner: int, dtype: torch.dtype, weight_dtype: torch.dtype | None, bias: bool, dims: int,
     device: torch.device,
 ) -> RowPlan | None:  # fmt: skip
-    """Return the plan for inputs of `rows` rows; None where the kernels do not take them.
+    """Return the plan for inputs of `rows` rows; None if the kernels do not support them.
 
-    `inner` tells how rows lie in memory (`rows_inside`). `weight_dtype` is the dtype of weight and bias, None if there
-    is no weight. `dims`: dimensions that make a row.
+    `inner` describes the order of rows in memory (`rows_inside`). `weight_dtype` is the dtype of weight and bias, None
+    if there is no weight. `dims` is the number of dimensions that form a row.
     """
     fits = 0 < norm.width <= WIDEST and 0 < rows < 1 << 30
     dtypes = {norm.inner, norm.out, dtype, weight_dtype or dtype}
@@ -429,7 +428,7 @@ def again_launch(
     width: int, rows: int, transposed: bool, centred: bool, offset: float, out: torch.dtype, dtype: torch.dtype,
     format: GroupFormat | None, weight_dtype: torch.dtype | None, bias: bool, device: torch.device,
 ) -> Launch | None:  # fmt: skip
-    """Return the launch of `normalise_again`; None where the kernel does not take such rows."""
+    """Return the launch of `normalise_again`; None if the kernel does not support such rows."""
     if not (0 < width <= WIDEST and 0 < rows < 1 << 30) or not {out, dtype, weight_dtype or dtype} <= TAKEN:
         return None
     tile, warps, constants = tile_of(width, dtype, format, VALUES)
@@ -443,21 +442,21 @@ def normalise_again(
     mean: Tensor | None, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, offset: float, out: torch.dtype,
     inner: int | None = None,
 ) -> Tensor | None:  # fmt: skip
-    """Return a norm's result from its input or the codes of it; None where the kernel does not take them.
+    """Recompute a norm's result from its input or the input's codes; return None if the kernel does not support them.
 
     Args:
-        data: Contiguous input, or the codes of one whose rows may be transposed.
+        data: Contiguous input, or the codes of an input whose rows may be transposed.
         seed: Seed of the codes.
         format: Format of the codes; None for the input itself.
         dtype: Dtype of the input.
-        size: Size of the input and of the result. All values that share a deviation lie together.
+        size: Size of the input and of the result. The values of a row are contiguous.
         mean: Mean of each row in fp32; None for an RMS norm.
         rstd: 1 / deviation of each row in fp32.
         weight: The weight, of as many values as a row has.
         bias: The bias, of the weight's dtype.
         offset: Added to the weight.
         out: Dtype of the result.
-        inner: How rows of codes lie in memory (`rows_inside`); None: as in the tensor.
+        inner: Order of the packed rows in memory (`rows_inside`); None: as in the tensor.
     """
     rows = rstd.numel()
     inner = inner or rows

@@ -1,8 +1,8 @@
 """Tiles of the kernels for error-bounded values: a group of 4096 values, and bit planes as one word for each thread.
 
-A tile has the shape [half 2, word 4, block 16, slice 8, lane 4]: value 8 * slice + 4 * half + lane of 64, which are
-`word` of a block of 256. In this order of dimensions Triton gives each thread four lanes of all eight slices, so a
-thread has 32 values whose bits fill one word by shift and or, and a warp has four blocks.
+A tile has the shape [half 2, word 4, block 16, slice 8, lane 4]. An element is value 8 * slice + 4 * half + lane of the
+64 values in word `word` of a block of 256. With this order of dimensions, Triton gives each thread the four lanes of
+all eight slices: a thread has 32 values, whose bits form one word by shift and or, and a warp has four blocks.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ PICK_BYTES = tl.constexpr(
 SATURATE_BYTES = tl.constexpr(
     "{.reg .b32 a; cvt.pack.sat.u8.s32.b32 a, $4, $3, 0; cvt.pack.sat.u8.s32.b32 $0, $2, $1, a;}"
 )
-# Bytes of a word, each multiplied.
+# Sum of the bytes of a word, of which the upper three are multiplied by one factor each.
 MULTIPLY_BYTES = tl.constexpr(
     "{.reg .b32 a, b, c, d; and.b32 a, $1, 255; prmt.b32 b, $1, 0, 0x4441; prmt.b32 c, $1, 0, 0x4442;"
     "shr.u32 d, $1, 24; mad.lo.u32 a, b, $2, a; mad.lo.u32 a, c, $3, a; mad.lo.u32 $0, d, $4, a;}"
 )
-# The upper three bytes of a word that is rotated right by no, one, two and three bytes.
+# Upper three bytes of a word that is rotated right by zero, one, two and three bytes.
 UPPER_0, UPPER_1 = tl.constexpr("prmt.b32 $0, $1, 0, 0x4321;"), tl.constexpr("prmt.b32 $0, $1, 0, 0x4032;")
 UPPER_2, UPPER_3 = tl.constexpr("prmt.b32 $0, $1, 0, 0x4103;"), tl.constexpr("prmt.b32 $0, $1, 0, 0x4210;")
-# Bits of eight floats that are not zero, added up in the last bits of a float.
+# Non-zero flags of eight floats, added up in the last bits of a float.
 PICK_NONZERO = tl.constexpr(
     "{.reg .pred p; .reg .f32 a; mov.f32 a, 0f4B000000;"
     + "".join(f"setp.neu.f32 p, ${1 + s}, 0f00000000; @p add.f32 a, a, 0f{(127 + s) << 23:08X};" for s in range(8))
@@ -40,7 +40,7 @@ PICK_NONZERO = tl.constexpr(
 
 @triton.jit
 def tile_index():
-    """Return the place of each value of a tile in its group."""
+    """Return the index of each value of a tile in its group."""
     half = tl.arange(0, 2)[:, None, None, None, None]
     word = tl.arange(0, 4)[None, :, None, None, None]
     block = tl.arange(0, 16)[None, None, :, None, None]
@@ -50,7 +50,7 @@ def tile_index():
 
 @triton.jit
 def slice_index(slice):
-    """Return the place of each value of a slice in its group: [half, word, block, lane]."""
+    """Return the index of each value of a slice in its group: [half, word, block, lane]."""
     half = tl.arange(0, 2)[:, None, None, None]
     word = tl.arange(0, 4)[None, :, None, None]
     block = tl.arange(0, 16)[None, None, :, None]
@@ -59,19 +59,19 @@ def slice_index(slice):
 
 @triton.jit
 def of_block(v):
-    """Spread one number for each block over a tile."""
+    """Broadcast one number for each block to a tile."""
     return v[None, None, :, None, None]
 
 
 @triton.jit
 def block_max(v):
-    """Return the largest of each block of a tile."""
+    """Return the largest value of each block of a tile."""
     return tl.max(tl.max(tl.max(tl.max(v, 4), 3), 1), 0)
 
 
 @triton.jit
 def block_min(v):
-    """Return the smallest of each block of a tile."""
+    """Return the smallest value of each block of a tile."""
     return tl.min(tl.min(tl.min(tl.min(v, 4), 3), 1), 0)
 
 
@@ -83,19 +83,19 @@ def lanes_sum(v):
 
 @triton.jit
 def lanes_max(v):
-    """Return the largest of each block of a slice."""
+    """Return the largest value of each block of a slice."""
     return tl.max(tl.max(tl.max(v, 3), 1), 0)
 
 
 @triton.jit
 def lanes_min(v):
-    """Return the smallest of each block of a slice."""
+    """Return the smallest value of each block of a slice."""
     return tl.min(tl.min(tl.min(v, 3), 1), 0)
 
 
 @triton.jit
 def shrink(eb, code, DTYPE: tl.constexpr):
-    """Return eb_c of docs/design.md."""
+    """Return the shrunk bound eb_c of docs/design.md."""
     unit = power(exponent(eb) - code, eb)
     if DTYPE == tl.float16 or DTYPE == tl.bfloat16:
         return tl.where(code == 0, eb * 0.5, eb - unit)
@@ -109,7 +109,7 @@ def shrink(eb, code, DTYPE: tl.constexpr):
 
 @triton.jit
 def least_of(eb, DTYPE: tl.constexpr):
-    """Return the smallest magnitude that a value decodes to where signs are kept: a power of two."""
+    """Return the smallest magnitude that a non-zero value decodes to with SIGNED rounding: a power of two."""
     e = exponent(eb) - 12
     return power(tl.minimum(tl.maximum(e, -24), 15) if DTYPE == tl.float16 else e, eb)
 
@@ -124,9 +124,9 @@ def random_of(group, i, seed_low, seed_high):
 
 @triton.jit
 def slice_words(group, parity):
-    """Return the indices of the hashes that every second slice shares, from slice 0 or 1 on: [half, word, block, lane].
+    """Return the indices of the hashes that the even or the odd slices share: [half, word, block, lane].
 
-    A compiler that sees slices one by one computes them again for each.
+    The compiler would recompute them for each slice if it saw slices one by one.
     """
     place = slice_index(parity)
     return group.to(tl.uint32) * 1024 + ((place >> 6) * 16 + (place & 15)).to(tl.uint32)
@@ -146,13 +146,13 @@ def shared_random(hash, quarter: tl.constexpr):
 
 @triton.jit
 def dither_of(hash, WORK: tl.constexpr):
-    """Return random numbers from -1/2 to 1/2."""
+    """Return random numbers between -1/2 and 1/2, from 24 random bits."""
     return tl.fma(hash.to(WORK), 5.9604644775390625e-08, -0.5)
 
 
 @triton.jit
 def signed_values(level, hash, eb_c, least):
-    """Return the values of levels plus 1/2 where signs are kept: dithered magnitudes."""
+    """Decode levels (plus 1/2) of SIGNED rounding: dithered magnitudes with exact signs."""
     size = tl.abs(level) - 0.5 + tl.fma(hash.to(eb_c.dtype), 5.9604644775390625e-08, -1.0)
     size = tl.maximum(size * (eb_c * 2.0), least)
     return tl.where(level < 0, -size, size)
@@ -160,7 +160,7 @@ def signed_values(level, hash, eb_c, least):
 
 @triton.jit
 def count_ones(word):
-    """Return the number of bits that are set, int32."""
+    """Return the number of set bits as int32."""
     if INTERPRETED:
         word = word - ((word >> 1) & 0x55555555)
         word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
@@ -172,7 +172,7 @@ def count_ones(word):
 
 @triton.jit
 def join_bits(flags):
-    """Return 32 flags of each thread, 0 or 1, as a word: [half, word, block]."""
+    """Pack the 32 flags of each thread, 0 or 1, into a word: [half, word, block]."""
     slice = tl.arange(0, 8).to(tl.uint32)[None, None, None, :, None]
     lane = tl.arange(0, 4).to(tl.uint32)[None, None, None, None, :]
     return tl.sum(tl.sum(flags.to(tl.uint32) << (lane * 8 + slice), 4), 3)
@@ -180,7 +180,7 @@ def join_bits(flags):
 
 @triton.jit
 def split_tile(v):
-    """Return eight slices of a tile: [half, word, block, lane] each."""
+    """Return the eight slices of a tile: [half, word, block, lane] each."""
     even, odd = tl.split(tl.reshape(tl.permute(v, (0, 1, 2, 4, 3)), (2, 4, 16, 4, 2, 2, 2)))
     even0, even2 = tl.split(even)
     odd0, odd2 = tl.split(odd)
@@ -193,7 +193,7 @@ def split_tile(v):
 
 @triton.jit
 def pick_bytes(first, second, third, fourth, SATURATED: tl.constexpr):
-    """Join four words, their lowest bytes or at most 255 of each."""
+    """Pack four words into one: their lowest bytes or, with SATURATED, their values clamped to 255."""
     if INTERPRETED:
         if SATURATED:
             first, second = tl.minimum(first, 255), tl.minimum(second, 255)
@@ -209,7 +209,7 @@ def pick_bytes(first, second, third, fourth, SATURATED: tl.constexpr):
 
 @triton.jit
 def join_lanes(v, SATURATED: tl.constexpr):
-    """Join four lanes, their lowest bytes or at most 255 of each, to one word: [half, word, block]."""
+    """Pack four lanes into one word, as `pick_bytes` does: [half, word, block]."""
     even, odd = tl.split(tl.reshape(v, (2, 4, 16, 2, 2)))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
@@ -218,11 +218,11 @@ def join_lanes(v, SATURATED: tl.constexpr):
 
 @triton.jit
 def nonzero_bits(v):
-    """Return which values of each thread are not zero, as a word: [half, word, block]."""
+    """Return the non-zero flags of each thread's values as a word: [half, word, block]."""
     if INTERPRETED or v.dtype == tl.float64:
         return join_bits(v != 0)
     else:
-        # Two instructions a value, one of which is an addition; joining flags takes three, none of which is.
+        # Two instructions for a value, one of them an addition; `join_bits` takes three, none of them an addition.
         v0, v1, v2, v3, v4, v5, v6, v7 = split_tile(v)
         lanes = tl.inline_asm_elementwise(
             PICK_NONZERO, "=r,f,f,f,f,f,f,f,f", [v0, v1, v2, v3, v4, v5, v6, v7], dtype=tl.uint32, is_pure=True, pack=1
@@ -232,7 +232,7 @@ def nonzero_bits(v):
 
 @triton.jit
 def choose_bits(first, second, KEPT: tl.constexpr):
-    """Return the bits of the first word under KEPT and the others of the second."""
+    """Return the bits of the first word under KEPT, and the other bits of the second word."""
     return tl.inline_asm_elementwise(
         "lop3.b32 $0, $1, $2, $3, 0xE4;", "=r,r,r,r", [first, second, tl.full((), KEPT, tl.uint32)],
         dtype=tl.uint32, is_pure=True, pack=1,
@@ -241,18 +241,18 @@ def choose_bits(first, second, KEPT: tl.constexpr):
 
 @triton.jit
 def exchange(first, second, DISTANCE: tl.constexpr, KEPT: tl.constexpr):
-    """Exchange bits between words DISTANCE slices apart: a step of a transposition."""
+    """Exchange bits between words that are DISTANCE slices apart: one step of a transposition."""
     low, high = second << DISTANCE, first >> DISTANCE
     if INTERPRETED:
         return (first & KEPT) | (low & (KEPT ^ 0xFFFFFFFF)), (high & KEPT) | (second & (KEPT ^ 0xFFFFFFFF))
     else:
-        # One instruction each; the compiler finds two or three.
+        # One instruction each; the compiler would use two or three.
         return choose_bits(first, low, KEPT), choose_bits(high, second, KEPT)
 
 
 @triton.jit
 def transpose(words):
-    """Exchange slices and bits of bytes: bytes of eight slices become eight planes, and planes become bytes."""
+    """Transpose slices and the bits of bytes: bytes of eight slices become eight planes, and planes become bytes."""
     w0, w1, w2, w3, w4, w5, w6, w7 = words
     w0, w4 = exchange(w0, w4, 4, 0x0F0F0F0F)
     w1, w5 = exchange(w1, w5, 4, 0x0F0F0F0F)
@@ -297,7 +297,7 @@ def lane_masks(bytes):
 
 @triton.jit
 def next_move(left, mask, DISTANCE: tl.constexpr):
-    """Return which bits under a mask move by DISTANCE when they are gathered, and the state for the next distance."""
+    """Return which bits under a mask move by DISTANCE in `gather`, and the state for the next distance."""
     odd = left ^ ((left << 1) & 0xFEFEFEFE)
     odd ^= (odd << 2) & 0xFCFCFCFC
     odd ^= (odd << 4) & 0xF0F0F0F0
@@ -307,10 +307,10 @@ def next_move(left, mask, DISTANCE: tl.constexpr):
 
 @triton.jit
 def moves_of(mask):
-    """Return how bits move when those under a mask are gathered: within bytes, then the second to fourth byte.
+    """Return the moves that gather the bits under a mask: within bytes, then of the second to fourth byte.
 
-    Which bits of bytes move by 1 and 2 is found as in Hacker's Delight 7-4. Then the upper half of a byte moves by 4,
-    unless the lower half is full.
+    The bits that move by 1 and 2 within bytes are found as in Hacker's Delight 7-4. Then the upper half of a byte moves
+    by 4, unless the lower half is full.
     """
     second, third = count_ones(mask & 0xFF).to(tl.uint32), count_ones(mask & 0xFFFF).to(tl.uint32)
     fourth = count_ones(mask & 0xFFFFFF).to(tl.uint32)
@@ -325,9 +325,9 @@ def moves_of(mask):
 
 @triton.jit
 def gather(word, moves):
-    """Move the bits of a word, none outside the mask of the moves, to the lowest places."""
+    """Move the bits of a word to the lowest positions. It must have none outside the mask of the moves."""
     one, two, four, second, third, fourth = moves
-    # A bit that moves by two loses 3/4 of its value. Products and sums have a pipeline of their own.
+    # A bit that moves by two loses 3/4 of its value. Products and sums run in a pipeline of their own.
     word -= (word & one) >> 1
     word -= ((word & two) >> 2) * 3
     word -= ((word & four) >> 4) * 15
@@ -344,7 +344,7 @@ def gather(word, moves):
 
 @triton.jit
 def spread(word, mask, moves):
-    """Move the lowest bits of a word to the places under the mask of the moves."""
+    """Move the lowest bits of a word to the positions under the mask of the moves."""
     one, two, four, second, third, fourth = moves
     word = pick_bytes(word, word >> second, word >> third, word >> fourth, False)
     word = (word & (four ^ 0xFFFFFFFF)) | ((word << 4) & four)
@@ -355,9 +355,9 @@ def spread(word, mask, moves):
 
 @triton.jit
 def places_of(count):
-    """Return how many bits of its block stand before those of each thread, and how many a block has.
+    """Return the number of bits of the block before those of each thread, and the number of bits of each block.
 
-    Sums of the four words of a block travel as bytes of one number: none is larger than 64.
+    The sums of the four words of a block are bytes of one number: none is larger than 64.
     """
     shift = (tl.arange(0, 4) * 8).to(tl.uint32)[None, :, None]
     half = tl.sum(count.to(tl.uint32) << shift, 1)
@@ -371,7 +371,7 @@ def places_of(count):
 
 @triton.jit
 def full_places():
-    """Return how many bits of its block stand before those of each thread where all have 32."""
+    """Return the number of bits of the block before those of each thread if all threads have 32."""
     return tl.arange(0, 2)[:, None, None] * 32 + tl.arange(0, 4)[None, :, None] * 64 + tl.zeros((2, 4, 16), tl.int32)
 
 
@@ -384,7 +384,7 @@ def first_thread():
 
 @triton.jit
 def valid_bits(left):
-    """Return which of the values that each thread would have there are, as a word; `left` remain in the group."""
+    """Return flags of each thread's values that exist, as a word; `left` values remain in the group."""
     word = tl.arange(0, 4)[None, :, None] * 64 + tl.arange(0, 16)[None, None, :] * 256
     left = left - (word + tl.arange(0, 2)[:, None, None] * 4)
     valid = tl.zeros((2, 4, 16), tl.uint32)
@@ -396,5 +396,5 @@ def valid_bits(left):
 
 @triton.jit
 def either(a, b):
-    """Join two sets of flags."""
+    """Return the union of two sets of flags."""
     return a | b
