@@ -109,7 +109,7 @@ class GroupPlan(ABC):
         return out
 
     def finite(self, data: Tensor) -> bool | Tensor:
-        """Return whether all values are finite, as a zero-dimensional tensor. The step of a group tells."""
+        """Return whether all values are finite, as a zero-dimensional tensor. Other groups have a NaN step."""
         if self.numel == 0:
             return True
         steps = data[self.at_step : self.nbytes]

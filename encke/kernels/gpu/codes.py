@@ -18,7 +18,7 @@ from encke.kernels.gpu.common import (
 )
 
 GATE, ADD, LEAK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""Kinds of gradients that codes gate: of ReLU, of ReLU as the sum of two gradients, and of leaky ReLU."""
+"""Kinds of gradients that codes gate: of ReLU, of ReLU from the sum of two gradients, and of leaky ReLU."""
 
 
 def _shifted_codes(bits: int) -> str:
