@@ -318,7 +318,7 @@ class BoundedFormat(Format):
     bound: float
     """Largest absolute error, or infinity."""
     relative: float
-    """Largest error relative to the range of the finite values, or infinity; the smaller of the two holds."""
+    """Largest error relative to the range of the finite values, or infinity; the smaller of the two applies."""
     rounding: int
     """NEAREST, STOCHASTIC, DITHERED or SIGNED."""
     dtype: torch.dtype
@@ -380,7 +380,7 @@ class LogFormat(Format):
     far: float
     """Step of log-probabilities more than `LOG_KNEE` below zero; not larger than `step`."""
     shift: float
-    """Subtracted when decoding, so that exponentials are unbiased."""
+    """Number that is subtracted when decoding, so that exponentials are unbiased."""
     dtype: torch.dtype
 
     @property

@@ -109,7 +109,10 @@ class GroupPlan(ABC):
         return out
 
     def finite(self, data: Tensor) -> bool | Tensor:
-        """Return whether all values are finite, as a zero-dimensional tensor. The step of a group tells."""
+        """Return whether all values are finite, as a zero-dimensional tensor.
+
+        A group with a NaN or an infinity has a NaN step.
+        """
         if self.numel == 0:
             return True
         steps = data[self.at_step : self.nbytes]

@@ -1,4 +1,4 @@
-"""The kernels for CPU tensors, compiled by numba at their first call: bytes and values of the reference, faster."""
+"""Kernels for CPU tensors, compiled by numba on the first call. Bytes and values are those of the reference."""
 
 from encke.kernels.cpu.bounded import bounded_decode, bounded_encode
 from encke.kernels.cpu.dual import dual_decode, dual_encode

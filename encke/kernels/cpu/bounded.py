@@ -24,7 +24,7 @@ from encke.kernels.formats import (
 )
 
 HEADER = "<dQ"
-"""Numbers at the beginning of the metadata: bound and seed."""
+"""Header of the metadata, as a `struct` format: bound and seed."""
 
 
 @jit
@@ -43,7 +43,7 @@ def range_task(task, size, x, found):
 
 @jit
 def gather_task(task, size, groups, meta, scratch, slot, base, units, payload):
-    """Move a task's bytes to their place in the payload."""
+    """Move the bytes of a task to their position in the payload."""
     offsets = meta[PLANE_HEADER : PLANE_HEADER + 4 * groups].view(u32)
     for group in range(task * size // PLANE_GROUP, min((task + 1) * size // PLANE_GROUP, groups)):
         offsets[group] += base[task]
@@ -51,7 +51,7 @@ def gather_task(task, size, groups, meta, scratch, slot, base, units, payload):
 
 
 def usable_bound(bound: float, dtype: torch.dtype) -> np.floating:
-    """Return the bound as the kernels use it: rounded down to the computing dtype, clamped, zero where too small."""
+    """Return the bound as the kernels use it: rounded down to the computing dtype, clamped, zero if too small."""
     work = np.float64 if dtype == torch.float64 else np.float32
     eb = work(min(bound, 2.0**120))
     if float(eb) > bound:
@@ -60,7 +60,7 @@ def usable_bound(bound: float, dtype: torch.dtype) -> np.floating:
 
 
 def least_of(eb: np.floating, dtype: torch.dtype) -> np.floating:
-    """Return the smallest magnitude that a value decodes to where signs are kept: a power of two."""
+    """Return the smallest magnitude that a non-zero value decodes to with SIGNED rounding: a power of two."""
     e = math.frexp(eb)[1] - 13
     return type(eb)(math.ldexp(1.0, min(max(e, -24), 15) if dtype == torch.float16 else e))
 
@@ -81,7 +81,7 @@ def bounded_encode(x: Tensor, format: BoundedFormat, seed: int) -> tuple[Tensor,
     eb = allowed / type(allowed)(2) if format.rounding == STOCHASTIC else allowed
     meta = torch.empty(format.meta_size(numel), dtype=torch.uint8)
     slot = min(size, groups * PLANE_GROUP) * x.element_size()
-    # Most of a slot is never touched: no huge pages, so not from numpy.
+    # Most of a slot is never touched, so it must not have huge pages, which numpy would request.
     scratch = torch.empty(tasks * slot, dtype=torch.uint8).numpy()
     units, meta_bytes = np.empty(tasks, np.int64), meta.numpy()
     place = (meta_bytes, scratch, slot)
@@ -97,7 +97,7 @@ def bounded_encode(x: Tensor, format: BoundedFormat, seed: int) -> tuple[Tensor,
 
 
 def bounded_decode(meta: Tensor, payload: Tensor, format: BoundedFormat, numel: int, mask: bool) -> Tensor:
-    """Return the flat values that `bounded_encode` stored, or with `mask` only whether each is not zero."""
+    """Decode the result of `bounded_encode` to flat values; with `mask`, return the mask of the non-zero values."""
     out = huge_empty(numel, torch.bool if mask else format.dtype)
     if numel == 0:
         return out

@@ -1,4 +1,4 @@
-"""Codes of groups in numba: scales, rounding and decoding, shared by the kernels of the fixed rate."""
+"""Codes of groups in numba: scales, rounding and decoding, shared by the fixed-rate kernels."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from encke.kernels.cpu.scalars import (
     widen,
 )
 
-# The bits of v as an integer with and without a sign, and back.
+# Bits of v as a signed and as an unsigned integer, and back.
 signed_bits = choose(lambda v: f32(v).view(i32), lambda v: f64(v).view(i64))
 plain_bits = choose(lambda v: f32(v).view(u32), lambda v: f64(v).view(u64))
 from_bits = choose(lambda b: u32(b).view(f32), lambda b: u64(b).view(f64))
-# Unsigned integers, wrapping around.
+# Unsigned integers, with wrap-around.
 less_one = choose(lambda b: u32(b - u32(1)), lambda b: u64(b - u64(1)))
 more_one = choose(lambda b: u32(b + u32(1)), lambda b: u64(b + u64(1)))
-# The bits of v that bf16 does not have; fp64 is stored as it is.
+# Bits of v that bf16 drops; none for fp64, which is stored unchanged.
 rest_of = choose(lambda v: u32(f32(v).view(u32) & u32(0xFFFF)), lambda v: u32(0))
 
 
 def top_half(v: Any, like: Any) -> Any:
-    """Return the upper half of fp32 as bf16; fp64 as it is."""
+    """Return the upper half of fp32 as bf16; return fp64 unchanged."""
 
 
 def low_half(v: Any, like: Any) -> Any:
@@ -90,7 +90,7 @@ def _constant_of(lo, step, byte, signs):
 
 @inline
 def size_of(x, signs):
-    """Return what is divided into steps: the magnitude of a value if signs are stored apart, else the value."""
+    """Return the magnitude of a value if signs are stored apart, else the value: this is divided into steps."""
     return abs(x) if signs else x
 
 
@@ -103,10 +103,10 @@ def is_finite(top, deep):
 
 @inline
 def divide(top, deep, least, signed, bits, signs, first):
-    """Divide the range of a group: (lo, step, factor to fixed point, largest result), the first two as stored.
+    """Divide the range of a group into steps: (lo, step, factor to fixed point, largest result), the first two rounded.
 
-    `top` and `deep` are the largest bits with and without a sign, `least` the smallest of a value that is not zero. If
-    all values but zeros are one and `first`, the group's first value, is none of these, lo is that value as it is.
+    `top` and `deep` are the largest bits as signed and unsigned integers, `least` the smallest bits of a non-zero
+    value. If all non-zero values are equal, and the group's first value `first` is not zero, lo is that value exactly.
     """
     zero = as_float(0, from_bits(least))
     affine, finite = signed and not signs, is_finite(top, deep)
@@ -128,9 +128,9 @@ def divide(top, deep, least, signed, bits, signs, first):
 
 @inline
 def store_scales(g, lo, step, los, steps):
-    """Store lo and step of group g, or of a group with one value the first 31 bits of that value.
+    """Store lo and step of group g, or the first 31 bits of a constant group whose value does not fit bf16.
 
-    Return the last bit, which is added to all codes.
+    Return the last bit of that value, which is added to all codes.
     """
     los[g], steps[g] = top_half(lo, los[g]), top_half(step, steps[g])
     if rest_of(lo) == 0:
@@ -141,7 +141,7 @@ def store_scales(g, lo, step, los, steps):
 
 @inline
 def load_scales(lo, step, byte, signs):
-    """Return lo and step of a group from what is stored of it: both, and the first byte of its codes."""
+    """Return lo and step of a group from the stored ones and the first byte of its codes."""
     if not marks_constant(step):
         return widen(lo), widen(step)
     return constant_of(lo, step, byte, signs), as_float(0, widen(lo))
@@ -149,7 +149,7 @@ def load_scales(lo, step, byte, signs):
 
 @inline
 def code_of(x, bits, signs, one, first, lo, factor, most, h):
-    """Return a value's code. `one`: zero has a code of its own, below that of lo, `first`. `h` is the rotated hash."""
+    """Return a value's code. `first` is lo's code; if `one`, zero has a code below it. `h` is the rotated hash."""
     s = (size_of(x, signs) - lo) * factor
     s = s if s > 0 else as_float(0, s)
     s = s if s < most else most
@@ -162,7 +162,7 @@ def code_of(x, bits, signs, one, first, lo, factor, most, h):
 
 @inline
 def value_of(code, h, bits, signs, one, lo, unit, limit):
-    """Return a code's value, less the random number that was added. With `signs`, `one` is the bit of the sign."""
+    """Decode a code to a value and subtract the random number. With `signs`, `one` is the sign bit."""
     if signs:
         size = i32(code & u32(one - 1))
         value = lo + as_float(size - 1, lo) * unit
@@ -178,7 +178,7 @@ def value_of(code, h, bits, signs, one, lo, unit, limit):
 
 @inline
 def terms_of(lo, step, bits, signs):
-    """Return what `value_of` takes of a group: (zero code or sign bit, offset, step)."""
+    """Return the arguments of `value_of` for a group: (1 if zero has a code, or sign bit; offset; unit)."""
     if signs:
         return i32(1 << bits - 1 if lo < 0 else 256), abs(lo), step
     one = i32(0 if lo < 0 else 1)
@@ -187,7 +187,7 @@ def terms_of(lo, step, bits, signs):
 
 @inline
 def any_negative(v):
-    """Return whether a group with values that are not finite has negative ones."""
+    """Return whether a group with non-finite values has negative ones."""
     negative = False
     for x in v.flat:
         negative |= widen(x) < 0
@@ -196,13 +196,13 @@ def any_negative(v):
 
 @inline
 def field_of(bits):
-    """Return the bits of a code in its group's field; a third one follows the field."""
+    """Return the number of bits of a code in its group's field. The third bits of 3-bit codes follow the field."""
     return 2 if bits == 3 else bits
 
 
 @inline
 def slices_of(bits):
-    """Return how many values share a byte of the field."""
+    """Return the number of values that share a byte of the field."""
     return 4 if bits == 3 else 8 // bits
 
 
@@ -232,15 +232,15 @@ def put_word(word, j, bits, out, third):
 
 @inline
 def word_at(codes, third, j, bits):
-    """Return what `put_word` wrote."""
+    """Read the result of `put_word`."""
     return u32(codes[j]) | u32(third[j]) << u32(8) if bits == 3 else u32(codes[j])
 
 
 @inline
 def join_thirds(third, length, out):
-    """Write the third bits behind the field, those of two bytes in each byte.
+    """Write the third bits after the field, those of two bytes into one byte.
 
-    (A loop of its own, so that the one over the bytes of the field has no branch for odd ones and fills its vectors.)
+    This is a separate loop, so that the loop over the bytes of the field has no branch for odd bytes and vectorises.
     """
     for k in range(out.size - length):
         out[length + k] = third[2 * k] | u8(third[2 * k + 1] << u8(4))
@@ -248,17 +248,17 @@ def join_thirds(third, length, out):
 
 @inline
 def split_thirds(codes, length, third):
-    """Read what `join_thirds` wrote."""
+    """Unpack the result of `join_thirds`."""
     for k in range(codes.size - length):
         third[2 * k], third[2 * k + 1] = codes[length + k] & u8(15), codes[length + k] >> u8(4)
 
 
 @inline
 def byte_of(v, j, bits, length, signs, one, first, lo, factor, most, h):
-    """Return byte j of a group, whose hash is h; above it the third bits of its codes, if they have three.
+    """Return byte j of a group, whose hash is h. The third bits of 3-bit codes are above the byte.
 
-    (A function, as are all bodies of loops over bytes: LLVM peels a loop that has variables of its own, and the rest
-    does not fill its vectors.)
+    The bodies of all loops over bytes are functions: LLVM peels a loop with variables of its own, and the rest does not
+    fill its vectors.
     """
     word = u32(0)
     for t in range(slices_of(bits)):
@@ -270,7 +270,7 @@ def byte_of(v, j, bits, length, signs, one, first, lo, factor, most, h):
 
 @inline
 def quantize_slices(v, bits, length, signs, one, first, lo, factor, most, word, seed_low, seed_high, out, third):
-    """Write the bytes of a group; `word` is the place of the first one, `third` has room for one more byte."""
+    """Write the bytes of a group. `word` is the index of the first one, `third` has room for `length` + 1 bytes."""
     for j in range(length):
         h = random32(u32(word + j), seed_low, seed_high)
         put_word(byte_of(v, j, bits, length, signs, one, first, lo, factor, most, h), j, bits, out, third)
@@ -280,7 +280,7 @@ def quantize_slices(v, bits, length, signs, one, first, lo, factor, most, word, 
 
 @inline
 def put_values(word, to, j, bits, length, signs, one, lo, unit, h, nan, limit):
-    """Write the values of a group that share byte j, whose hash is h."""
+    """Decode the values of a group that share byte j, whose hash is h, to `to`."""
     for t in range(slices_of(bits)):
         code = code_in(word, t, bits)
         value = value_of(code, rotate_right(h, u32(4 * field_of(bits) * t)), bits, signs, one, lo, unit, limit)

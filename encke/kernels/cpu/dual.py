@@ -33,7 +33,7 @@ from encke.kernels.formats import DualFormat
 
 @jit
 def average_tiles(v, height, width, tall, wide, sums, lows, at):
-    """Average a plane's tiles as they are stored: columns from top to bottom, then their sums from left to right."""
+    """Store the averages of a plane's tiles, summing columns from top to bottom, then their sums from left to right."""
     zero = as_float(0, v[0])
     for top in range(0, height, tall):
         rows = min(tall, height - top)
@@ -55,7 +55,7 @@ def average_tiles(v, height, width, tall, wide, sums, lows, at):
 
 @inline
 def spread_averages(lows, at, width, wide, row):
-    """Repeat the averages of one row of tiles at all places of a row of values."""
+    """Repeat the averages of one row of tiles for a row of values."""
     for left in range(0, width, wide):
         mean = as_float(widen(lows[at]), row[0])
         for x in range(min(wide, width - left)):
@@ -74,7 +74,7 @@ def subtract_averages(v, height, width, tall, wide, lows, at, row):
             for x in range(width):
                 v[first + x] -= row[x]
     low, high = ordered(as_float(math.inf, v[0])), ordered(as_float(-math.inf, v[0]))
-    for i in range(v.size):  # a loop of its own: one over many values vectorises better than many over a row
+    for i in range(v.size):  # a separate loop: one over many values vectorises better than many over a row
         key = ordered(v[i])
         low, high = min(low, key), max(high, key)
     return from_ordered(low), from_ordered(high)
@@ -133,7 +133,7 @@ def dual_encode_task(
 def dual_decode_task(
     task, size, numel, out, first_out, height, width, tall, wide, bits, los, steps, lows, data, nan, limit
 ):
-    """Decode the planes of a task into out, which starts with value `first_out`."""
+    """Decode the planes of a task to `out`, whose first element is value `first_out`."""
     values = height * width
     length, tiles = (values * bits + 7) // 8, lows.size // los.size
     codes, row = np.empty(values, u8), np.full(width, los[0])
@@ -155,7 +155,7 @@ def dual_decode_task(
 
 @jit
 def dual_mask_task(task, size, values, masks, out):
-    """Unpack the mask bits of the planes of a task, a byte each."""
+    """Unpack the mask bits of the planes of a task to one byte each."""
     length = (values + 7) // 8
     for p in range(task * size // values, min((task + 1) * size, out.size) // values):
         mine = masks[p * length : (p + 1) * length]
@@ -170,7 +170,7 @@ def arrays_of(data: np.ndarray, format: DualFormat, numel: int) -> list[np.ndarr
 
 
 def dual_encode(x: Tensor, format: DualFormat, seed: int) -> Tensor:
-    """Encode planes of height x width values, one after the other, into one buffer."""
+    """Encode contiguous planes of height x width values into one buffer."""
     numel = x.numel()
     out = torch.empty(format.nbytes(numel), dtype=torch.uint8)
     if numel:
@@ -182,9 +182,9 @@ def dual_encode(x: Tensor, format: DualFormat, seed: int) -> Tensor:
 
 
 def dual_decode(data: Tensor, format: DualFormat, numel: int, mask: bool) -> Tensor:
-    """Return the values that `dual_encode` stored.
+    """Decode the result of `dual_encode`.
 
-    With `mask`, return only whether each was not zero: exactly, where the buffer is `masked`.
+    With `mask`, return the mask of the non-zero values instead. It is exact if the format is `masked`.
     """
     size = task_size(numel, format.plane)
     *arrays, masks = arrays_of(data.numpy(), format, numel)

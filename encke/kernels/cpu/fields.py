@@ -8,12 +8,12 @@ from torch import Tensor
 from encke.kernels.cpu.launch import QUICK, run, task_size
 from encke.kernels.cpu.scalars import inline, jit, u8
 
-PIECE = 4096  # bytes that stay in the nearest cache
+PIECE = 4096  # bytes that stay in the L1 cache
 
 
 @inline
 def pack(values, bits, length, start, stop, out):
-    """Write bytes start to stop of one field over the values, a few at a time: each slice passes over them once."""
+    """Pack the values into the bytes [start, stop) of one field, PIECE bytes at a time, slice by slice."""
     for first in range(start, stop, PIECE):
         end = min(first + PIECE, stop)
         to, slice_ = out[first:end], values[first:end]
@@ -27,7 +27,7 @@ def pack(values, bits, length, start, stop, out):
 
 @inline
 def unpack(data, bits, length, start, stop, out):
-    """Read the values in bytes start to stop of one field."""
+    """Unpack the values in the bytes [start, stop) of one field."""
     codes = data[start:stop]
     for t in range(8 // bits):
         to = out[t * length + start : t * length + stop]
@@ -48,7 +48,7 @@ def unpack_task(task, size, data, bits, out):
 
 
 def bits_encode(x: Tensor, bits: int) -> Tensor:
-    """Pack flat uint8 (or bool) values below 2^bits, bits 1, 2 or 4: one field over the whole tensor."""
+    """Pack flat uint8 (or bool) values below 2^bits, where bits is 1, 2 or 4, as one field over the whole tensor."""
     out = torch.empty((x.numel() * bits + 7) // 8, dtype=torch.uint8)
     size = task_size(x.numel(), 8, QUICK) * bits // 8
     values = x.contiguous().view(torch.uint8).numpy()
@@ -57,7 +57,7 @@ def bits_encode(x: Tensor, bits: int) -> Tensor:
 
 
 def bits_decode(data: Tensor, bits: int, numel: int) -> Tensor:
-    """Return the flat uint8 values that `bits_encode` stored."""
+    """Unpack the result of `bits_encode` to flat uint8 values."""
     out = torch.empty(numel, dtype=torch.uint8)
     size = task_size(numel, 8, QUICK) * bits // 8
     run(unpack_task, -(-data.numel() // size), size, data.numpy(), bits, out.numpy())

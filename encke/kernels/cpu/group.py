@@ -74,7 +74,7 @@ def byte_at(v, j, c, bits, length, signs, terms, h):
 
 @inline
 def quantize_row(v, j, bits, length, signs, terms, place, seed_low, seed_high, out, above):
-    """Write byte j of all groups of a block, and the third bits of its codes to `above` if they have three."""
+    """Write byte j of all groups of a block and, for 3-bit codes, the third bits to `above`."""
     keep, shift = u8(15 * (j & 1)), u32(4 * (j & 1))
     for c in range(out.size):
         word = byte_at(v, j, c, bits, length, signs, terms, random32(u32(place + c), seed_low, seed_high))
@@ -85,7 +85,7 @@ def quantize_row(v, j, bits, length, signs, terms, place, seed_low, seed_high, o
 
 @inline
 def code_at(codes, above, c, shift, t, bits):
-    """Return slice t's code from a byte of column c; its third bits begin at bit `shift`."""
+    """Return slice t's code from a byte of column c. The byte's third bits begin at bit `shift` of `above`."""
     if bits == 3:
         return u32(u8(codes[c] >> u8(2 * t)) & u8(3) | u8(u8(above[c] >> u8(shift + t)) & u8(1)) << u8(2))
     return code_in(u32(codes[c]), t, bits)
@@ -93,7 +93,7 @@ def code_at(codes, above, c, shift, t, bits):
 
 @inline
 def dequantize_row(codes, above, j, t, bits, signs, terms, place, seed_low, seed_high, nan, limit, to):
-    """Write the values of slice t in byte j of each group."""
+    """Decode the values of slice t in byte j of each group."""
     shift = 4 * (j & 1)
     for c in range(to.size):
         code, h = code_at(codes, above, c, shift, t, bits), random32(u32(place + c), seed_low, seed_high)
@@ -112,29 +112,29 @@ def mask_row(codes, above, j, t, bits, tops, unknown, to):
 
 @inline
 def copy_values(source, to, count):
-    """Copy the first values: numba takes a second and a half to compile an assignment of slices."""
+    """Copy the first `count` values. numba takes 1.5 s to compile an assignment of slices."""
     for i in range(count):
         to[i] = source[i]
 
 
 @inline
 def place_of(g, row, count, each):
-    """Return where group g of rows of `row` values begins, `count` groups of `each` values a row, and its values."""
+    """Return start and size of group g. Rows have `row` values and `count` groups of up to `each` values."""
     at = g % count * each
     return g // count * row + at, min(each, row - at)
 
 
 @inline
 def room_for(length, bits):
-    """Return the bytes of the field of codes in a group of `length` bytes."""
+    """Return the number of bytes of the field in a group of `length` code bytes."""
     return 2 * length // 3 if bits == 3 else length
 
 
 @functools.cache
 def contiguous_kernels(bits, group, signs):
-    """Make the kernels of one setting, in which its numbers are constants: loops unroll and vectorise.
+    """Make the kernels of one setting. Its numbers are constants in them, so that loops unroll and vectorise.
 
-    Without a group they take rows of any width.
+    With `group` 0, the kernels process rows of any width.
     """
     slices = 4 if bits == 3 else 8 // bits
     fixed = group // slices
@@ -198,7 +198,7 @@ def contiguous_kernels(bits, group, signs):
 
     @jit
     def mask_task(task, size, row, count, out, data, los, steps):
-        """Write whether values are not zero; without `signs` the codes of a group with negative values cannot tell."""
+        """Write which values are not zero. Without `signs`, all values of groups with negative ones count as such."""
         length = fixed if group else room_for(data.shape[1], bits)
         each = length * slices
         filled, third = np.empty(each, out.dtype), np.zeros(length + 1, u8)
@@ -222,7 +222,7 @@ def contiguous_kernels(bits, group, signs):
 
 @functools.cache
 def channel_kernels(bits, group, signs):
-    """Make the same kernels for groups that lie side by side: value i of group c of a block is in row i, column c."""
+    """Make the kernels for interleaved groups: value i of group c of a block is in row i, column c."""
     slices = 4 if bits == 3 else 8 // bits
     fixed = group // slices
 
@@ -260,7 +260,7 @@ def channel_kernels(bits, group, signs):
 
     @jit
     def dequantize_rows_task(task, size, row, count, out, data, seed_low, seed_high, los, steps, nan, limit):
-        """Decode the blocks of a task into out."""
+        """Decode the blocks of a task to `out`."""
         length, columns = fixed if group else room_for(data.shape[1], bits), los.shape[1]
         third = data.shape[1] - length
         each = length * slices
@@ -305,7 +305,7 @@ def channel_kernels(bits, group, signs):
 
 
 class CpuPlan(GroupPlan):
-    """Plan for numba kernels: a task takes whole groups, or where these lie side by side whole blocks of them."""
+    """Plan that runs numba kernels. A task has whole groups, or whole blocks of interleaved groups."""
 
     __slots__ = ("beside", "kernels", "row")
 

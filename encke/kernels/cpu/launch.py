@@ -1,4 +1,4 @@
-"""Runs kernels on CPU tensors: cuts tensors into tasks and shares the tasks out among threads.
+"""Launch of kernels on CPU tensors, which are divided into tasks that threads share.
 
 Kernels are serial and do not hold the GIL. A task is a number of whole groups.
 (numba's own parallel loops must not run in two threads at once or after a fork: each kernel would be compiled twice.)
@@ -22,10 +22,10 @@ from torch import Tensor
 from encke.kernels.cpu.scalars import jit, magnitude, widen
 from encke.kernels.formats import MASK32
 
-MIN_TASK = 1 << 16  # values: less is not worth waking a thread for
+MIN_TASK = 1 << 16  # values: fewer are not worth waking a thread
 MAX_TASK = 1 << 18
-HUGE = 1 << 22  # bytes: as numpy does, smaller tensors are not worth huge pages
-QUICK = 4  # kernels without a search take so many times as many values in a task
+HUGE = 1 << 22  # bytes, as in numpy: smaller tensors are not worth huge pages
+QUICK = 4  # tasks of kernels without a search have this many times as many values
 
 CARRIER = {
     torch.float16: np.int16,
@@ -33,7 +33,7 @@ CARRIER = {
     torch.float32: np.float32,
     torch.float64: np.float64,
 }
-"""numpy's type for the elements of a dtype."""
+"""numpy dtype for the elements of a torch dtype."""
 
 _pool: ThreadPoolExecutor | None = None
 _pool_size = 0
@@ -44,12 +44,12 @@ def _forget_pool() -> None:
     _pool = None
 
 
-# Threads do not survive a fork: the child starts its own.
+# Threads do not survive a fork, so the child starts its own.
 os.register_at_fork(after_in_child=_forget_pool)
 
 
 def run(kernel: Callable, tasks: int, *args: Any, wake: bool = True) -> None:
-    """Call kernel(task, *args) for each task, on as many threads as torch uses; without `wake` on this one."""
+    """Call kernel(task, *args) for each task, on as many threads as torch uses; without `wake`, on this thread only."""
     global _pool, _pool_size
     threads = min(torch.get_num_threads(), tasks) if wake else 1
     if threads <= 1:
@@ -71,33 +71,33 @@ def run(kernel: Callable, tasks: int, *args: Any, wake: bool = True) -> None:
         for helper in helpers:
             helper.cancel() or helper.result()
     finally:
-        # A thread drops `work` after its result is known. It must not be the one that releases the arrays: whoever
-        # records memory, as torch's profiler does, would miss that.
+        # A thread drops `work` after its result is known. It must not be the one that releases the arrays: memory
+        # recorders, such as torch's profiler, would miss the release.
         given.clear()
 
 
 def task_size(numel: int, unit: int, factor: int = 1) -> int:
-    """Return the values of one task: a multiple of `unit`, small enough to balance the threads."""
+    """Return the number of values in a task: a multiple of `unit`, small enough to balance the threads."""
     size = min(max(numel // (4 * torch.get_num_threads()), factor * MIN_TASK), factor * MAX_TASK)
     return -(-size // unit) * unit
 
 
 def elements(x: Tensor) -> np.ndarray:
-    """Return a tensor's values as the kernels take them."""
+    """Return a tensor's values as a flat numpy array of the dtype that the kernels expect."""
     x = x.detach().contiguous().view(-1)
     return (x.view(torch.int16) if x.element_size() == 2 else x).numpy().view(CARRIER[x.dtype])
 
 
 @functools.cache
 def nan_and_limit(dtype: torch.dtype) -> tuple[Any, np.floating]:
-    """Return NaN as an element, and the largest finite value to compute with."""
+    """Return NaN as an element of `elements`, and the largest finite value in the computing dtype."""
     nan = elements(torch.full((1,), math.nan, dtype=dtype))[0]
     return nan, (np.float64 if dtype == torch.float64 else np.float32)(torch.finfo(dtype).max)
 
 
 @functools.cache
 def advise() -> Callable[[int, int, int], int] | None:
-    """Return the system's `madvise`; None where there are no huge pages to ask for."""
+    """Return the system's `madvise`; None if the system has no huge pages."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
     function = ctypes.CDLL(None).madvise
@@ -106,28 +106,28 @@ def advise() -> Callable[[int, int, int], int] | None:
 
 
 def huge_empty(numel: int, dtype: torch.dtype) -> Tensor:
-    """Allocate and ask for huge pages, which torch does not: page faults would take most of the time."""
+    """Allocate a tensor and request huge pages, which torch does not: page faults would take most of the time."""
     out = torch.empty(numel, dtype=dtype)
     if out.nbytes >= HUGE and (ask := advise()) is not None:
         first = -(-out.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        ask(first, out.data_ptr() + out.nbytes - first, mmap.MADV_HUGEPAGE)  # refused: then without
+        ask(first, out.data_ptr() + out.nbytes - first, mmap.MADV_HUGEPAGE)  # if refused, continue without
     return out
 
 
 def seed_halves(seed: int) -> tuple[np.uint32, np.uint32]:
-    """Return the halves of a seed as the hash takes them."""
+    """Return the halves of a seed as arguments of the hash; the upper half is made odd."""
     return np.uint32(seed & MASK32), np.uint32(seed >> 32 & MASK32 | 1)
 
 
 @jit
 def find_nonzero(values, out):
-    """Whether each value is not zero."""
+    """Write whether each value is not zero to `out`."""
     for i in range(values.size):
         out[i] = magnitude(widen(values[i])) != 0
 
 
 def decode(kernel: Callable, size: int, numel: int, dtype: torch.dtype, mask: bool, *args: Any) -> Tensor:
-    """Run a decoding kernel over all tasks; a mask goes through one task's values at a time."""
+    """Run a decoding kernel over all tasks. A mask is computed from the values of one task at a time."""
     out = huge_empty(numel, torch.bool if mask else dtype)
     if numel == 0:
         return out

@@ -1,4 +1,4 @@
-"""Log-probabilities on the CPU."""
+"""Codes of log-probabilities on the CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def log_encode_task(task, size, x, inverse, far, bend, seed_low, seed_high, out)
 
 @jit
 def log_decode_task(task, size, numel, out, start, data, step, far, bend, shift, seed_low, seed_high, nan):
-    """Decode the values of a task into out, which starts with value `start`."""
+    """Decode the values of a task to `out`, whose first element is value `start`."""
     for i in range(task * size, min((task + 1) * size, numel)):
         u = f32(random24(u32(i), u32(0), seed_low, seed_high)) * f32(2.0**-24)
         t = f32(data[i]) + f32(0.5) - u
@@ -32,7 +32,7 @@ def log_decode_task(task, size, numel, out, start, data, step, far, bend, shift,
 
 
 def log_encode(x: Tensor, format: LogFormat, seed: int) -> Tensor:
-    """Return a byte for each flat value: its distance below zero in steps, at most 254; NaN is 255."""
+    """Encode each flat value as a byte: its distance below zero in steps, at most 254; NaN is 255."""
     out = torch.empty(x.numel(), dtype=torch.uint8)
     size = task_size(x.numel(), 1)
     steps = (np.float32(-1 / format.step), np.float32(-1 / format.far), np.float32(format.bend))
@@ -41,7 +41,7 @@ def log_encode(x: Tensor, format: LogFormat, seed: int) -> Tensor:
 
 
 def log_decode(data: Tensor, format: LogFormat, seed: int) -> Tensor:
-    """Return the values that `log_encode` stored, with the random numbers subtracted again."""
+    """Decode the result of `log_encode`; the random numbers are subtracted again."""
     numel = data.numel()
     steps = (np.float32(-format.step), np.float32(-format.far), np.float32(format.bend), np.float32(format.shift))
     numbers = (*steps, *seed_halves(seed), nan_and_limit(format.dtype)[0])

@@ -1,4 +1,4 @@
-"""The decoder of error-bounded values on the CPU. docs/design.md explains the format."""
+"""Decoder of error-bounded values on the CPU. docs/design.md explains the format."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from encke.kernels.formats import (
 )
 
 WORDS = PLANE_BLOCK // PLANE_WORD
-TAIL = PLANE_GROUP * 8 + 4096  # bytes: the most that a group takes, and how far a damaged block may be read
+TAIL = PLANE_GROUP * 8 + 4096  # bytes: largest size of a group, plus room for reads of a corrupt block
 
 
 @inline
@@ -53,7 +53,7 @@ def fill_steps(steps, eb, itemsize):
 
 @inline
 def value_of(level, random, eb_c, least, rounding, like):
-    """Return the value of a level; `random` is the number that it was dithered with, otherwise 2^24."""
+    """Decode a level to a value. `random` is the number with which it was dithered, or 2^24 without dithering."""
     if rounding == SIGNED:
         cell = i32(-1 - level) if level < 0 else i32(level)
         u = as_float(random, eb_c) * f32(2.0**-24) - f32(1.0)
@@ -72,14 +72,14 @@ def clear(rows):
 
 @inline
 def add_bytes(k, bytes_, shift):
-    """Add the bytes to the numbers, shifted."""
+    """Add the bytes, shifted left, to the numbers."""
     for i in range(PLANE_BLOCK):
         k[i] += i32(bytes_[i]) << shift
 
 
 @inline
 def get_planes(data, at, k, width, shift, rows, bytes_, masks):
-    """Read `width` bits of the numbers under the masks and add them at `shift`; return where they end."""
+    """Read `width` bits of the numbers under the masks and add them at bit `shift`; return the position after them."""
     for first in range(0, width, 8):
         clear(rows)
         for p in range(first, min(first + 8, width)):
@@ -93,7 +93,7 @@ def get_planes(data, at, k, width, shift, rows, bytes_, masks):
 
 @inline
 def get_map(data, at, sparse, valid, rows, bytes_, masks):
-    """Read which values of a block are not zero: bytes in `bytes_` and bits in masks; return where that ends."""
+    """Read the flags of a block's non-zero values to `bytes_` as bytes and to `masks` as bits; return the end."""
     for i in range(PLANE_BLOCK):
         bytes_[i] = i < valid
     if valid < PLANE_BLOCK:
@@ -114,7 +114,7 @@ def get_map(data, at, sparse, valid, rows, bytes_, masks):
 
 @jit
 def get_block(data, at, what, low_bits, valid, k, flags, flag_bytes, rows, bytes_, masks):
-    """Read the numbers of a block from bit `at` on, and which of its values are not zero."""
+    """Read the numbers of a block from bit `at` on, and the flags of its non-zero values."""
     for i in range(PLANE_BLOCK):
         k[i] = 0
     at = get_map(data, at, what & 8, valid, flags, flag_bytes, masks)
@@ -141,14 +141,14 @@ def get_block(data, at, what, low_bits, valid, k, flags, flag_bytes, rows, bytes
 
 @inline
 def level_of(number, base, order):
-    """Return the level that `turn` in the encoder mapped to a number."""
+    """Return the level of a number: the inverse of `map_levels` in the encoder."""
     turned = i32(number + 1 >> 1) if number & 1 else i32(-(number >> 1))
     return i32(base + (number if order == 0 else i32(-turned) if order == 2 else turned))
 
 
 @inline
 def put_values(k, flags, base, order, eb_c, least, rounding, start, seed_low, seed_high, to, at):
-    """Decode levels; with random numbers, for which `start` is the index of the first value."""
+    """Decode the levels of a block. `start` is the index of its first value, for random numbers."""
     for w in range(WORDS):
         for i in range(PLANE_WORD):
             j = w * PLANE_WORD + i
@@ -171,7 +171,7 @@ def block_size(first, second, what, valid, itemsize):
 def decode_group(
     data, at, heads, head, eb_c, least, rounding, start, seed_low, seed_high, valid, to, to_bytes, first, k, words
 ):
-    """Decode a group from byte `at` of data to place `first` of `to`; `start` is the index of its first value."""
+    """Decode a group from byte `at` of data to element `first` of `to`. `start` is the index of its first value."""
     itemsize = to.itemsize
     flags, rows, masks = words[:32], words[32:64], words[64:]
     flag_bytes, bytes_ = flags.view(u8), rows.view(u8)
@@ -208,7 +208,7 @@ def decode_group(
 
 @jit
 def decode_task(task, size, numel, out, meta, payload, eb, least, rounding, seed_low, seed_high):
-    """Decode the groups of a task into out."""
+    """Decode the groups of a task to `out`."""
     groups = (numel + PLANE_GROUP - 1) // PLANE_GROUP
     codes, heads = meta[PLANE_HEADER + 4 * groups :], meta[PLANE_HEADER + 5 * groups :]
     steps, k, words = np.full(16, eb), np.empty(PLANE_BLOCK, i32), np.empty(68, u64)
@@ -223,7 +223,7 @@ def decode_task(task, size, numel, out, meta, payload, eb, least, rounding, seed
         if valid == PLANE_GROUP and at + TAIL <= payload.size:
             decode_group(payload, at, heads, head, eb_c, *random, valid, out, out_bytes, first, k, words)
             continue
-        copy_bytes(payload, at, min(TAIL, payload.size - at), tail, 0)  # there must be room to read and write
+        copy_bytes(payload, at, min(TAIL, payload.size - at), tail, 0)  # the decoder needs room to read and write
         decode_group(tail, 0, heads, head, eb_c, *random, valid, last, last_bytes, 0, k, words)
         for i in range(valid):
             out[index(first) + i] = last[i]

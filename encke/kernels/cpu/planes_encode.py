@@ -1,4 +1,4 @@
-"""The encoder of error-bounded values on the CPU. docs/design.md explains the format."""
+"""Encoder of error-bounded values on the CPU. docs/design.md explains the format."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ COIN_LOW, COIN_HIGH = u32(COIN & MASK32), u32(COIN >> 32)
 
 @inline
 def load_group(x, first, v, limit):
-    """Widen a group into v, filled with zeros; return the largest magnitude below the limit."""
+    """Widen a group to `v`, padded with zeros; return the largest magnitude below the limit."""
     first, size = index(first), min(x.size - first, PLANE_GROUP)
     zero = magnitude(as_float(0, v[0]))
     largest = zero
@@ -63,19 +63,19 @@ def load_group(x, first, v, limit):
 
 @inline
 def usable(value, limit, eb):
-    """Return a value, zero in place of those from the limit on."""
+    """Return a value, or zero if its magnitude reaches the limit."""
     return value if magnitude(value) < limit else as_float(0, eb)
 
 
 @inline
 def misses(v, back, limit, allowed):
-    """Whether a decoded value is off by more than is allowed; zeros are not decoded."""
+    """Return whether the error of a decoded value exceeds `allowed`; zeros are not decoded."""
     return i32((magnitude(v) >= limit) | ((v != 0) & (not abs(back - v) <= allowed)))
 
 
 @inline
 def misses_little(v, back, allowed):
-    """Whether the error is above what is allowed, but rounded to it; zeros are not decoded."""
+    """Return whether the error exceeds `allowed` but is rounded to it; zeros are not decoded."""
     near = back - v
     part = near - back
     rest = (back - (near - part)) - (v + part)
@@ -84,7 +84,7 @@ def misses_little(v, back, allowed):
 
 @inline
 def signed_level(x, cell, extra, least, factor, coin):
-    """Return the level of SIGNED from the cell below the magnitude and what dithering adds: see the reference."""
+    """Return the level of SIGNED from the cell below the magnitude and dithering's increment; see the reference."""
     above = min((abs(x) - least) * factor, as_float(0.5, factor))
     kept = as_float(coin, factor) * f32(2.0**-24) * ((above + f32(0.5)) * (above + f32(0.5))) < above * f32(2.0)
     cell = i32(cell + extra) if kept else i32(0)
@@ -93,7 +93,7 @@ def signed_level(x, cell, extra, least, factor, coin):
 
 @inline
 def find_levels(v, at, k, like, limit, eb, eb_c, allowed, least, rounding, start, seed_low, seed_high):
-    """Round the values of a block to levels; return whether any would be off by more than is allowed."""
+    """Round the values of a block to levels; return whether any error would exceed `allowed`."""
     bad, factor, step = i32(0), f32(0.5) / eb_c, eb_c * f32(2.0)
     for w in range(WORDS):
         for i in range(PLANE_WORD):
@@ -120,14 +120,14 @@ def find_levels(v, at, k, like, limit, eb, eb_c, allowed, least, rounding, start
             back = widen(value_of(level, random, eb_c, least, rounding, like))
             bad |= misses(v[j], back, limit, allowed)
             if rounding >= DITHERED:
-                # Without a random number there is none such: next to zero values decode to the middle of their cell.
+                # Not needed without a random number: values next to zero decode to the middle of their cell.
                 bad |= misses_little(v[j], back, allowed)
     return bad
 
 
 @inline
 def measure_block(v, at, k, flags):
-    """Set the levels of zeros to zero and note which they are; return the number of others, range and sum."""
+    """Set the levels of zeros to zero and flag other values; return their number, and range and sum of the levels."""
     low, high, n, total = i32(1 << 30), i32(-(1 << 30)), i32(0), i32(0)
     for i in range(PLANE_BLOCK):
         coded = v[index(at) + i] != 0
@@ -147,7 +147,7 @@ def turn(k, base, down):
 
 @inline
 def sum_turned(k, flags, base, down):
-    """Return the sum of the levels as `turn` maps them, each at most 2^23."""
+    """Return the sum of the numbers to which `turn` maps the levels, each at most 2^23."""
     total = u32(0)
     for i in range(PLANE_BLOCK):
         total = u32(total + u32(turn(k[i], base, down) if flags[i] else i32(0)))
@@ -156,7 +156,7 @@ def sum_turned(k, flags, base, down):
 
 @inline
 def map_levels(k, base, order):
-    """Replace levels by the numbers that are stored; return the largest."""
+    """Replace levels by the numbers to store; return the largest number."""
     largest = i32(0)
     for i in range(PLANE_BLOCK):
         k[i] = i32(k[i] - base) if order == 0 else turn(k[i], base, order == 2)
@@ -175,20 +175,20 @@ def rice_parameter(n, total):
 
 @inline
 def estimate(n, total, k):
-    """Return about how many bits n values with that sum take with k low bits each."""
+    """Estimate the number of bits of n values with that sum, with k low bits each."""
     return n * (k + 1) + (max(total - ((n << k) - n >> 1), 0) >> k)
 
 
 @inline
 def fill_bytes(k, shift, bytes_):
-    """Take eight bits of each number."""
+    """Write eight bits of each number, from bit `shift` on, to `bytes_`."""
     for i in range(PLANE_BLOCK):
         bytes_[i] = u8(k[i] >> shift)
 
 
 @inline
 def fill_unary(k, shift, quotients, bytes_):
-    """Write the quotients, none larger than a byte, and as that many bits that are set."""
+    """Write the quotients, clamped to a byte, and their unary codes: as many set bits, at most ROUNDS."""
     for i in range(PLANE_BLOCK):
         quotients[i] = u8(min(i32(k[i] >> shift), i32(255)))
     for i in range(PLANE_BLOCK):
@@ -199,14 +199,14 @@ def fill_unary(k, shift, quotients, bytes_):
 
 @inline
 def fill_escaped(quotients, bytes_):
-    """Write what is left of the quotients after the unary code."""
+    """Write the remainders of the quotients after the unary code."""
     for i in range(PLANE_BLOCK):
         bytes_[i] = u8(max(quotients[i], u8(ROUNDS)) - u8(ROUNDS))
 
 
 @inline
 def put_plane(stream, at, carry, rows, shift, masks):
-    """Write one bit of the bytes under the masks."""
+    """Write one bit of each byte under the masks."""
     for w in range(WORDS):
         word = gather(get_plane(rows, 8 * w, shift), masks[w])
         at, carry = put_bits(stream, at, carry, word, count_ones(masks[w]))
@@ -215,7 +215,7 @@ def put_plane(stream, at, carry, rows, shift, masks):
 
 @inline
 def put_planes(stream, at, carry, k, width, rows, bytes_, masks):
-    """Write the lowest `width` bits of the numbers under the masks, one plane after the other."""
+    """Write the lowest `width` bits of the numbers under the masks, plane by plane."""
     for p in range(width):
         if p & 7 == 0:
             fill_bytes(k, i32(p), bytes_)
@@ -274,7 +274,7 @@ def put_block(stream, k, flags, rows, bytes_, quotients, masks, valid, sparse, l
 
 @inline
 def repeats(raw, at, itemsize, valid):
-    """Whether a block is one value repeated, bit for bit."""
+    """Return whether a block is one repeated value, bit for bit."""
     different, here, there = u8(0), index(at), index(at + itemsize)
     for i in range((valid - 1) * itemsize):
         different |= raw[here + i] ^ raw[there + i]
@@ -283,7 +283,7 @@ def repeats(raw, at, itemsize, valid):
 
 @inline
 def has_bits(raw, at, n):
-    """Whether any bit is set."""
+    """Return whether any bit of n bytes is set."""
     found = u8(0)
     for i in range(n):
         found |= raw[index(at) + i]
@@ -294,7 +294,7 @@ def has_bits(raw, at, n):
 def encode_block(
     v, at, raw, raw_at, itemsize, valid, bad, eb, k, flags, rows, bytes_, quotients, masks, stream, heads, head, out, to
 ):
-    """Write a block whose levels are known and its head; return its size."""
+    """Write a block, whose levels are given in `k`, and its head; return its size in bytes."""
     n, low, high, total = measure_block(v, at, k, flags)
     size = valid * itemsize
     heads[head], heads[head + 1] = u8(0), u8(0)
@@ -347,7 +347,7 @@ def encode_task(
     task, size, x, raw, meta, scratch, slot, units,
     eb, allowed, least, mant, emin, extra, rounding, seed_low, seed_high,
 ):  # fmt: skip
-    """Encode the groups of a task into its slot of scratch, from where offsets count."""
+    """Encode the groups of a task to its slot of `scratch`. Offsets are relative to the slot."""
     like, itemsize, groups = x[0], x.itemsize, (x.size + PLANE_GROUP - 1) // PLANE_GROUP
     offsets, codes = meta[PLANE_HEADER : PLANE_HEADER + 4 * groups].view(u32), meta[PLANE_HEADER + 4 * groups :]
     heads = meta[PLANE_HEADER + 5 * groups :]

@@ -1,7 +1,7 @@
-"""Scalar operations of the numba kernels, and how kernels are compiled.
+"""Scalar operations of the numba kernels, and compilation of kernels.
 
-fp16 travels as int16 and bf16 as uint16, so that numba's type specialisation tells the four dtypes apart. No fastmath:
-values are those of the reference, bit for bit.
+fp16 is passed as int16 and bf16 as uint16, so that numba's type specialisation distinguishes the four dtypes. There is
+no fastmath: values equal those of the reference bit for bit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def source_digest() -> str:
 
 
 class CompileListener(event.Listener):
-    """Tells of our kernels that they are being compiled."""
+    """Listener that reports when kernels of this package are being compiled."""
 
     def __init__(self) -> None:
         self.waiting = Waiting("CPU")
@@ -48,7 +48,7 @@ class CompileListener(event.Listener):
 
 
 def is_ours(event: Any) -> bool:
-    """Return whether the function that an event is about is one of this package."""
+    """Return whether an event concerns a function of this package."""
     return str(event.data["dispatcher"].py_func.__module__).startswith("encke.")
 
 
@@ -57,10 +57,10 @@ event.register("numba:compile", listener)
 
 
 def jit(function: Callable, **options: Any) -> Callable:
-    """Compile with numba.njit, cached on disk where there is a directory for it.
+    """Compile with numba.njit, and cache the result on disk if there is a directory for it.
 
     numba compares only the file of the function itself with the cache. Kernels call functions in other files, so the
-    hash of all of them is added to what is compared. Where numba has no such stamp, nothing is cached.
+    hash of all these files is added to the cache's stamp. If numba has no such stamp, nothing is cached.
     """
     options.update(nogil=True, error_model="numpy", no_cfunc_wrapper=True)
     try:
@@ -73,12 +73,12 @@ def jit(function: Callable, **options: Any) -> Callable:
 
 
 def inline(function: Callable) -> Callable:
-    """Compile a function for the inner loops of kernels: passing an array costs as much as packing a block."""
+    """Compile a function that is inlined in kernels: passing an array to a call costs as much as packing a block."""
     return jit(function, forceinline=True, no_cpython_wrapper=True)
 
 
 def implement(function: Callable) -> Callable:
-    """Return a decorator for what chooses the implementation of a function in compiled code, by the types given."""
+    """Return a decorator for the function that selects the implementation of `function` by argument types."""
     chooser: Callable = overload(function, jit_options={"no_cfunc_wrapper": True}, strict=False)
     return chooser
 
@@ -93,10 +93,10 @@ def choose(single: Callable, double: Callable) -> Callable:
     return chosen
 
 
-# The bits of |v| as an integer: ordered like the magnitudes, then infinity, then NaN.
+# Bits of |v| as an integer: ordered like the magnitudes, then infinity, then NaN.
 magnitude = choose(lambda v: i32(f32(v).view(i32) & 0x7FFFFFFF), lambda v: f64(v).view(i64) & i64(2**63 - 1))
 from_magnitude = choose(lambda m: i32(m).view(f32), lambda m: i64(m).view(f64))
-# The bits of v as a signed integer that is ordered like the values.
+# Bits of v as a signed integer that is ordered like the values.
 ordered = choose(
     lambda v: i32(f32(v).view(i32) ^ f32(v).view(i32) >> 31 & 0x7FFFFFFF),
     lambda v: f64(v).view(i64) ^ f64(v).view(i64) >> 63 & i64(2**63 - 1),
@@ -109,9 +109,9 @@ from_ordered = choose(
 sign = choose(lambda v: i32(f32(v).view(i32) >> 31), lambda v: i32(f64(v).view(i64) >> 63))
 # floor(log2 v) of a positive normal value.
 exponent = choose(lambda v: i64(f32(v).view(i32) >> 23) - 127, lambda v: (f64(v).view(i64) >> 52) - 1023)
-# A number as a float of the type of `like`.
+# Number converted to a float of the type of `like`.
 as_float = choose(lambda number, like: f32(number), lambda number, like: f64(number))
-# A positive step rounded up to bf16 (fp64 stays), not too small.
+# Positive step, rounded up to bf16 (fp64 stays), with a lower limit.
 step_up = choose(
     lambda step: max(i32(f32(step).view(i32) + 0xFFFF & -0x10000).view(f32), f32(2.0**-100)),
     lambda step: max(step, 2.0**-990),
@@ -125,12 +125,12 @@ def _lo_down(negated, lo):
     return i32(0x10000 if negated and size < 0x10000 else size & -0x10000).view(f32)
 
 
-# A group's lo rounded down to bf16 (fp64 stays), finite, and not to zero where its sign has a meaning.
+# Lo of a group, rounded down to bf16 (fp64 stays), to a finite value, and not to zero if its sign has a meaning.
 lo_down = choose(_lo_down, lambda negated, lo: lo)
 
 
 def widen(element: Any) -> Any:
-    """Return an element of a tensor as the float to compute with."""
+    """Convert an element of a tensor to fp32 (fp64 stays)."""
 
 
 def narrow(v: Any, like: Any) -> Any:
@@ -146,8 +146,8 @@ def _widen(element):
         def from_half(element):
             h = i32(element)
             u = i32((h & 0x7FFF) << 13)
-            u = i32(u + (224 << 23 if u >= 31 << 23 else 112 << 23))  # infinity and NaN go to the largest exponent
-            small = i32(u + (1 << 23)).view(f32) - f32(2.0**-14)  # denormals: their leading one is not implied
+            u = i32(u + (224 << 23 if u >= 31 << 23 else 112 << 23))  # infinity and NaN get the largest exponent
+            small = i32(u + (1 << 23)).view(f32) - f32(2.0**-14)  # denormals have no implicit leading one
             m = f32(small).view(i32) if u < 113 << 23 else u
             return i32(m | (h & 0x8000) << 16).view(f32)
 
@@ -170,7 +170,7 @@ def _narrow(v, like):
             u = f32(v).view(i32)
             m = i32(u & 0x7FFFFFFF)
             normal = i32((m + 0xFFF + (m >> 13 & 1) - (112 << 23)) >> 13)
-            # Denormals: this sum rounds to a multiple of 2^-24.
+            # For denormals, this sum rounds to a multiple of 2^-24.
             small = i32(f32(i32(m).view(f32) + f32(0.5)).view(i32) - 0x3F000000)
             h = 0x7C00 if m >= 0x477FF000 else (small if m < 113 << 23 else normal)
             return np.int16(h | (u >> 16 & 0x8000))
@@ -189,29 +189,29 @@ def random32(i, a, b):
 
 @inline
 def rotate_right(h, turn):
-    """A hash rotate_right right by `turn` bits."""
+    """Rotate a hash right by `turn` bits."""
     return u32(h >> turn | u32(h << (u32(32) - turn & u32(31))))
 
 
 @inline
 def rotate_right24(h, turn):
-    """24 bits of a hash rotate_right by `turn`, as int32."""
+    """Return 24 bits of a hash, rotated right by `turn`, as int32."""
     return i32(rotate_right(h, turn) >> 8)
 
 
 @inline
 def random24(i, turn, a, b):
-    """24 random bits of index i, rotate_right by `turn`, as int32."""
+    """Return 24 random bits of index i, rotated right by `turn`, as int32."""
     return rotate_right24(random32(i, a, b), turn)
 
 
 @inline
 def bit_width(v):
-    """Return how many bits a non-negative integer below 2^31 needs."""
+    """Return the number of bits that a non-negative integer below 2^31 needs."""
     return max((f64(v).view(i64) >> 52) - 1022, 0)
 
 
 @inline
 def index(at):
-    """Tell the compiler that a number is not negative: indices do not wrap around, which would not vectorise."""
+    """Tell the compiler that an index is not negative: a loop with indices that may wrap around does not vectorise."""
     return at & 0x7FFFFFFFFFFF

@@ -1,7 +1,7 @@
-"""Bits in words of 64 on the CPU: gathered under a mask, spread under it, written to and read from a stream.
+"""Bits in 64-bit words on the CPU: gather and spread under a mask, write to and read from a stream.
 
-Bit `b` of a word belongs to value `8 * (b % 8) + b // 8` of 64: threads of a GPU join their bytes by shift and or. Here
-bytes are brought into the order of the bits first; a plane is then a comparison of 64 bytes.
+Bit `b` of a word belongs to value `8 * (b % 8) + b // 8` of 64, because threads of a GPU join their bytes by shift and
+or. Here bytes are permuted to the order of the bits first; a plane is then a comparison of 64 bytes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from encke.kernels.formats import PLANE_BLOCK, PLANE_WORD
 
 
 def has_bit_instructions() -> bool:
-    """Whether the processor gathers and spreads bits quickly: x86 with BMI2, but for the first two Zens."""
+    """Return whether the processor has fast gather and spread of bits: x86 with BMI2, except Zen 1 and Zen 2."""
     quick = binding.get_host_cpu_name() not in ("znver1", "znver2")
     return quick and bool(binding.get_host_cpu_features().get("bmi2"))
 
 
 def bit_instruction(name: str) -> Any:
-    """Return an instruction on a word and a mask as a function for compiled code."""
+    """Return a function for compiled code that runs one instruction on a word and a mask."""
 
     @intrinsic
     def instruction(context, word, mask):
@@ -39,7 +39,7 @@ def bit_instruction(name: str) -> Any:
 
 @intrinsic
 def count_ones(context, word):
-    """Return the number of bits that are set."""
+    """Return the number of set bits."""
 
     def generate(context, builder, signature, arguments):
         return builder.ctpop(arguments[0])
@@ -49,7 +49,7 @@ def count_ones(context, word):
 
 @inline
 def get_word(data, at, size):
-    """Read an unsigned integer of `size` bytes; eight become one load."""
+    """Read an unsigned integer of `size` bytes; eight bytes become one load."""
     word = u64(0)
     for byte in range(size):
         word |= u64(data[index(at) + byte]) << u64(8 * byte)
@@ -65,7 +65,7 @@ def copy_bytes(source, at, n, out, to):
 
 @jit
 def gather_one_by_one(word, mask):
-    """Move the bits under a mask to the lowest places, in order."""
+    """Move the bits under a mask to the lowest positions, in order."""
     gathered, place = u64(0), u64(1)
     while mask:
         lowest = mask & (~mask + u64(1))
@@ -77,7 +77,7 @@ def gather_one_by_one(word, mask):
 
 @jit
 def spread_one_by_one(word, mask):
-    """Move the lowest bits to the places under a mask, in order."""
+    """Move the lowest bits to the positions under a mask, in order."""
     spread = u64(0)
     while mask:
         lowest = mask & (~mask + u64(1))
@@ -98,7 +98,7 @@ def bytes_at(context, builder, kind, rows, first):
 
 
 def repeated(builder, shift):
-    """Return 64 bytes with one bit set."""
+    """Return a vector of 64 bytes in which bit `shift` is set."""
     kind = ir.VectorType(ir.IntType(8), PLANE_WORD)
     bit = builder.shl(ir.Constant(ir.IntType(8), 1), builder.trunc(shift, ir.IntType(8)))
     one = builder.insert_element(ir.Constant(kind, ir.Undefined), bit, ir.Constant(ir.IntType(32), 0))
@@ -108,7 +108,7 @@ def repeated(builder, shift):
 
 @intrinsic
 def turn_bytes(context, rows, first):
-    """Bring 64 bytes from the order of the values into that of the bits, or back: rows and columns of 8 x 8 swap."""
+    """Permute 64 bytes from the order of the values to that of the bits, or back: transpose 8 x 8 bytes."""
 
     def generate(context, builder, signature, arguments):
         place = bytes_at(context, builder, signature.args[0], *arguments)
@@ -123,7 +123,7 @@ def turn_bytes(context, rows, first):
 
 @intrinsic
 def get_plane(context, rows, first, shift):
-    """Return one bit of each of 64 bytes, which are eight words of `rows` in the order of the bits."""
+    """Return one bit of each of 64 bytes, given as eight words of `rows` in the order of the bits."""
 
     def generate(context, builder, signature, arguments):
         value = builder.load(bytes_at(context, builder, signature.args[0], *arguments[:2]), align=8)
@@ -150,14 +150,14 @@ def add_plane(context, word, rows, first, shift):
 
 @inline
 def turn_block(rows):
-    """Bring the bytes of a block from the order of the values into that of the bits, or back."""
+    """Permute the bytes of a block from the order of the values to that of the bits, or back."""
     for w in range(PLANE_BLOCK // PLANE_WORD):
         turn_bytes(rows, 8 * w)
 
 
 @inline
 def put_bits(stream, at, carry, word, count):
-    """Write the lowest bits of a word, which has no others, at bit `at`; return the end and the unfinished word."""
+    """Write the lowest bits of a word, which has no others, from bit `at` on; return the end and the partial word."""
     shift = u64(at) & u64(63)
     low = carry | word << shift
     high = word >> u64(1) >> u64(63) - shift
@@ -168,6 +168,6 @@ def put_bits(stream, at, carry, word, count):
 
 @inline
 def get_bits(data, at):
-    """Read up to 64 bits from bit `at` of bytes; those behind them come along."""
+    """Read 64 bits from bit `at` of bytes on."""
     place, shift = at >> 3, u64(at) & u64(7)
     return get_word(data, place, 8) >> shift | u64(data[index(place + 8)]) << u64(1) << u64(63) - shift

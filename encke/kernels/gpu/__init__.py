@@ -1,4 +1,4 @@
-"""The kernels for GPU tensors, written in Triton: values of the reference."""
+"""Kernels for GPU tensors, written in Triton. They decode to the values of the reference."""
 
 from encke.kernels.gpu.bits import bits_decode, bits_encode
 from encke.kernels.gpu.bounded import bounded_decode, bounded_encode, bounded_encode_within, bounded_gate

@@ -1,6 +1,6 @@
 """Activations of packed values, and their products with other values: decoded in registers, written once.
 
-Memory is taken in rows, within which groups stay; of groups one after the other each is a row. See row_norm.py.
+Kernels process rows, within which groups stay. If groups are contiguous, each group is a row. See row_norm.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from encke.kernels.gpu.row_norm import TAKEN, VALUES, WIDEST, columns, inside, l
 from encke.kernels.gpu.smooth import GELU, GELU_TANH, SILU, activated
 
 KINDS = {"silu": SILU.value, "gelu": GELU.value, "gelu tanh": GELU_TANH.value}
-"""Activations, by the number that the kernel knows them by."""
+"""Number of each activation in the kernel, by name."""
 ALONE, VALUES_BESIDE, CODES_BESIDE = 0, 1, 2
 
 
@@ -31,7 +31,7 @@ def activate_kernel(
     DTYPE: tl.constexpr, BITS: tl.constexpr, T: tl.constexpr, W: tl.constexpr, COUNT: tl.constexpr, L: tl.constexpr,
     EXTENT: tl.constexpr, R: tl.constexpr, K: tl.constexpr, LP: tl.constexpr,
 ):  # fmt: skip
-    """Write the activation of R rows of codes, with BESIDE times a factor: values, or codes in the same format."""
+    """Write the activation of R rows of codes. With BESIDE, multiply it by values, or by codes in the same format."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     here = row < rows
     groups = rows.to(tl.int64) * COUNT
@@ -55,7 +55,7 @@ def activate_kernel(
 
 
 def row_width(format: GroupFormat, numel: int) -> int | None:
-    """Return the width of rows as which the kernel reads codes of so many values; None if it does not."""
+    """Return the width of the rows in which the kernel reads codes of `numel` values; None if it cannot read them."""
     width = format.row or format.group
     return width if numel and numel % width == 0 and width <= WIDEST and readable(format, width) else None
 
@@ -64,7 +64,7 @@ def row_width(format: GroupFormat, numel: int) -> int | None:
 def activation_launch(
     kind: str, beside: int, factor: torch.dtype, out: torch.dtype, format: GroupFormat, numel: int, device: torch.device
 ) -> tuple[Launch, int] | None:
-    """Return the launch of `activate`, and the number of rows; None where the kernel does not take such values."""
+    """Return the launch of `activate` and the number of rows; None if the kernel does not support such values."""
     width = row_width(format, numel)
     if width is None or not {factor, out, format.dtype} <= TAKEN or numel // width >= 1 << 30:
         return None
@@ -78,13 +78,13 @@ def activate(
     kind: str, data: Tensor, seed: int, format: GroupFormat, factor: Tensor | tuple[Tensor, int] | None,
     size: tuple[int, ...], out: torch.dtype,
 ) -> Tensor | None:  # fmt: skip
-    """Return an activation of packed values, times a factor; None where the kernel does not take them.
+    """Return an activation of packed values, times a factor if given; None if the kernel does not support them.
 
     Args:
         kind: One of `KINDS`.
         data: Codes of contiguous values.
         seed: Seed of the codes.
-        format: Their format.
+        format: Format of the codes.
         factor: Contiguous values, or codes in the same format and their seed.
         size: Size of the values.
         out: Dtype of the result.

@@ -1,4 +1,4 @@
-"""Masks and small integers on the GPU."""
+"""Packing of masks and small integers on the GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZE = 4096  # bytes that a program packs
 
 @triton.jit
 def bits_encode_kernel(x, data, numel: tl.int64, length: tl.int64, BITS: tl.constexpr, SIZE: tl.constexpr):
-    """Pack SIZE bytes."""
+    """Write SIZE packed bytes."""
     T: tl.constexpr = 8 // BITS
     j = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     byte = tl.zeros((SIZE,), tl.uint8)
@@ -26,7 +26,7 @@ def bits_encode_kernel(x, data, numel: tl.int64, length: tl.int64, BITS: tl.cons
 
 @triton.jit
 def bits_decode_kernel(data, out, numel: tl.int64, length: tl.int64, BITS: tl.constexpr, SIZE: tl.constexpr):
-    """Unpack SIZE bytes."""
+    """Unpack SIZE packed bytes."""
     T: tl.constexpr = 8 // BITS
     j = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     byte = tl.load(data + j, mask=j < length, other=0)
@@ -36,7 +36,7 @@ def bits_decode_kernel(data, out, numel: tl.int64, length: tl.int64, BITS: tl.co
 
 
 def bits_encode(x: Tensor, bits: int) -> Tensor:
-    """Pack flat uint8 (or bool) values below 2^bits, bits 1, 2 or 4: one field over the whole tensor."""
+    """Pack flat uint8 (or bool) values below 2^bits, where bits is 1, 2 or 4, as one field over the whole tensor."""
     numel = x.numel()
     length = (numel * bits + 7) // 8
     data = torch.empty(length, dtype=torch.uint8, device=x.device)
@@ -46,7 +46,7 @@ def bits_encode(x: Tensor, bits: int) -> Tensor:
 
 
 def bits_decode(data: Tensor, bits: int, numel: int) -> Tensor:
-    """Return the flat uint8 values that `bits_encode` stored."""
+    """Unpack the result of `bits_encode` to flat uint8 values."""
     out = torch.empty(numel, dtype=torch.uint8, device=data.device)
     if numel:
         length = data.numel()

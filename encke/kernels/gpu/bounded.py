@@ -13,16 +13,16 @@ from encke.kernels.gpu.launch import TYPES, launch_kernel, seed_halves
 from encke.kernels.gpu.planes_decode import decode_kernel
 from encke.kernels.gpu.planes_encode import encode_kernel, range_kernel
 
-WARPS = 4  # of a group: 32 values a thread, whose bits are one word
-ENCODE_REGISTERS, DECODE_REGISTERS = 96, 80  # of a thread: what is spilled belongs to rare paths
-MORE_REGISTERS = 128  # for encoding with random rounding, and fp64
+WARPS = 4  # of a group: a thread has 32 values, whose bits form one word
+ENCODE_REGISTERS, DECODE_REGISTERS = 96, 80  # of a thread; only rare paths spill
+MORE_REGISTERS = 128  # for encoding with random rounding, and for fp64
 RANGE_SIZE = 16384  # values that a program of the range kernel reads
-FIRST_SHARE = 0.3  # of the source's bytes: capacity of a payload about which nothing is known
-SIZES = 8  # words that encoding counts in: sizes of up to 4 attempts, largest and smallest value
+FIRST_SHARE = 0.3  # of the source's bytes: first capacity of a payload of unknown size
+SIZES = 8  # words of the encoder's counters: sizes of up to 4 attempts, largest and smallest value
 
 
 def usable_bound(bound: float, dtype: torch.dtype) -> float:
-    """Return the bound as the kernels use it: rounded down to fp32, clamped, zero where too small."""
+    """Return the bound as the kernels use it: rounded down to fp32 (fp64 stays), clamped, zero if too small."""
     bound = min(bound, 2.0**120)
     if bound < SMALLEST_BOUND[dtype]:
         return 0.0
@@ -48,16 +48,16 @@ def bounded_encode(x: Tensor, format: BoundedFormat, seed: int) -> tuple[Tensor,
 def bounded_encode_within(
     x: Tensor, format: BoundedFormat, seed: int, capacity: int, sizes: Tensor, factors: tuple[float, ...] = (1.0,)
 ) -> tuple[Tensor, Tensor]:
-    """Encode flat values into so many bytes: (meta, payload). The host does not wait.
+    """Encode flat values into a payload of `capacity` bytes: (meta, payload). The host does not wait.
 
     Args:
         x: The values.
-        format: How to encode them.
+        format: Format of the codes.
         seed: Seed of random rounding.
         capacity: Bytes of the payload.
-        sizes: 8 words, zero. The first ones become the size in units of 4 bytes of each attempt, 0 for none.
-        factors: The bound of each attempt, as a multiple of that of the format. An attempt is made if the one before
-            took more than the capacity. If all did, the payload is incomplete, and what is missing decodes to NaN.
+        sizes: 8 int64 zeros. The first ones are set to the size of each attempt in units of 4 bytes, 0 if not made.
+        factors: Bound of each attempt, as a multiple of the format's bound. An attempt is made if the one before
+            exceeded the capacity. If all did, the payload is incomplete, and missing groups decode to NaN.
     """
     numel, dtype, relative = x.numel(), x.dtype, format.relative != math.inf
     meta = torch.empty(format.meta_size(numel), dtype=torch.uint8, device=x.device)
@@ -78,7 +78,7 @@ def bounded_encode_within(
 
 
 def bounded_decode(meta: Tensor, payload: Tensor, format: BoundedFormat, numel: int, mask: bool) -> Tensor:
-    """Return the flat values that `bounded_encode` stored, or with `mask` only whether each is not zero."""
+    """Decode the result of `bounded_encode` to flat values; with `mask`, return the mask of the non-zero values."""
     out = torch.empty(numel, dtype=torch.bool if mask else format.dtype, device=meta.device)
     if numel:
         _launch_decoder(meta, payload, format, out, out, mask, False)
@@ -86,7 +86,7 @@ def bounded_decode(meta: Tensor, payload: Tensor, format: BoundedFormat, numel: 
 
 
 def bounded_gate(meta: Tensor, payload: Tensor, format: BoundedFormat, grad: Tensor) -> Tensor:
-    """Return `grad`, which lies in memory as the values do, where they are not zero; elsewhere zero."""
+    """Return `grad` where the values are not zero, else zero. Both must have the same memory format."""
     out = torch.empty_like(grad)
     if grad.numel():
         _launch_decoder(meta, payload, format, out, grad, False, True)
@@ -96,9 +96,9 @@ def bounded_gate(meta: Tensor, payload: Tensor, format: BoundedFormat, grad: Ten
 def _launch_decoder(
     meta: Tensor, payload: Tensor, format: BoundedFormat, out: Tensor, grad: Tensor, mask: bool, gate: bool
 ) -> None:
-    """Launch the decoder of values, of a mask, or of a gradient that goes through one."""
+    """Launch the decoder of values, of their mask, or of a gradient that the mask gates."""
     numel, buffers = out.numel(), (meta, payload, out, grad)
-    # Levels of both roundings without a random number in the decoder decode alike.
+    # The decoder needs no random number for NEAREST and STOCHASTIC, and decodes them alike.
     constants = (TYPES[format.dtype], mask, gate, NEAREST if format.rounding == STOCHASTIC else format.rounding)
     numbers = (numel, payload.numel())
     launch_kernel(decode_kernel, -(-numel // PLANE_GROUP), buffers, numbers, constants, WARPS, DECODE_REGISTERS, 1)

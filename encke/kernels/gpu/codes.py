@@ -18,7 +18,7 @@ from encke.kernels.gpu.common import (
 )
 
 GATE, ADD, LEAK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""Kinds of gradients that codes gate: of ReLU, of ReLU as the sum of two gradients, and of leaky ReLU."""
+"""Kinds of gradients that codes gate: of ReLU, of ReLU from the sum of two gradients, and of leaky ReLU."""
 
 
 def _shifted_codes(bits: int) -> str:
@@ -308,9 +308,9 @@ def gated(
     x, other, at, there, code, lo, step, slope, DTYPE: tl.constexpr, BITS: tl.constexpr, SIGNS: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
-    """Return the gradient of ReLU: x + at (with ADD, plus other + at) where values are not zero, else zero.
+    """Return ReLU's gradient: that at x + at (with ADD, plus that at other + at) where values are not zero, else zero.
 
-    With LEAK, return the gradient of leaky ReLU: x + at where values are positive, else `slope` times that.
+    With LEAK, return leaky ReLU's gradient: that at x + at where values are positive, else `slope` times that.
     """
     flag = flags_of(code, lo, step, BITS, SIGNS)
     value = load_sum(x, other, at, there, DTYPE, KIND == ADD)

@@ -7,25 +7,25 @@ import os
 import triton
 import triton.language as tl
 
-# The interpreter truncates fp32 -> bf16 and its reductions ignore NaN: both are done by hand there.
+# Triton's interpreter truncates fp32 -> bf16, and its reductions ignore NaN: the code works around both.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit
 def nan_max(a, b):
-    """Return the larger, NaN if either is."""
+    """Return the larger number, or NaN if either is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def nan_min(a, b):
-    """Return the smaller, NaN if either is."""
+    """Return the smaller number, or NaN if either is NaN."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def highest(v, axis: tl.constexpr):
-    """Return the largest along an axis, where NaN counts as larger than anything."""
+    """Return the maximum along an axis; NaN counts as larger than any number."""
     if INTERPRETED:
         return tl.max(tl.where(v == v, v, float("inf")), axis)
     else:
@@ -34,7 +34,7 @@ def highest(v, axis: tl.constexpr):
 
 @triton.jit
 def lowest(v, axis: tl.constexpr):
-    """Return the smallest along an axis, where NaN counts as smaller than anything."""
+    """Return the minimum along an axis; NaN counts as smaller than any number."""
     if INTERPRETED:
         return tl.min(tl.where(v == v, v, -float("inf")), axis)
     else:
@@ -43,7 +43,7 @@ def lowest(v, axis: tl.constexpr):
 
 @triton.jit
 def widen(bits, DTYPE: tl.constexpr):
-    """Return loaded values as the floats to compute with; bf16 travels as int16."""
+    """Convert loaded values to fp32 (fp64 stays). bf16 values are passed as int16."""
     if DTYPE == tl.bfloat16:
         return (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     elif DTYPE == tl.float16:
@@ -54,7 +54,7 @@ def widen(bits, DTYPE: tl.constexpr):
 
 @triton.jit
 def narrow(v, DTYPE: tl.constexpr):
-    """Round values to nearest even, as they are stored; bf16 travels as int16."""
+    """Round values to DTYPE, to nearest even. bf16 values are returned as int16."""
     if DTYPE != tl.bfloat16:
         return v.to(DTYPE)
     elif INTERPRETED:
@@ -62,7 +62,7 @@ def narrow(v, DTYPE: tl.constexpr):
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         return tl.where(v == v, rounded, 0x7FC0).to(tl.int16)
     else:
-        # Two at a time: left to itself the compiler converts one by one.
+        # Two at a time: the compiler alone would convert one by one.
         return tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [v], dtype=tl.int16, is_pure=True, pack=2
         )
@@ -70,7 +70,7 @@ def narrow(v, DTYPE: tl.constexpr):
 
 @triton.jit
 def load_sum(x, other, at, there, DTYPE: tl.constexpr, ADD: tl.constexpr):
-    """Load the values at x + at that are `there` (None: all), with ADD plus those at other + at."""
+    """Load the values at x + at where `there` (None: all); with ADD, add those at other + at."""
     if there is None:
         value = tl.load(x + at)
     else:
@@ -83,13 +83,13 @@ def load_sum(x, other, at, there, DTYPE: tl.constexpr, ADD: tl.constexpr):
 
 @triton.jit
 def divide(a, b):
-    """Divide and round to nearest: fp32's own operator is only approximate."""
+    """Divide and round to nearest; Triton's `/` is only approximate in fp32."""
     return a / b if b.dtype == tl.float64 else tl.div_rn(a, b)
 
 
 @triton.jit
 def float_bits(v):
-    """Return the bits of a stored value as an integer of the same size."""
+    """Bitcast stored values to integers of the same size."""
     if v.dtype == tl.float64:
         return v.to(tl.int64, bitcast=True)
     elif v.dtype == tl.float32:
@@ -100,7 +100,7 @@ def float_bits(v):
 
 @triton.jit
 def exponent(v):
-    """Return floor(log2 v) of positive normal values, int32."""
+    """Return floor(log2 v) of positive normal values as int32."""
     if v.dtype == tl.float64:
         return ((float_bits(v) >> 52) - 1023).to(tl.int32)
     else:
@@ -118,7 +118,7 @@ def power(e, like):
 
 @triton.jit
 def seed_of(seeds, seed_low, seed_high, TABLE: tl.constexpr):
-    """Return the halves of a seed: as given, or with TABLE those of row `seed_low` of `seeds`, which are int64."""
+    """Return the halves of a seed: as given, or with TABLE those of row `seed_low` of the int64 tensor `seeds`."""
     if TABLE:
         at = seeds.to(tl.pointer_type(tl.int32)) + seed_low * 2
         return tl.load(at), tl.load(at + 1)
@@ -128,7 +128,7 @@ def seed_of(seeds, seed_low, seed_high, TABLE: tl.constexpr):
 
 @triton.jit
 def random32(index, seed_low, seed_high):
-    """Return the hash of docs/design.md for each uint32 index, before it is rotated and shifted."""
+    """Return the hash of docs/design.md for each uint32 index, before rotation and shift."""
     h = (index ^ seed_low.to(tl.uint32)) * (seed_high.to(tl.uint32) | 1)
     h = (h ^ (h >> 15)) * 0x846CA68B
     return h ^ (h >> 16)

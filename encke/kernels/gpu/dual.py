@@ -1,7 +1,7 @@
-"""Dual precision on the GPU, as in docs/design.md: averages of tiles, and codes for the differences from them.
+"""Dual precision on the GPU, as in docs/design.md: averages of tiles, and codes of the differences from them.
 
-A program of the encoder takes P planes from one end to the other: first TILES tiles at a time, then BYTES bytes of
-codes at a time. What it reads a second time is in the cache.
+A program of the encoder processes P planes twice: first TILES tiles at a time, then BYTES bytes of codes at a time. The
+second time, the values are in the cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROGRAM_BYTES = 1024  # bytes of codes or mask bits that a program packs at a ti
 
 @triton.jit
 def arrays_of(data, planes, tiles, length, DTYPE: tl.constexpr):
-    """Return where in the buffer steps, averages, codes and mask bits start."""
+    """Return the addresses of steps, averages, codes and mask bits in the buffer."""
     at_step = data + planes * (8 if DTYPE == tl.float64 else 4)
     at_low = at_step + planes * (8 if DTYPE == tl.float64 else 2)
     at_codes = at_low + planes * tiles * 2
@@ -31,7 +31,7 @@ def arrays_of(data, planes, tiles, length, DTYPE: tl.constexpr):
 
 @triton.jit
 def tile_of(i, width, across, magic, TALL: tl.constexpr, WIDE: tl.constexpr, DIVIDE: tl.constexpr):
-    """Return the tile that value i of a plane lies in. Unless DIVIDE, multiplying by `magic` divides by width."""
+    """Return the tile of value i of a plane. Unless DIVIDE, division by width is a multiplication by `magic`."""
     i = i.to(tl.uint32)
     y = i // width.to(tl.uint32) if DIVIDE else tl.umulhi(i, magic.to(tl.uint32))
     return (y // TALL * across.to(tl.uint32) + (i - y * width.to(tl.uint32)) // WIDE).to(tl.int32)
@@ -39,11 +39,11 @@ def tile_of(i, width, across, magic, TALL: tl.constexpr, WIDE: tl.constexpr, DIV
 
 @triton.jit
 def averages(sums, count, WIDE: tl.constexpr):
-    """Return the averages of tiles as stored, from the sums of their columns: [P, TILES, columns] -> [P, TILES]."""
+    """Compute the stored averages of tiles from the sums of their columns: [P, TILES, columns] -> [P, TILES]."""
     column = tl.arange(0, sums.shape[2])[None, None, :]
     total = tl.zeros((sums.shape[0], sums.shape[1]), sums.dtype)
     for j in range(WIDE):
-        total += tl.sum(tl.where(column == j, sums, 0.0), 2)  # one column and zeros: the order is ours
+        total += tl.sum(tl.where(column == j, sums, 0.0), 2)  # adds one column and zeros, so the order is fixed
     low = narrow(divide(total, count).to(tl.float32), tl.bfloat16)
     return tl.where(tl.abs(widen(low, tl.bfloat16)) < float("inf"), low, 0)
 
@@ -84,7 +84,7 @@ def keep_averages(
 
 @triton.jit
 def keep_mask(x, masks, here, values, DTYPE: tl.constexpr, P: tl.constexpr, BYTES: tl.constexpr):
-    """Store a bit for each value: whether it differs from zero."""
+    """Store a bit for each value: whether it is not zero."""
     length = (values + 7) // 8
     first = 0
     while first < length:
@@ -207,19 +207,19 @@ def dp_mask_kernel(
 
 
 def reciprocal(height: int, width: int) -> tuple[int, bool]:
-    """Return 2^32 / width rounded up, which divides indices of a plane by width, and whether that is not exact."""
+    """Return 2^32 / width rounded up, to divide indices of a plane by width, and whether that would not be exact."""
     divide = width == 1 or height * width * width >= 1 << 32
     return 0 if divide else -(-(1 << 32) // width), divide
 
 
 def shared_out(planes: int, length: int) -> tuple[int, int, int]:
-    """Share out `length` bytes of each plane: (planes of a program, bytes of a program, programs for a plane)."""
+    """Divide `length` bytes of each plane: (planes of a program, bytes of a program, programs for a plane)."""
     each = min(power_of_two(length), PROGRAM_BYTES)
     return min(PROGRAM_BYTES // each, power_of_two(planes)), each, -(-length // each)
 
 
 def dual_encode(x: Tensor, format: DualFormat, seed: int) -> Tensor:
-    """Encode planes of height x width values, one after the other, into one buffer."""
+    """Encode contiguous planes of height x width values into one buffer."""
     numel, bits, values = x.numel(), format.bits, format.plane
     data = torch.empty(format.nbytes(numel), dtype=torch.uint8, device=x.device)
     if numel:
@@ -236,9 +236,9 @@ def dual_encode(x: Tensor, format: DualFormat, seed: int) -> Tensor:
 
 
 def dual_decode(data: Tensor, format: DualFormat, numel: int, mask: bool) -> Tensor:
-    """Return the values that `dual_encode` stored.
+    """Decode the result of `dual_encode`.
 
-    With `mask`, return only whether each was not zero: exactly, where the buffer is `masked`.
+    With `mask`, return the mask of the non-zero values instead. It is exact if the format is `masked`.
     """
     dtype, values = format.dtype, format.plane
     out = torch.empty(numel, dtype=torch.bool if mask else dtype, device=data.device)

@@ -1,4 +1,4 @@
-"""Launches Triton kernels: what was compiled is kept, so that a launch skips Triton's own lookup."""
+"""Launch of Triton kernels. Compiled kernels are cached, so that a launch skips Triton's own lookup."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TYPES = {
 }
 
 Runner = tuple[Callable[..., None], tuple]
-"""The function that starts a compiled kernel, and its arguments between the stream and the kernel's own arguments."""
+"""Function that starts a compiled kernel, and its arguments between the stream and the kernel's own arguments."""
 
 waiting = Waiting("GPU")
 _compiled: dict[tuple, Runner] = {}
@@ -40,17 +40,17 @@ def launch_kernel(
     registers: int = 0,
     specialised: int = 2,
 ) -> Runner | None:
-    """Run a kernel over (tensors, numbers, constants) and return what runs the compiled kernel.
+    """Run a kernel with the arguments (tensors, numbers, constants), and return the runner of the compiled kernel.
 
-    The compiled kernel is kept: Triton's own lookup is slow. `specialised`: how many of the first numbers Triton may
-    specialise on; the others are listed in the kernel's do_not_specialize.
+    The compiled kernel is cached, because Triton's own lookup is slow. `specialised` is the number of leading `numbers`
+    that Triton may specialise on; the others are listed in the kernel's do_not_specialize.
     """
     device = tensors[0].get_device()
     if device >= 0 and device != current_cuda_device():
         with torch.cuda.device(device):
             return launch_kernel(function, programs, tensors, numbers, constants, warps, registers, specialised)
     across, down = (programs, 1) if isinstance(programs, int) else programs
-    # What Triton specialises on: 16-byte alignment of pointers, and divisibility of sizes or their being 1.
+    # Triton specialises on the alignment of pointers to 16 bytes, and on sizes that are 1 or divisible by 16.
     pointers = [t.data_ptr() for t in tensors]
     kinds = tuple([(p & 15 == 0, t.dtype) for p, t in zip(pointers, tensors, strict=True)])
     sizes = tuple([1 if n == 1 else n % 16 == 0 for n in numbers[:specialised]])
@@ -77,7 +77,7 @@ def compile_options(warps: int, registers: int) -> dict[str, Any]:
 
 
 def runner_of(kernel: Any) -> Runner:
-    """Return how to call a compiled kernel with addresses, without what Triton does for tensors and hooks."""
+    """Return the runner that calls a compiled kernel with addresses, without Triton's handling of tensors and hooks."""
     run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
     slow = run, (function, metadata, None, None, None)
     if not all(hasattr(run, name) for name in ("launch", "launch_cooperative_grid", "launch_pdl")):
@@ -89,7 +89,7 @@ def runner_of(kernel: Any) -> Runner:
 
 
 def typed(x: Tensor) -> Tensor:
-    """Return a tensor as the kernels see it: bf16 travels as int16, bool as uint8."""
+    """Return a view of a tensor with the dtype that the kernels expect: int16 for bf16, uint8 for bool."""
     x = x.detach()
     if x.dtype == torch.bfloat16:
         return x.view(torch.int16)
@@ -97,7 +97,7 @@ def typed(x: Tensor) -> Tensor:
 
 
 class Launch:
-    """A kernel with its grid and constants, for tensors of one device; compiled when it is first called."""
+    """Kernel with its grid and constants, for tensors on one device. It is compiled on the first call."""
 
     __slots__ = ("arguments", "constants", "device", "grid", "runner")
 
@@ -119,7 +119,7 @@ class Launch:
     def __call__(self, tensors: tuple[Tensor, ...], numbers: tuple) -> None:
         pointers = tuple(map(_address, tensors))
         runner, device = self.runner, self.device
-        # Only where all memory is aligned, as fresh memory is, one compiled kernel serves every call.
+        # One compiled kernel serves every call only if all memory is aligned, as newly allocated memory is.
         if runner is None or reduce(or_, pointers) & 15 or device != current_cuda_device():
             function, grid, *options = self.arguments
             compiled = launch_kernel(function, grid, tensors, numbers, self.constants, *options)
@@ -131,13 +131,13 @@ class Launch:
 
 
 def seed_halves(seed: int) -> tuple[int, int]:
-    """Return the low and the high half of a seed as int32."""
+    """Return the low and the high half of a seed as int32 numbers."""
     low, high = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
     return (low ^ 0x80000000) - 0x80000000, (high ^ 0x80000000) - 0x80000000
 
 
 def seed_arguments(seed: Seed, dummy: Tensor) -> tuple[Tensor, int, int]:
-    """Return a seed as the kernels take it: (seed table, row, 0), or (dummy, low half, high half)."""
+    """Return a seed as kernel arguments: (seed table, row, 0), or (dummy, low half, high half)."""
     if type(seed) is tuple:
         return seed[0], seed[1], 0
     # As in `seed_halves`, without a call: this runs for every saved tensor.
@@ -146,5 +146,5 @@ def seed_arguments(seed: Seed, dummy: Tensor) -> tuple[Tensor, int, int]:
 
 
 def power_of_two(n: int) -> int:
-    """Return the smallest power of two that is not less."""
+    """Return the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()

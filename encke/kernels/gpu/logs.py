@@ -1,4 +1,4 @@
-"""Log-probabilities on the GPU."""
+"""Codes of log-probabilities on the GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from encke.kernels.formats import LogFormat
 from encke.kernels.gpu.common import narrow, random32, widen
 from encke.kernels.gpu.launch import TYPES, launch_kernel, seed_halves
 
-SIZE = 4096  # values of a program
+SIZE = 4096  # values that a program processes
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def lp_decode_kernel(
 
 
 def log_encode(x: Tensor, format: LogFormat, seed: int) -> Tensor:
-    """Return a byte for each flat value: its distance below zero in steps, at most 254; NaN is 255."""
+    """Encode each flat value as a byte: its distance below zero in steps, at most 254; NaN is 255."""
     numel = x.numel()
     data = torch.empty(numel, dtype=torch.uint8, device=x.device)
     if numel:
@@ -72,7 +72,7 @@ def log_encode(x: Tensor, format: LogFormat, seed: int) -> Tensor:
 
 
 def log_decode(data: Tensor, format: LogFormat, seed: int) -> Tensor:
-    """Return the values that `log_encode` stored, with the random numbers subtracted again."""
+    """Decode the result of `log_encode`; the random numbers are subtracted again."""
     numel = data.numel()
     out = torch.empty(numel, dtype=format.dtype, device=data.device)
     if numel:

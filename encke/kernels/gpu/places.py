@@ -1,14 +1,14 @@
-"""Places of groups in Triton: where the values and codes of a program's groups lie in memory.
+"""Addresses of groups in Triton: positions in memory of the values and codes of a program's groups.
 
-A row of memory has `full` groups of `length` code bytes, whose values share bytes in T slices, and one more with `rest`
-values if there are any. Programs first take full groups, then the last ones of all rows, so that all groups of a
-program have as many values. Threads without a group or word of their own repeat the last one, and write what another
-thread writes as well: no masks.
+A row of memory has `full` groups whose field has `length` bytes, with T slices of values, and one more group if `rest`
+values are left. The first programs process full groups, the others the last groups of all rows, so that all groups of a
+program have equally many values. Threads without a group or word of their own repeat the last one and write the same
+values as another thread: no masks are needed.
 
 A tile of bytes is [thread, group, further words, lane], a tile of values [thread, group, further words, slice, lane].
-In this order of dimensions Triton gives the threads of the first one to a group, and each of them all the slices of its
-bytes: the reduction of a group stays within a warp. A word is LANES neighbouring bytes, whose values are loaded at once
-where rows and lengths are multiples of UNIT values.
+With this order of dimensions, Triton assigns the threads of the first one to a group, and to each of them all the
+slices of its bytes: the reduction over a group stays within a warp. A word is LANES adjacent bytes, whose values are
+loaded at once if rows and lengths are multiples of UNIT values.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import triton.language as tl
 from encke.kernels.formats import GroupFormat
 from encke.kernels.gpu.launch import power_of_two
 
-THREADS = 8  # threads that share a group, at most
-GROUPS = 64  # groups of a program, at most: with one for each thread Triton exchanges scales through shared memory
+THREADS = 8  # largest number of threads that share a group
+GROUPS = 64  # largest number of groups of a program: with one per thread, scales would go through shared memory
 
 
 @triton.jit
 def group_bytes(length, BITS: tl.constexpr, UNIT: tl.constexpr):
-    """Return the code bytes of a group whose field has `length`."""
+    """Return the number of code bytes of a group whose field has `length` bytes."""
     if BITS != 3:
         return length
     elif UNIT > 1:
@@ -44,13 +44,13 @@ def all_groups(full, rest, rows):
 
 @triton.jit
 def quotient(n, magic, shift):
-    """Divide numbers below 2^31 by the number that `reciprocal` made `magic` and `shift` of."""
+    """Divide integers below 2^31 by the divisor from which `reciprocal` computed `magic` and `shift`."""
     return (tl.umulhi(n.to(tl.uint32) * 2, magic.to(tl.uint32)) >> shift.to(tl.uint32)).to(tl.int32)
 
 
 @triton.jit
 def group_places(full, rest, rows, magic, shift, length, T: tl.constexpr, G: tl.constexpr, UNIT: tl.constexpr):
-    """Return of a program's groups their rows, numbers, where their values begin, and how many values each of them has.
+    """Return row, index, and offset of the values of each of a program's groups, and the number of values in a group.
 
     `magic` and `shift` divide by `full`.
     """
@@ -68,54 +68,54 @@ def group_places(full, rest, rows, magic, shift, length, T: tl.constexpr, G: tl.
 
 @triton.jit
 def word_range(LENGTH: tl.constexpr, THREADS: tl.constexpr, LANES: tl.constexpr):
-    """Return the numbers of words along a tile of at most LENGTH bytes a group."""
+    """Return the indices of words along a tile of at most LENGTH bytes per group."""
     u = tl.arange(0, LENGTH // (THREADS * LANES))[None, None, :, None]
     return u * THREADS + tl.arange(0, THREADS)[:, None, None, None]
 
 
 @triton.jit
 def byte_range(LENGTH: tl.constexpr, THREADS: tl.constexpr, LANES: tl.constexpr):
-    """Return the places of bytes along a tile, also of those after the last one."""
+    """Return the indices of bytes along a tile, including those after the last one."""
     return word_range(LENGTH, THREADS, LANES) * LANES + tl.arange(0, LANES)[None, None, None, :]
 
 
 @triton.jit
 def byte_places(length, LENGTH: tl.constexpr, THREADS: tl.constexpr, LANES: tl.constexpr):
-    """Return the place of each byte of a tile in its group's field: words after the last one repeat it."""
+    """Return the index of each byte of a tile in its group's field. Words after the last one repeat it."""
     word = tl.minimum(word_range(LENGTH, THREADS, LANES), tl.cdiv(length, LANES) - 1)
     return word * LANES + tl.arange(0, LANES)[None, None, None, :]
 
 
 @triton.jit
 def pair_places(length, LENGTH: tl.constexpr, THREADS: tl.constexpr, LANES: tl.constexpr):
-    """Return the places of the third bits of 3-bit codes behind the field: two bytes of it share one."""
+    """Return the indices of the bytes of third bits after the field of 3-bit codes: one for two bytes of the field."""
     word = tl.minimum(word_range(LENGTH, THREADS, LANES), tl.cdiv(length, LANES) - 1)
     return length + word * (LANES // 2) + tl.arange(0, LANES // 2)[None, None, None, :]
 
 
 def reciprocal(n: int) -> tuple[int, int]:
-    """Return two int32 numbers with which `quotient` divides by n: 2^(31 + shift) / n rounded up, and shift."""
+    """Return two int32 numbers for `quotient` to divide by n: 2^(31 + shift) / n rounded up, and shift."""
     shift = (n - 1).bit_length()
     magic = -(-(1 << 31 + shift) // n)
     return (magic ^ 1 << 31) - (1 << 31), shift
 
 
 class Rows:
-    """Rows of neighbouring values in one format, as the kernels take them."""
+    """Rows of adjacent values in one format, with the kernels' arguments for them."""
 
     def __init__(self, format: GroupFormat, numel: int, row: int) -> None:
         length = format.field_length
         self.format = format
         self.rows, self.full, self.rest = numel // row, row // format.extent, row % format.extent
         self.numbers = (self.full, self.rest, self.rows, *reciprocal(max(self.full, 1)), length)
-        """Arguments of the kernels: full to length."""
+        """Arguments of the kernels from `full` to `length`."""
         self.unit = math.gcd(length, row if self.rows > 1 else 16, 16)
-        """Rows and fields of codes are multiples of so many values."""
+        """Number of values that divides rows and fields of codes."""
 
     def tiles(self, values: int, lanes: int, each: int = 16) -> tuple[int, tuple]:
-        """Return the number of programs, and G to UNIT, where a program takes so many values.
+        """Return the number of programs, each of which processes `values` values, and the constants from G to UNIT.
 
-        A thread takes `lanes` neighbouring ones at a time if they are aligned, and `each` values of a group.
+        A thread processes `lanes` adjacent values at a time if they are aligned, and `each` values of a group.
         """
         field, length = self.format.field, self.numbers[-1]
         unit = min(self.unit, lanes)

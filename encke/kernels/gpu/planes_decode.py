@@ -350,7 +350,7 @@ def decode_kernel(
         seed = (meta + 8).to(tl.pointer_type(tl.int32))
         step = (shrink(eb, code, DTYPE), least_of(eb, DTYPE), group, tl.load(seed), tl.load(seed + 1))
         any_wide = ((total >> 21) & 31) > 0
-        # Outside of a branch, inside of which it would take more registers and instructions.
+        # Not in a branch: there it would take more registers and instructions.
         values = narrow_values(words, at, k, base, what, coded, step, dense, DTYPE, ROUNDING)
         tl.store(out + i, values, mask=here & (any_wide == 0))
         if any_wide:

@@ -83,7 +83,7 @@ class GpuPlan(GroupPlan):
         grid = blocks * across
         self.encoder = Launch(gq_encode_channels_kernel, grid, (*constants, seed_table), 4, 1)
         piece = min(room, DECODED * format.field // 8 // channels)
-        # 3-bit codes take more instructions; twice as many values share a part of them.
+        # 3-bit codes take more instructions. A program with twice as many values shares a part of them.
         longer = min(room, 2 * piece) if format.bits == 3 else piece
         self.decoder, self.masker = (
             Launch(gq_decode_channels_kernel, grid * (room // longer), (*constants, longer, mask, seed_table), 4, 1)

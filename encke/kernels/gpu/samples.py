@@ -1,6 +1,6 @@
-"""Figures of a sample of values and of the scales of their groups: one launch in the place of some twenty operations.
+"""Sums over a sample of values and of the scales of their groups: one launch instead of some twenty operations.
 
-Every program writes sums of its own part, so that results do not depend on the order in which programs end.
+Each program writes the sums of its own part, so results do not depend on the order in which programs end.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from encke.kernels.gpu.common import widen
 from encke.kernels.gpu.launch import TYPES, Launch
 
 LANES, VALUES = 64, 4096
-"""Columns or units that a program takes, and the values that it takes at a time."""
+"""Number of columns or units of a program, and number of values that it processes at a time."""
 FIGURES = tl.constexpr(7)
-"""Numbers that a program writes."""
+"""Number of sums that a program writes."""
 
 
 @triton.jit(
@@ -64,7 +64,7 @@ def sample_kernel(
     while group < groups:
         place = at_scale + group * columns
         lo = tl.load(scales + at_lo + place, mask=here, other=0)
-        # Constant groups are marked by a sign bit, before other bits of any kind.
+        # Constant groups are marked by the sign bit, so they are negative here; their other bits are arbitrary.
         step = tl.maximum(tl.load(scales + at_step + place, mask=here, other=0), 0)
         step = widen(step, tl.bfloat16)
         signed += tl.where(lo < 0, step * step, 0.0)
@@ -82,7 +82,7 @@ def sample_kernel(
 
 @functools.lru_cache(maxsize=4096)
 def sample_launch(units: SampledUnits, dtype: torch.dtype) -> tuple[Launch, tuple[int, ...]]:
-    """Return the launch for a sample, and the numbers that the kernel takes."""
+    """Return the launch for a sample, and the integer arguments of the kernel."""
     (count, row, columns), (unit_stride, _, _) = units.values
     (_, _, groups, _), (between, scale_stride, _, _), at_lo = units.scales
     across = -(-columns // LANES)
@@ -93,7 +93,7 @@ def sample_launch(units: SampledUnits, dtype: torch.dtype) -> tuple[Launch, tupl
 
 
 def sample_sums(flat: Tensor, data: Tensor, units: SampledUnits) -> Tensor:
-    """Return the sums of each program, a row each; see `GroupPlan.sample_sums`."""
+    """Return a row of sums for each program; see `GroupPlan.sample_sums`."""
     launch, numbers = sample_launch(units, flat.dtype)
     out = torch.empty(launch.grid[0], FIGURES.value, dtype=torch.float32, device=flat.device)
     launch((flat, data.view(torch.int16), out), numbers)

@@ -1,4 +1,4 @@
-"""Seeds of all sites of a forward pass, made on the GPU: a recorded CUDA graph reads new ones in every step."""
+"""Seeds of all sites of a forward pass, computed on the GPU: a captured CUDA graph reads new seeds in every step."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from encke.kernels import formats
 from encke.kernels.gpu.launch import launch_kernel
 
 START = tl.constexpr(formats.START)
-SIZE = 128  # seeds that a program makes
+SIZE = 128  # seeds that a program computes
 
 
 @triton.jit
 def splitmix64_finish(h):
-    """Apply the finishing steps of splitmix64."""
+    """Apply the final steps of splitmix64."""
     h = (h ^ (h >> 30)) * 0xBF58476D1CE4E5B9
     h = (h ^ (h >> 27)) * 0x94D049BB133111EB
     return h ^ (h >> 31)
@@ -51,6 +51,6 @@ def site_seeds(sites: tuple[int, ...], salts: tuple[int, ...], step: int, rank: 
 
 @functools.lru_cache(maxsize=256)
 def on_device(sites: tuple[int, ...], salts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return sites and salts on the device, where they stay: nobody waits for a copy."""
+    """Return sites and salts on the device. They are cached, so that later steps need no copy."""
     both = torch.tensor((sites, salts), dtype=torch.int64, device=device)
     return both[0], both[1]

@@ -1,6 +1,6 @@
-"""The payload of a group of error-bounded values in shared memory, where its bits are written and read.
+"""Payload of a group of error-bounded values in shared memory, in which its bits are written and read.
 
-Triton itself offers no shared memory. In the interpreter, which has none, the payload is written and read directly.
+Triton does not expose shared memory, so this is inline PTX. The interpreter has none, and accesses the payload itself.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import triton.language as tl
 
 from encke.kernels.gpu.common import INTERPRETED
 
-# A block that is not raw is smaller than its values. Up to 1 KiB behind the last, zeros are written and bits are read.
+# A block that is not raw is smaller than its values. Zeros are written, and bits are read, up to 1 KiB after the last.
 SPACE_2, SPACE_4, SPACE_8 = (
     tl.constexpr(f"{{.shared .align 16 .b8 words[{4096 * size + 1024}]; mov.u32 $0, words;}}") for size in (2, 4, 8)
 )
-USUAL = tl.constexpr(1024)  # words that are taken without a loop: few groups have more
+USUAL = tl.constexpr(1024)  # words that are processed without a loop; few groups have more
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def zero_words(words, at):
 
 @triton.jit
 def save_words(payload, words, at, units):
-    """Copy up to USUAL of so many words to the payload, from word `at` on."""
+    """Copy up to USUAL of `units` words to the payload, from word `at` on."""
     word = at + tl.arange(0, USUAL)
     bits = tl.inline_asm_elementwise(
         "ld.shared.b32 $0, [$1];", "=r,r", [words + word * 4], dtype=tl.int32, is_pure=False, pack=1
@@ -46,7 +46,7 @@ def save_words(payload, words, at, units):
 
 @triton.jit
 def fetch_words(payload, words, at, units):
-    """Copy up to USUAL of so many words from the payload, from word `at` on."""
+    """Copy up to USUAL of `units` words from the payload, from word `at` on."""
     word = at + tl.arange(0, USUAL)
     bits = tl.load(payload.to(tl.pointer_type(tl.int32)) + word, mask=word < units, other=0)
     tl.inline_asm_elementwise(
@@ -57,14 +57,14 @@ def fetch_words(payload, words, at, units):
 
 @triton.jit
 def reserve(counter, units):
-    """Add to a counter, and return its value before: in one thread, so that nobody waits before `reserved_of`."""
+    """Add to a counter and return its previous value, in one thread, so that no thread waits before `reserved_of`."""
     thread = tl.arange(0, 128)
     return tl.atomic_add(counter + thread * 0, units.to(tl.int64) + thread * 0, mask=thread == 0, sem="relaxed")
 
 
 @triton.jit
 def reserved_of(reservation):
-    """Return what `reserve` has found, in all threads. Offsets have 32 bits."""
+    """Broadcast the result of `reserve` to all threads. Offsets have 32 bits."""
     return tl.sum(tl.where(tl.arange(0, 128) == 0, tl.minimum(reservation, 0xFFFFFFFF), 0).to(tl.uint32), 0).to(
         tl.int64
     )
@@ -72,7 +72,10 @@ def reserved_of(reservation):
 
 @triton.jit
 def open_words(payload, reservation, units, capacity, SIZE: tl.constexpr):
-    """Return where a group of so many words is composed, all zero; null where the interpreter has no space for it."""
+    """Return the address at which to compose a group of `units` words, all zero.
+
+    It is null in the interpreter if the payload has no space for the group.
+    """
     if INTERPRETED:
         reserved = reserved_of(reservation)
         fits = (reserved + units) * 4 <= capacity
@@ -95,7 +98,7 @@ def open_words(payload, reservation, units, capacity, SIZE: tl.constexpr):
 
 @triton.jit
 def close_words(payload, words, units):
-    """Copy what was composed to the payload."""
+    """Copy the composed words to the payload."""
     if not INTERPRETED:
         tl.debug_barrier()
         save_words(payload, words, 0, units)
@@ -107,9 +110,9 @@ def close_words(payload, words, units):
 
 @triton.jit
 def read_words(payload, units, SIZE: tl.constexpr):
-    """Return where the bits of a group of so many words can be read.
+    """Return the address from which to read the bits of a group of `units` words.
 
-    There is not enough shared memory for fp64 and for what Triton itself needs.
+    This is the payload itself for fp64: there is not enough shared memory besides what Triton itself needs.
     """
     if INTERPRETED or SIZE == 8:
         return payload
@@ -126,8 +129,8 @@ def read_words(payload, units, SIZE: tl.constexpr):
 
 @triton.jit
 def put_words(words, bit, word):
-    """Write words that end with their highest bit that is set, from a bit on."""
-    # Words are shared by threads, and bits are not: the order does not matter.
+    """Write words, which end at their highest set bit, from bit `bit` on."""
+    # Threads share words but not bits, so the order does not matter.
     if INTERPRETED:
         there = words.to(tl.pointer_type(tl.int32)) + (bit >> 5)
         moved = word.to(tl.uint64) << (bit & 31).to(tl.uint64)
@@ -135,7 +138,7 @@ def put_words(words, bit, word):
         tl.atomic_or(there, low, mask=fits & (low != 0), sem="relaxed")
         tl.atomic_or(there + 1, high, mask=fits & (high != 0), sem="relaxed")
     else:
-        # Zeros too: there is room, and a condition would become a branch.
+        # Write zeros too: there is room, and a condition would become a branch.
         tl.inline_asm_elementwise(
             "{.reg .b32 a, l, h; shr.u32 a, $2, 3; and.b32 a, a, 0x1FFFFFFC; add.u32 a, a, $1;"
             "shf.l.wrap.b32 l, 0, $3, $2; shf.l.wrap.b32 h, $3, 0, $2;"
@@ -146,7 +149,7 @@ def put_words(words, bit, word):
 
 @triton.jit
 def load_words(payload, bit, count):
-    """Read `count` bits of a payload in global memory from a bit on; others come along."""
+    """Read `count` bits of a payload in global memory from bit `bit` on. Higher bits of the result are arbitrary."""
     there = payload.to(tl.pointer_type(tl.uint32)) + (bit >> 5)
     low = tl.load(there, mask=count > 0, other=0).to(tl.uint64)
     high = tl.load(there + 1, mask=(bit & 31) + count > 32, other=0).to(tl.uint64)
@@ -155,11 +158,11 @@ def load_words(payload, bit, count):
 
 @triton.jit
 def get_words(words, bit, count):
-    """Read `count` bits from a bit on; others come along."""
+    """Read `count` bits from bit `bit` on. Higher bits of the result are arbitrary."""
     if INTERPRETED:
         return load_words(words, bit, count)
     elif words.dtype.is_ptr():
-        # Triton looks for the best layout of each of its own loads, for half a minute.
+        # Inline PTX, because Triton would search for the best layout of each of its own loads, for half a minute.
         return tl.inline_asm_elementwise(
             "{.reg .pred p, q; .reg .b32 l, h; setp.gt.s32 p, $3, 0; setp.gt.s32 q, $4, 32; mov.b32 l, 0; mov.b32 h, 0;"
             "@p ld.global.nc.b32 l, [$1]; @q ld.global.nc.b32 h, [$1+4]; shf.r.wrap.b32 $0, l, h, $2;}",

@@ -1,4 +1,4 @@
-"""Smooth activations, and their derivatives, of values in registers."""
+"""Smooth activations of values in registers, and their derivatives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GELU, GELU_TANH = tl.constexpr(max(SMOOTH.values()) + 1), tl.constexpr(max(SMOOT
 
 @triton.jit
 def activated(y, KIND: tl.constexpr):
-    """Return an activation of values."""
+    """Return the activation KIND of values."""
     if KIND == GELU:
         return 0.5 * y * (1.0 + tl.erf(y * 0.7071067811865476))
     elif KIND == GELU_TANH:
@@ -26,7 +26,7 @@ def activated(y, KIND: tl.constexpr):
 
 @triton.jit
 def slope_of(y, KIND: tl.constexpr):
-    """Return the derivative of SiLU or hard swish. The latter's is 0 at -3 and 1 at 3, as in torch."""
+    """Return the derivative of SiLU or hard swish. That of hard swish is 0 at -3 and 1 at 3, as in torch."""
     if KIND == HARDSWISH:
         return tl.where(y <= -3.0, 0.0, tl.where(y < 3.0, y * (1.0 / 3.0) + 0.5, 1.0))
     else:

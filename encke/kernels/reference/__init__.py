@@ -1,4 +1,4 @@
-"""The kernels in plain torch: slow, readable, and the oracle for the other two. docs/design.md explains the formats."""
+"""Kernels in plain torch: slow, readable, and the oracle for the others. docs/design.md explains the formats."""
 
 from encke.kernels.reference.bounded import bounded_decode, bounded_encode
 from encke.kernels.reference.dual import dual_decode, dual_encode

@@ -34,7 +34,7 @@ BLOCKS = PLANE_GROUP // PLANE_BLOCK
 
 
 def usable_bound(bound: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the bound as the kernels use it: rounded down to the computing dtype, clamped, zero where too small."""
+    """Return the bound as the kernels use it: rounded down to the computing dtype, clamped, zero if too small."""
     work = compute_dtype(dtype)
     eb = bound.double().clamp(max=2.0**120).to(work)
     eb = torch.where(eb.double() > bound, torch.nextafter(eb, eb.new_zeros(())), eb)
@@ -42,7 +42,7 @@ def usable_bound(bound: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def bound_of(x: Tensor, format: BoundedFormat) -> Tensor:
-    """Return min(bound, relative * range of the finite values) as the kernels use it: 0-dim."""
+    """Return min(bound, relative * range of the finite values) as the kernels use it, zero-dimensional."""
     eb = torch.tensor(format.bound, dtype=torch.float64, device=x.device)
     if format.relative != float("inf"):
         finite = x[torch.isfinite(x)].double()
@@ -52,7 +52,7 @@ def bound_of(x: Tensor, format: BoundedFormat) -> Tensor:
 
 
 def bit_order(device: torch.device) -> Tensor:
-    """Return the value of a block that each bit of a plane belongs to."""
+    """Return the index in a block of the value that each bit of a plane belongs to."""
     bit = torch.arange(PLANE_BLOCK, device=device)
     return bit // PLANE_WORD * PLANE_WORD + bit % 8 * 8 + bit % PLANE_WORD // 8
 
@@ -63,7 +63,7 @@ def power(e: Tensor, like: Tensor) -> Tensor:
 
 
 def shrink(eb: Tensor, code: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return eb_c of docs/design.md."""
+    """Return the shrunk bound eb_c of docs/design.md."""
     e = exponent(eb)
     if dtype.itemsize == 2:
         return torch.where(code == 0, eb * 0.5, eb - power(e - code, eb))
@@ -72,23 +72,23 @@ def shrink(eb: Tensor, code: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def least_of(eb: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the smallest magnitude that a value decodes to where signs are kept: a power of two."""
+    """Return the smallest magnitude that a non-zero value decodes to with SIGNED rounding: a power of two."""
     e = exponent(eb) - 12
     return power(e.clamp(-24, 15) if dtype == torch.float16 else e, eb)
 
 
 @dataclass
 class Rounding:
-    """Half steps and random numbers of blocks."""
+    """Rounding of blocks, with their half steps and random numbers."""
 
     kind: int
     eb_c: Tensor
     hash: Tensor
     """24 random bits for each value."""
     coin: Tensor
-    """24 more."""
+    """24 more random bits for each value, used by SIGNED only."""
     least: Tensor
-    """The smallest magnitude of SIGNED."""
+    """Smallest magnitude of SIGNED."""
 
     def levels(self, v: Tensor) -> Tensor:
         """Return the levels of finite values that are not zero."""
@@ -99,7 +99,7 @@ class Rounding:
         shifted = v - self.eb_c if self.kind == STOCHASTIC else v
         level = (shifted * inverse).floor()
         if self.kind != NEAREST:
-            # The product is exact, so the remainder is: no bias from the reciprocal.
+            # The product is exact, and so is the remainder: the reciprocal adds no bias.
             rest = (shifted - level * (self.eb_c * 2)) * inverse
             level += self.hash < (rest * 2.0**24).long()
         if self.kind != DITHERED:
@@ -107,10 +107,10 @@ class Rounding:
         return level.long()
 
     def cells(self, magnitude: Tensor) -> Tensor:
-        """Return the cells of magnitudes, from zero outwards. The first one, 0, decodes to the smallest magnitude.
+        """Return the cells of magnitudes, from zero outwards. The first cell, 0, decodes to the smallest magnitude.
 
-        Dithered magnitudes have a mean that is too large next to zero, where negative ones become the first cell. So do
-        others at random, such that the mean is right.
+        Next to zero, the mean of dithered magnitudes is too large, because negative ones move to the first cell. Other
+        magnitudes move there at random, so that the mean is unbiased.
         """
         inverse = 0.5 / self.eb_c
         cell = (magnitude * inverse).floor()
@@ -121,7 +121,7 @@ class Rounding:
         return torch.where(kept, cell, 0.0).long()
 
     def values(self, level: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the values of levels."""
+        """Decode levels to values."""
         if self.kind == SIGNED:
             cell = torch.where(level < 0, -1 - level, level).to(self.eb_c.dtype)
             magnitude = (cell + (self.hash.to(cell.dtype) * 2.0**-24 - 1)) * (self.eb_c * 2)
@@ -132,7 +132,7 @@ class Rounding:
 
 
 def rounding_of(kind: int, blocks: int, eb: Tensor, code: Tensor, dtype: torch.dtype, seed: int) -> Rounding:
-    """Return the rounding of all blocks under the shrink codes of their groups."""
+    """Return the rounding of all blocks for the shrink codes of their groups."""
     index = torch.arange(blocks * PLANE_BLOCK, device=eb.device).view(-1, PLANE_BLOCK)[:, bit_order(eb.device)]
     eb_c = shrink(eb.expand(len(code)), code, dtype).repeat_interleave(BLOCKS)[:blocks, None]
     hash, coin = (random24(index, each, PLANE_WORD, PLANE_WORD // 4) for each in (seed, seed ^ COIN))
@@ -140,7 +140,7 @@ def rounding_of(kind: int, blocks: int, eb: Tensor, code: Tensor, dtype: torch.d
 
 
 def exceeds(a: Tensor, b: Tensor, bound: Tensor) -> Tensor:
-    """Return where |a - b| is above a bound, even if it is rounded to the bound."""
+    """Return where |a - b| exceeds a bound, even if the computed difference is rounded to the bound."""
     near = a - b
     part = near - a
     rest = (a - (near - part)) - (b + part)
@@ -156,7 +156,7 @@ def shrink_codes(magnitude: Tensor, eb: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass
 class Form:
-    """Form in which blocks are stored. All fields are one number for each block, but `v`."""
+    """Form in which blocks are stored. All fields except `v` have one number for each block."""
 
     v: Tensor
     """Non-negative integers to store, blocks x 256."""
@@ -164,11 +164,11 @@ class Form:
     order: Tensor
     """0: level - base, 1: zigzag from the base, upwards first, 2: downwards first."""
     k: Tensor
-    """Low bits that are stored as planes."""
+    """Number of low bits that are stored as planes."""
     fixed: Tensor
-    """Whether there is nothing but low bits."""
+    """Whether there are only low bits."""
     rest: Tensor
-    """Bits of what is left of a quotient after the unary code."""
+    """Number of bits of a quotient's remainder after the unary code."""
     wide: Tensor
     nbytes: Tensor
 
@@ -182,7 +182,7 @@ def rice_parameter(n: Tensor, total: Tensor) -> Tensor:
 
 
 def estimate(n: Tensor, total: Tensor, k: Tensor) -> Tensor:
-    """Return about how many bits n values with that sum take with k low bits each."""
+    """Estimate the number of bits of n values with that sum, with k low bits each."""
     return n * (k + 1) + ((total - ((n << k) - n >> 1)).clamp(min=0) >> k)
 
 
@@ -224,44 +224,44 @@ def choose_forms(level: Tensor, coded: Tensor, valid: Tensor) -> Form:
 
 
 def put_plane(bits: Tensor, at: Tensor, plane: Tensor, where: Tensor) -> Tensor:
-    """Write the bits of a plane for the values `where`, one after the other from bit `at`; return where they end."""
+    """Write the bits of a plane for the values `where`, contiguous from bit `at` on; return the position after them."""
     place = at[:, None] + where.cumsum(1) - 1
     bits[place[where]] = plane[where].to(torch.uint8)
     return at + where.sum(1)
 
 
 def get_plane(bits: Tensor, at: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
-    """Read what `put_plane` wrote: the plane, zero elsewhere, and where it ends."""
+    """Read the result of `put_plane`: return the plane, zero elsewhere, and the position after it."""
     plane = torch.zeros(where.shape, dtype=torch.int64, device=bits.device)
     plane[where] = bits[(at[:, None] + where.cumsum(1) - 1)[where]].long()
     return plane, at + where.sum(1)
 
 
 def put_number(bits: Tensor, at: Tensor, number: Tensor, width: int, rows: Tensor) -> Tensor:
-    """Write a number of each of the `rows`, lowest bit first; return where it ends."""
+    """Write one number for each of the `rows`, lowest bit first; return the position after it."""
     column = torch.arange(width, device=bits.device)
     return put_plane(bits, at, number[:, None] >> column & 1, rows[:, None].expand(-1, width))
 
 
 def get_number(bits: Tensor, at: Tensor, width: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Read what `put_number` wrote."""
+    """Read the result of `put_number`; return the numbers and the positions after them."""
     plane, end = get_plane(bits, at, rows[:, None].expand(-1, width))
     return (plane << torch.arange(width, device=bits.device)).sum(1), end
 
 
 def to_bits(data: Tensor) -> Tensor:
-    """Return the bits of bytes, lowest first."""
+    """Unpack bytes to bits, lowest first."""
     return (data[:, None] >> torch.arange(8, device=data.device, dtype=torch.uint8) & 1).view(-1)
 
 
 def from_bits(bits: Tensor) -> Tensor:
-    """Return the bytes of bits."""
+    """Pack bits into bytes, lowest first."""
     weights = 1 << torch.arange(8, device=bits.device, dtype=torch.uint8)
     return (bits.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
 
 
 def put_blocks(bits: Tensor, at: Tensor, form: Form, coded: Tensor, valid: Tensor) -> None:
-    """Write blocks from bit `at` on."""
+    """Write blocks from the bits `at` on."""
     n, sparse = coded.sum(1), coded.sum(1) < valid.sum(1)
     at = put_number(bits, at, form.base, 32, form.wide)
     at = put_plane(bits, at, coded, valid & sparse[:, None])
@@ -348,7 +348,7 @@ def bounded_encode(x: Tensor, format: BoundedFormat, seed: int) -> tuple[Tensor,
 
 
 def bounded_decode(meta: Tensor, payload: Tensor, format: BoundedFormat, numel: int, mask: bool) -> Tensor:
-    """Return the flat values that `bounded_encode` stored, or with `mask` only whether each is not zero."""
+    """Decode the result of `bounded_encode` to flat values; with `mask`, return the mask of the non-zero values."""
     dtype, device = format.dtype, meta.device
     if numel == 0:
         return torch.zeros(0, dtype=torch.bool if mask else dtype, device=device)

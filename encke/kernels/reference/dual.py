@@ -11,7 +11,7 @@ from encke.kernels.reference.slow import warn_if_large
 
 
 def tile_averages(v: Tensor, format: DualFormat) -> Tensor:
-    """Return the average of each tile of planes x height x width values as bf16, zero where that is not finite.
+    """Return the average of each tile of planes x height x width values as bf16; zero if it is not finite.
 
     The columns of a tile are summed from top to bottom, then their sums from left to right.
     """
@@ -33,14 +33,14 @@ def tile_averages(v: Tensor, format: DualFormat) -> Tensor:
 
 
 def spread_averages(low: Tensor, format: DualFormat) -> Tensor:
-    """Return each tile's average at all places of the tile: planes x height x width."""
+    """Repeat the average of each tile for all its values: planes x height x width."""
     tall, wide = format.tile
     rows = low.repeat_interleave(tall, 1)[:, : format.height]
     return rows.repeat_interleave(wide, 2)[:, :, : format.width]
 
 
 def dual_encode(x: Tensor, format: DualFormat, seed: int) -> Tensor:
-    """Encode planes of height x width values, one after the other, into one buffer."""
+    """Encode contiguous planes of height x width values into one buffer."""
     warn_if_large(x)
     values, bits, work = format.plane, format.bits, compute_dtype(format.dtype)
     planes = x.numel() // values
@@ -70,9 +70,9 @@ def dual_encode(x: Tensor, format: DualFormat, seed: int) -> Tensor:
 
 
 def dual_decode(data: Tensor, format: DualFormat, numel: int, mask: bool) -> Tensor:
-    """Return the values that `dual_encode` stored.
+    """Decode the result of `dual_encode`.
 
-    With `mask`, return only whether each was not zero: exactly, where the buffer is `masked`.
+    With `mask`, return the mask of the non-zero values instead. It is exact if the format is `masked`.
     """
     dtype, values, work = format.dtype, format.plane, compute_dtype(format.dtype)
     planes = numel // values

@@ -11,13 +11,13 @@ from encke.kernels.formats import MASK32
 def random24(index: Tensor, seed: int, run: int, length: int) -> Tensor:
     """Return 24 random bits for each value index: the hash of docs/design.md, as int64.
 
-    Within a run of values those at a distance of `length` share one hash, each rotated by its own number of bits.
+    Values of a run that are `length` apart share one hash, each rotated by another number of bits.
     """
     return hash24(index // run * length + index % length, index % run // length * (32 * length // run), seed)
 
 
 def hash24(word: Tensor, rotation: Tensor, seed: int) -> Tensor:
-    """Return 24 bits of the hash of each word, rotated."""
+    """Return 24 bits of the rotated hash of each word."""
     h = ((word & MASK32) ^ (seed & MASK32)) * ((seed >> 32 & MASK32) | 1) & MASK32
     h = (h ^ h >> 15) * 0x846CA68B & MASK32
     h = h ^ h >> 16
@@ -32,12 +32,12 @@ def exponent(x: Tensor) -> Tensor:
 
 
 def bit_width(v: Tensor) -> Tensor:
-    """Return how many bits a non-negative integer below 2^31 needs."""
+    """Return the number of bits that a non-negative integer below 2^31 needs."""
     return torch.frexp(v.double())[1].long()
 
 
 def step_up(step: Tensor, spread: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round a step up to bf16 (fp64 stays) and away from zero where there is a spread at all, as it is stored."""
+    """Round a step up to bf16, in which it is stored (fp64 stays). The step is zero only if the spread is."""
     if dtype != torch.float64:
         step = ((step.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
         step = step.clamp(min=2.0**-100)
@@ -61,16 +61,16 @@ def pack_fields(code: Tensor, bits: int) -> Tensor:
 
 
 def unpack_fields(data: Tensor, bits: int, n: int) -> Tensor:
-    """Read what `pack_fields` wrote: rows x n, uint8."""
+    """Unpack the result of `pack_fields`: rows x n, uint8."""
     pieces = [data >> t * bits & (1 << bits) - 1 for t in range(8 // bits)]
     return torch.cat(pieces, 1)[:, :n]
 
 
 def bits_encode(x: Tensor, bits: int) -> Tensor:
-    """Pack flat uint8 (or bool) values below 2^bits, bits 1, 2 or 4: one field over the whole tensor."""
+    """Pack flat uint8 (or bool) values below 2^bits, where bits is 1, 2 or 4, as one field over the whole tensor."""
     return pack_fields(x.reshape(1, -1).to(torch.uint8), bits)[0]
 
 
 def bits_decode(data: Tensor, bits: int, numel: int) -> Tensor:
-    """Return the flat uint8 values that `bits_encode` stored."""
+    """Unpack the result of `bits_encode` to flat uint8 values."""
     return unpack_fields(data.view(1, -1), bits, numel)[0]

@@ -37,16 +37,16 @@ def group_plan(format: GroupFormat, numel: int, device: torch.device, seed_table
     """Return the plan for tensors of `numel` values in that format.
 
     Args:
-        format: How the values are packed.
+        format: Format of the packed values.
         numel: Number of values.
-        device: Where the tensors are.
-        seed_table: Whether seeds come as a tensor and a row; only kernels on a GPU are specialised on it.
+        device: Device of the tensors.
+        seed_table: Whether seeds are given as a tensor and a row. Only GPU kernels are specialised on it.
     """
     return ReferencePlan(format, numel, device)
 
 
 def encode(x: Tensor, format: GroupFormat, seed: int) -> Tensor:
-    """Return codes of flat float values, then lo and step of each group."""
+    """Encode flat float values: codes, then lo and step of each group."""
     bits, signs = format.bits, format.signs
     numel, work = x.numel(), compute_dtype(format.dtype)
     v = in_groups(x.to(work), format)
@@ -68,7 +68,7 @@ def encode(x: Tensor, format: GroupFormat, seed: int) -> Tensor:
     t = torch.minimum(t.clamp(min=0.0), n[:, None]).nan_to_num(0.0)
     q = t.floor()
     q = (q + (random_of_values(numel, format, seed, x.device) < ((t - q) * 2.0**24).long())).long()
-    # All codes of a constant group are the lowest; the last bit of the constant is added to them.
+    # All codes of a constant group are the lowest code; the last bit of the constant is added to them.
     q = q + (constant & (rest & 1 > 0))[:, None]
     sign = (v < 0).long() << bits - 1
     code = torch.where(affine[:, None], q, torch.where(a > 0, (q + 1) | sign, 0))
@@ -81,7 +81,7 @@ def encode(x: Tensor, format: GroupFormat, seed: int) -> Tensor:
 
 
 def decode(data: Tensor, format: GroupFormat, numel: int, seed: int) -> Tensor:
-    """Return the flat values that `encode` stored with the same seed."""
+    """Decode the result of `encode` with the same seed to flat values."""
     bits, signs, work = format.bits, format.signs, compute_dtype(format.dtype)
     code, lo, step = unpack(data, format, numel)
     signed = lo < 0
@@ -89,7 +89,7 @@ def decode(data: Tensor, format: GroupFormat, numel: int, seed: int) -> Tensor:
     if signs:
         value = lo.abs() + (magnitude - 1).to(work) * step
     else:
-        # The random number that was added before rounding is known, and is subtracted again.
+        # Subtract the random number that was added before rounding.
         base = lo - torch.where(signed, 0.5, 1.5).to(work) * step
         fixed = (code << 24) + random_of_values(numel, format, seed, data.device)
         value = base + fixed.to(work) * (step * 2.0**-24)
@@ -102,14 +102,14 @@ def decode(data: Tensor, format: GroupFormat, numel: int, seed: int) -> Tensor:
 
 
 def mask(data: Tensor, format: GroupFormat, numel: int) -> Tensor:
-    """Return whether each value is not zero; without `signs` the codes of a group with negative values cannot tell."""
+    """Return which values are not zero. Without `signs`, all values of groups with negative ones count as non-zero."""
     code, lo, step = unpack(data, format, numel)
     affine, magnitude = magnitudes(code, lo < 0, format)
     return in_memory_order(affine | (magnitude != 0) | torch.isnan(step), format, numel)
 
 
 def in_groups(x: Tensor, format: GroupFormat) -> Tensor:
-    """Return flat values in rows of groups; the last group of a row is filled with copies of its last value."""
+    """Arrange flat values as [group, value]. Fill the last group of a row with copies of its last value."""
     row, each = format.row or x.numel() // format.stride, format.extent
     i = torch.arange(format.groups_in_row(x.numel()) * each, device=x.device).clamp(max=row - 1)
     v = x.reshape(-1, row, format.stride)[:, i]
@@ -117,14 +117,14 @@ def in_groups(x: Tensor, format: GroupFormat) -> Tensor:
 
 
 def in_memory_order(rows: Tensor, format: GroupFormat, numel: int) -> Tensor:
-    """Bring rows of groups into the order of memory."""
+    """Arrange [group, value] as flat values in memory order."""
     row, stride, each = format.row or numel // format.stride, format.stride, format.extent
     blocks = rows.view(-1, stride, each).transpose(1, 2)
     return blocks.reshape(-1, format.groups_in_row(numel) * each, stride)[:, :row].reshape(-1).clone()
 
 
 def unpack(data: Tensor, format: GroupFormat, numel: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes in rows of groups, and lo and step of each group as columns."""
+    """Return codes as [group, value], and lo and step of each group as columns."""
     at_lo, at_step, end = format.places(numel)
     groups = format.groups(numel)
     codes = data[: groups * format.length].view(-1, format.length, format.stride)
@@ -141,7 +141,7 @@ def unpack(data: Tensor, format: GroupFormat, numel: int) -> tuple[Tensor, Tenso
 
 
 def pack_codes(code: Tensor, format: GroupFormat) -> Tensor:
-    """Pack rows of codes: their field, then of 3-bit codes the third bits of the four codes of each byte."""
+    """Pack rows of codes: their field and, for 3-bit codes, the third bits of the four codes of each byte."""
     if format.bits != 3:
         return pack_fields(code, format.bits)
     length = format.field_length
@@ -152,7 +152,7 @@ def pack_codes(code: Tensor, format: GroupFormat) -> Tensor:
 
 
 def unpack_codes(rows: Tensor, format: GroupFormat) -> Tensor:
-    """Return the codes that `pack_codes` packed."""
+    """Unpack the result of `pack_codes`."""
     length = format.field_length
     code = unpack_fields(rows[:, :length], format.field, format.extent)
     if format.bits == 3:
@@ -163,12 +163,12 @@ def unpack_codes(rows: Tensor, format: GroupFormat) -> Tensor:
 
 
 def low_bits(lo: Tensor) -> Tensor:
-    """Return the bits of fp32 values that bf16 does not have; none in fp64, which is stored as it is."""
+    """Return the bits of fp32 values that bf16 drops; none for fp64, which is stored unchanged."""
     return torch.zeros_like(lo, dtype=torch.int32) if lo.dtype == torch.float64 else lo.view(torch.int32) & 0xFFFF
 
 
 def stored_scales(lo: Tensor, step: Tensor, constant: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
-    """Return lo and step as they are stored: bf16, or in constant groups the first 31 bits of the constant."""
+    """Return lo and step in the stored form: bf16, or in constant groups the first 31 bits of the constant."""
     if lo.dtype == torch.float64:
         return lo, step
     high = (lo.view(torch.int32) >> 16).to(torch.int16)
@@ -177,13 +177,13 @@ def stored_scales(lo: Tensor, step: Tensor, constant: Tensor, rest: Tensor) -> t
 
 
 def magnitudes(code: Tensor, signed: Tensor, format: GroupFormat) -> tuple[Tensor, Tensor]:
-    """Return which groups have no code for zero, and the codes without their sign."""
+    """Return which groups have no code for zero, and the codes without the sign bit."""
     affine = torch.zeros_like(signed) if format.signs else signed
     return affine, torch.where(signed & ~affine, code & (1 << format.bits - 1) - 1, code)
 
 
 def lo_down(lo: Tensor, negated: Tensor) -> Tensor:
-    """Round a group's lo down to bf16 (fp64 stays), finite, and not to zero where its sign has a meaning."""
+    """Round a group's lo down to bf16 (fp64 stays), to a finite value, and not to zero if its sign has a meaning."""
     if lo.dtype == torch.float64:
         return lo
     size = lo.view(torch.int32) & 0x7FFFFFFF
@@ -194,7 +194,7 @@ def lo_down(lo: Tensor, negated: Tensor) -> Tensor:
 
 
 def random_of_values(numel: int, format: GroupFormat, seed: int, device: torch.device) -> Tensor:
-    """Return 24 random bits for each value, in rows of groups: the hash of its byte, rotated by its slice."""
+    """Return 24 random bits for each value, as [group, value]: the hash of its byte, rotated according to its slice."""
     length, field = format.field_length, format.field
     byte = torch.arange(format.groups(numel) * format.length, device=device).view(-1, format.length, format.stride)
     word = byte[:, :length].transpose(1, 2).reshape(-1, length).repeat(1, 8 // field)

@@ -1,4 +1,4 @@
-"""Log-probabilities in plain torch."""
+"""Codes of log-probabilities in plain torch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from encke.kernels.reference.fields import hash24
 
 
 def log_encode(x: Tensor, format: LogFormat, seed: int) -> Tensor:
-    """Return a byte for each flat value: its distance below zero in steps, at most 254; NaN is 255."""
+    """Encode each flat value as a byte: its distance below zero in steps, at most 254; NaN is 255."""
     v = x.float()
     steps = torch.maximum(v * (-1 / format.step), v * (-1 / format.far) - format.bend) + dither(x, seed)
     return steps.clamp_(0, 254).nan_to_num_(nan=255).to(torch.uint8)
 
 
 def log_decode(data: Tensor, format: LogFormat, seed: int) -> Tensor:
-    """Return the values that `log_encode` stored, with the random numbers subtracted again."""
+    """Decode the result of `log_encode`; the random numbers are subtracted again."""
     t = data.float() + 0.5 - dither(data, seed)
     values = torch.maximum(t * -format.step, (t + format.bend) * -format.far) - format.shift
     return values.masked_fill_(data == 255, float("nan")).to(format.dtype)

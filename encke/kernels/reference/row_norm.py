@@ -14,17 +14,17 @@ class RowNorm:
 
     width: int
     centred: bool
-    """Whether the mean is subtracted first, as layer norm does."""
+    """Whether the mean is subtracted first, as in layer norm."""
     eps: float
     offset: float = 0.0
-    """Added to the weight: 1 in the Gemma family."""
+    """Number that is added to the weight: 1 in the Gemma family."""
     inner: torch.dtype = torch.float32
-    """Dtype that normalised values are rounded to before they are multiplied by the weight."""
+    """Dtype to which normalised values are rounded before they are multiplied by the weight."""
     out: torch.dtype = torch.float32
     """Dtype of the result."""
 
     def compute(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Return the result in plain torch, from `x` with rows as its last dimension."""
+        """Compute the norm of `x` over its last dimension, in plain torch."""
         v = x.float()
         if self.centred:
             v = v - v.mean(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""A hint, shown once, where the reference serves large tensors only because a compiler is not installed."""
+"""Hint, shown once, that the reference serves large tensors because a compiler is not installed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 from torch import Tensor
 
 LARGE = 1 << 20
-"""Values from which on the reference is noticeably slow."""
+"""Number of values from which on the reference is noticeably slow."""
 hints: dict[str, str] = {}
 """Hints that have not been shown yet, by type of device."""
 
