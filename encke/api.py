@@ -321,8 +321,7 @@ def attach(
             *hook_layers([layer for layer in layers if layer not in told], capture.passes),
         ]
     _handles[model] = handle
-    if compiled is not None:
-        fused.compile_usual(model)
+    fused.prepare_kernels(model, compiled is not None)
     return handle
 
 

@@ -62,11 +62,17 @@ def install(layers: Iterable[Layer], capture: Capture) -> list[InstalledForward]
     return installed
 
 
-def compile_usual(model: nn.Module) -> None:
-    """Start to compile the kernels that most compiled models use on a GPU, while the first batch is being prepared."""
+def prepare_kernels(model: nn.Module, compiled: bool) -> None:
+    """Start to compile kernels for a model on a GPU, while the first batch is being prepared.
+
+    Args:
+        model: The model.
+        compiled: Whether it is compiled. If not, its norms request their kernels in the first forward pass. Here an
+            empty request starts the process that compiles them, unless this machine has had one before.
+    """
     if any(parameter.is_cuda for parameter in model.parameters()):
         images = any(isinstance(module, BATCH_NORMS) for module in model.modules())
-        dtypes = (torch.bfloat16, torch.float32)
+        dtypes = (torch.bfloat16, torch.float32) if compiled else ()
         compile_ahead(usual=[UsualUse(dtype, images, True, True) for dtype in dtypes], rates=BITS_IN_TURN)
 
 

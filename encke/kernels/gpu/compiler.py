@@ -99,7 +99,8 @@ def sources_digest() -> str:
 class Compiler:
     """Client of the background process, which is started at the first request."""
 
-    def __init__(self) -> None:
+    def __init__(self, niceness: int = 19) -> None:
+        self.niceness = niceness
         self.child: subprocess.Popen[bytes] | None = None
 
     def ask(self, request: dict[str, Any]) -> None:
@@ -119,7 +120,7 @@ class Compiler:
         """Start the process."""
         variables = process.environment() | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         quiet: dict[str, Any] = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
-        command = [sys.executable, "-m", __name__]
+        command = [sys.executable, "-m", __name__, str(self.niceness)]
         # The pipe holds requests while the process is starting; otherwise the training would wait for the start.
         return subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, pipesize=PIPE, **quiet)
 
@@ -138,10 +139,10 @@ class Compiler:
 _compiler = Compiler()
 
 
-def serve() -> None:
+def serve(niceness: int) -> None:
     """Handle requests until an empty one arrives, the input is closed, or none has arrived for a while."""
     process.die_with_parent()
-    os.nice(19)
+    os.nice(niceness)
     leaders: set[int] = set()
     text = b""
     while True:
@@ -212,4 +213,4 @@ def compile_part(part: int, count: int, request: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(int(sys.argv[1]))
