@@ -75,8 +75,8 @@ def act_one(image: int, batch: int) -> dict[str, Any]:
     for method, task in tasks.items():
         note(f"  {label(method)}: measuring ...")
         if method != "plain":
-            # Compiling kernels takes memory as well: a first run, of few photos, leaves them in the disk cache.
-            measure(Task(**{**task.__dict__, "batch": 2, "warm": 1, "steps": 1}))
+            # Compiling kernels takes memory as well: a first run, of as many photos, leaves them in the disk cache.
+            measure(Task(**{**task.__dict__, "steps": 1}))
         with Child(task) as child:
             found[method] = answer = child.ask(measure=True, keep=True)
             curve = child.ask(curve=True)
