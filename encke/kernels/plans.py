@@ -42,7 +42,7 @@ class GroupPlan(ABC):
     def __init__(self, format: GroupFormat, numel: int, device: torch.device) -> None:
         if numel % (format.stride * (format.row or 1)):
             rows = f"rows of {format.row} values" if format.row else "groups of values"
-            raise ValueError(f"{numel} values cannot be taken in {rows} that lie {format.stride} apart")
+            raise ValueError(f"a tensor of {numel} values cannot be split into {rows} with a stride of {format.stride}")
         self.format, self.numel, self.device = format, numel, device
         _, self.at_step, self.nbytes = format.places(numel)
         self.norm_plan: tuple[Any, torch.dtype | None, Any] | None = None
