@@ -85,7 +85,7 @@ def check_rows(stride: int, width: int, signs: bool, dtype: torch.dtype) -> None
         for name in ("zeros", "constant"):
             i = list(CONTENTS).index(name)
             assert torch.equal(back[i], x.view(-1, row, stride)[i]), (row, name)
-    with pytest.raises(ValueError, match="rows of 7 values that lie 2 apart"):
+    with pytest.raises(ValueError, match="rows of 7 values with a stride of 2"):
         cpu.group_plan(GroupFormat(width, 128, dtype, 2, row=7), 100, CPU)
 
 
