@@ -51,7 +51,7 @@ def test_groups_of_a_channel_equal_reference(width: int) -> None:
         x = torch.randn(pixels, channels).mul(torch.logspace(-3, 3, channels)).view(-1)
         check(x, GroupFormat(width, 128, x.dtype, channels), 5)
     for module in (cpu, reference):
-        with pytest.raises(ValueError, match="7 apart"):
+        with pytest.raises(ValueError, match="a stride of 7"):
             module.group_plan(GroupFormat(width, 128, torch.float32, 7), 100, CPU)
 
 
