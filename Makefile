@@ -1,5 +1,5 @@
 # make demo     train plain and compressed, side by side           2 to 4 minutes
-# make fast     the tests that are neither slow nor soak           wanted in 2 minutes on two idle cores, takes 1.2
+# make fast     the tests that are neither slow nor soak           wanted in 2 minutes on two idle cores, takes 1.6
 # make test     lint, then every test that is not soak             wanted in 7 minutes, takes 7.5 to 10 after a fresh clone
 # make soak     random and long tests, ended after 25 minutes      at most 30 minutes
 # make lint     format, style, types, spelling, Markdown           1 minute

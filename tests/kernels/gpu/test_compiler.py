@@ -56,6 +56,7 @@ def test_one_process_serves_many_requests_and_leaves_a_marker_for_each(compiler,
     assert names.count("gq_decode_kernel.cubin") >= 2 and "gq_encode_pairs_kernel.cubin" in names
 
 
+@pytest.mark.slow
 def test_large_requests_do_not_wait_for_the_process_to_start(compiler, tmp_path):
     def ring(*_: Any) -> None:
         raise TimeoutError("the training waits for the process")
@@ -77,6 +78,7 @@ def test_large_requests_do_not_wait_for_the_process_to_start(compiler, tmp_path)
     assert (tmp_path / "done").exists() and not (tmp_path / "large").exists()
 
 
+@pytest.mark.slow
 def test_an_empty_request_starts_the_process_once_for_a_machine(compiler, tmp_path):
     marker = tmp_path / "done"
     with pytest.MonkeyPatch.context() as patch:
@@ -99,6 +101,7 @@ def test_a_request_that_fails_leaves_no_marker_and_the_next_one_is_served(compil
     assert good.exists() and not bad.exists()
 
 
+@pytest.mark.slow
 def test_processes_that_the_training_has_forked_do_not_keep_it_alive(compiler, tmp_path):
     """The workers of a data loader have a copy of the pipe."""
     compiler.ask(request(tmp_path / "done"))
@@ -112,6 +115,7 @@ def test_processes_that_the_training_has_forked_do_not_keep_it_alive(compiler, t
     os.waitpid(pid, 0)
 
 
+@pytest.mark.slow
 def test_after_its_end_it_is_started_again(compiler, tmp_path):
     compiler.ask(request(tmp_path / "one"))
     first = compiler.child
@@ -124,6 +128,7 @@ def test_after_its_end_it_is_started_again(compiler, tmp_path):
     assert (tmp_path / "two").exists()
 
 
+@pytest.mark.slow
 def test_what_another_program_compiles_is_left_to_it(compiler, tmp_path):
     marker = tmp_path / "done"
     lock = os.open(f"{marker}-lock", os.O_CREAT | os.O_RDWR)
@@ -137,6 +142,7 @@ def test_what_another_program_compiles_is_left_to_it(compiler, tmp_path):
     assert marker.exists() and compiled(tmp_path)
 
 
+@pytest.mark.slow
 def test_it_ends_with_the_training(monkeypatch, tmp_path):
     """Killed, too: then nobody closes its input in order."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
