@@ -20,6 +20,8 @@ from encke.capture.saved import Saved
 from encke.capture.thresholds import FUSE_MIN_BYTES
 from encke.codecs import Packed
 from encke.codecs.groupquant import GroupQuantPacked
+from encke.codecs.layout import FORMATS
+from encke.fused.requests import KernelRequests
 from encke.torch_internals import apply_as, functorch_interpreter, is_functorch_tensor, top_saved_tensors_hooks
 
 
@@ -137,6 +139,8 @@ class LayerForward(TrackedForward):
 
     def __init__(self, capture: Capture, layer: Layer) -> None:
         super().__init__(capture, layer)
+        self.requests: KernelRequests | None = None
+        """Requests of the model for kernels, until this layer has made its own."""
         self.device_seen: torch.device | None = None
         """Device of the last call, if of the right type. Comparing devices is faster than comparing type names."""
 
@@ -157,11 +161,21 @@ class LayerForward(TrackedForward):
         facts = frame.sites[0] if frame.sites else None
         # The cheap checks come first: most calls of a small model end here.
         if facts is None or len(inputs) != 1:
+            if self.requests is not None and len(inputs) == 1:
+                self.request_kernels(inputs[0])
             return None
         x = inputs[0]
         if type(x) is not Tensor or x.numel() * x.element_size() < self.min_bytes or not self.suits(module, x, facts):
             return None
         return self.run(module, x, facts, forward)
+
+    def request_kernels(self, x: Any) -> None:
+        """Request the usual kernels for tensors like the input, once."""
+        requests, self.requests = self.requests, None
+        if type(x) is Tensor and x.device.type == self.device_type and x.dim() in FORMATS:
+            # The memory format of small tensors, as in squeeze-and-excite layers, may be either.
+            if requests is not None and x.numel() * x.element_size() >= self.min_bytes:
+                requests.ask_for_images(self.layer.name, x)
 
     def suits(self, module: Any, x: Tensor, facts: SiteFacts) -> bool:
         """Return whether the kernels may run this call, which saves first at the given site."""

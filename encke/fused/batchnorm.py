@@ -18,9 +18,7 @@ from torch import Tensor, nn
 
 from encke.capture.deferred import DeferredForward
 from encke.capture.facts import SiteFacts
-from encke.capture.hooks import Capture
-from encke.capture.modules import Layer
-from encke.capture.passes import ForwardPass, Frame
+from encke.capture.passes import ForwardPass
 from encke.capture.readers import matches
 from encke.capture.saved import Saved
 from encke.codecs import Codec, Packed
@@ -28,7 +26,6 @@ from encke.codecs.base import EncoderState, FlatPacked, check_version
 from encke.codecs.groupquant import GroupQuantPacked
 from encke.codecs.layout import FORMATS, Layout
 from encke.fused.base import LayerForward, Slot, in_place_of, packed_for
-from encke.fused.requests import KernelRequests
 from encke.kernels.formats import NORM_GROUP, mix
 from encke.torch_internals import batch_norm_forward, cudnn_enabled, verify_batch_size
 
@@ -271,18 +268,6 @@ class BatchNormForward(LayerForward):
     """Run `nn.BatchNorm1d` to `3d` in training mode, and read their packed input in backward."""
 
     layers = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
-    def __init__(self, capture: Capture, layer: Layer) -> None:
-        super().__init__(capture, layer)
-        self.requests: KernelRequests | None = None
-        """Kernels that the model has requested."""
-
-    def attempt(self, module: Any, inputs: tuple[Any, ...], frame: Frame, forward: ForwardPass) -> Tensor | None:
-        """Request kernels in the first pass; see `LayerForward.attempt`."""
-        if not frame.sites and self.requests is not None and inputs and type(inputs[0]) is Tensor:
-            if inputs[0].device.type == self.device_type:
-                self.requests.ask_for_images(self.layer.name, inputs[0])
-        return super().attempt(module, inputs, frame, forward)
 
     def function(self, facts: SiteFacts) -> Any:
         """Return `BatchNormFunction` for the input of a batch norm, if it has 3 or more dimensions and may be lossy."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from encke.capture.hooks import Capture
 from encke.capture.modules import Layer
-from encke.fused.base import InstalledForward
+from encke.fused.base import InstalledForward, LayerForward
 from encke.fused.batchnorm import BatchNormForward
 from encke.fused.block import BlockForward
 from encke.fused.conv import ConvForward
@@ -55,7 +55,8 @@ def install(layers: Iterable[Layer], capture: Capture) -> list[InstalledForward]
             installed.append(kind(capture, layer))
             module.__dict__["forward"] = installed[-1]
     for forward in installed:
-        if isinstance(forward, RowNormForward | BatchNormForward):
+        # The input of a convolution may have another dtype than the tensors after it.
+        if isinstance(forward, RowNormForward | LayerForward) and not isinstance(forward, ConvForward):
             forward.requests = requests
         if isinstance(forward, RowNormForward):
             requests.norms.append((forward.kind, math.prod(forward.shape)))

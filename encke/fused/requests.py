@@ -1,6 +1,6 @@
-"""Requests for the kernels that a model will need, made when its first norms are called.
+"""Requests for the kernels that a model will need, made when its first norms and activations are called.
 
-The inputs of these norms show dtype and memory format. The process that compiles kernels takes seconds to start, and a
+Their inputs show dtype and memory format. The process that compiles kernels takes seconds to start, and a
 model needs most of its kernels later in the first step.
 """
 
@@ -41,8 +41,8 @@ class KernelRequests:
         return codec, tuple(dict.fromkeys((codec.bits, *others)))
 
     def ask_for_images(self, layer: str, x: Tensor) -> None:
-        """Request the usual kernels of a model with batch norms; `x` is the input of one of them."""
-        last = x.dim() in FORMATS and not x.is_contiguous() and x.is_contiguous(memory_format=FORMATS[x.dim()])
+        """Request the usual kernels of a CNN; `x` is the input of one of its norms or activations."""
+        last = not x.is_contiguous() and x.is_contiguous(memory_format=FORMATS[x.dim()])
         use = UsualUse(x.dtype, True, last)
         if use not in self.asked:
             self.asked.add(use)

@@ -273,9 +273,9 @@ class UsualUse(Format):
 
     dtype: torch.dtype
     images: bool
-    """Whether the model has batch norms. If not, only tensors whose groups are contiguous are considered."""
+    """Whether the model is a CNN. If not, only tensors whose groups are contiguous are considered."""
     channels_last: bool
-    """Whether the inputs of the batch norms are in channels_last memory."""
+    """Whether the tensors of a CNN are in channels_last memory."""
     seed_table: bool = False
     """Whether seeds are on the device, as in compiled models."""
 
